@@ -69,7 +69,9 @@ def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of
         document: Any = json.loads(read_bytes(path, UsageError))
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
-    found: dict[str, Any] = document if isinstance(document, dict) else {}
+    found: dict[str, Any] = {}
+    if isinstance(document, dict):
+        found = document
     if found.get("schema") != schema or (schema == SCHEMA and not isinstance(found.get("rows"), list)):
         raise UsageError(f"{path} is not {content} ({schema})")
     return found

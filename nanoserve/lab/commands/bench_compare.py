@@ -187,7 +187,9 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
         with _needed(name):
             # A model of the hub is found once, and never looked up again.
             own = weights.own_gguf_file(model) or model.directory
-            found = files[name](model, shared["dtype"]) if name in files else own
+            found = own
+            if name in files:
+                found = files[name](model, shared["dtype"])
         sources[name] = str(found or model.name)
     peers: list[PeerProcess] = []
     shared |= {"max_batch": max(options.batch_sizes), "eager": options.eager}
@@ -243,10 +245,12 @@ def sentence(rounds: "Sequence[Round]", troubles: Mapping[str, str]) -> str:
     found: dict[str, list[float]] = {}
     for done, _ in in_states(rounds):
         for (_, peer, metric), ratio in _ratios_within(done).items():
-            if metric == ("output" if peer == "server" else "decode"):
+            if (peer == "server" and metric == "output") or (peer != "server" and metric == "decode"):
                 found.setdefault(peer, []).append(ratio)
     compared = [f"{spread_text(several)} times as fast as {peer}" for peer, several in found.items()]
-    words = f"nanoserve decodes {' and '.join(compared)}" if compared else "There was nothing to compare decoding with"
+    words = "There was nothing to compare decoding with"
+    if compared:
+        words = f"nanoserve decodes {' and '.join(compared)}"
     told = [f"{peer} {trouble}" for peer, trouble in troubles.items()]
     return "; ".join([words, counting_words(rounds)] + told) + "."
 
@@ -351,6 +355,8 @@ def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
         row = {"case": case, "state": state, "engine": name, "rounds": len(engines)}
         for metric in ("ttft_ms", "prefill", "decode", "output"):
             known = [engine.figures[metric] for engine in engines if metric in engine.figures]
-            row[metric] = statistics.median(known) if known else None
+            row[metric] = None
+            if known:
+                row[metric] = statistics.median(known)
         rows.append({**row, "foreign_cores": most_known(engine.foreign_cores for engine in engines)})
     return rows

@@ -55,7 +55,9 @@ def run(options: DiffOptions) -> int | None:
     worse = f"{len(slower)} of {len(changes)} metrics are worse by more than {options.threshold:.0%}"
     fewest = min(change.measurements for change in changes)
     print(f"After over before is {ratios}; {worse}, where at least {fewest} measurements of each count.")
-    return RuntimeFailure.exit_code if slower else None
+    if not slower:
+        return None
+    return RuntimeFailure.exit_code
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -117,7 +119,9 @@ def _change(case: str, metric: str, before: Sequence[float], after: Sequence[flo
     drawn = [np.median(generator.choice(values, (RESAMPLES, len(values))), axis=1) for values in (before, after)]
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = map(float, np.percentile(drawn[1] / drawn[0], (tail, 100 - tail)))
-    worst_case = 1 - high if metric in HIGHER_IS_BETTER else low - 1
+    worst_case = low - 1
+    if metric in HIGHER_IS_BETTER:
+        worst_case = 1 - high
     medians = float(np.median(before)), float(np.median(after))
     fewest, worse = min(len(before), len(after)), max(0.0, worst_case)
     return Change(case, metric, *medians, medians[1] / medians[0], low, high, measurements=fewest, worse=worse)

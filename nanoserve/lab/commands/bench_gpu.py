@@ -62,7 +62,9 @@ def run(options: GpuOptions) -> int | None:
     for name in options.part or ():
         if name not in PARTS:
             raise UsageError(f"--part {shown(name)} is not one of {', '.join(PARTS)}")
-    parts = [TUNING] if options.tune else [name for name in PARTS if not options.part or name in options.part]
+    parts = [name for name in PARTS if not options.part or name in options.part]
+    if options.tune:
+        parts = [TUNING]
     prepare_threads()
     if not options.dry_run:
         with deferred_interrupts():  # torch goes on half imported, and fails later in its own words
@@ -81,4 +83,6 @@ def run(options: GpuOptions) -> int | None:
     print(to_markdown(results), end="")
     remark(f"all of it is in {written}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
-    return RuntimeFailure.exit_code if any(row.get("ok") is False or "error" in row for row in rows) else None
+    if any(row.get("ok") is False or "error" in row for row in rows):
+        return RuntimeFailure.exit_code
+    return None

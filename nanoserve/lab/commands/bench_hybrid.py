@@ -154,7 +154,8 @@ class TierComparison(Comparison):
         for bench in self.benches:
             if bench.done:
                 everything = bench.facts["share"] >= 1
-                fitting += [bench.case] * everything
+                if everything:
+                    fitting.append(bench.case)
                 found[bench.case] = findings(bench.done, holds_everything=everything)
         means = self._means()
         self.report.put("findings", found)
@@ -176,9 +177,11 @@ class TierComparison(Comparison):
         ]
         worse = [f"{median:.2f} in {case}" for case, median in held if median < _NEVER_WORSE]
         if held:
-            below = f"; below: {'; '.join(worse)}" if worse else ""
-            reached = f"{len(held) - len(worse)} of {len(held)} cases with rounds that count"
-            yield f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above in {reached}{below}"
+            words = f"{_PREDICTING} is at {_NEVER_WORSE:.0%} of the device alone or above"
+            words += f" in {len(held) - len(worse)} of {len(held)} cases with rounds that count"
+            if worse:
+                words += f"; below: {'; '.join(worse)}"
+            yield words
 
     def _means(self) -> dict[str, dict[str, float]]:
         """By KV limit, over all lengths of answers: geometric means of the ratios within rounds."""
@@ -219,7 +222,9 @@ def hybrid_benches(
     make_bench: Callable[..., Bench], engine: OpenEngine, policies: Sequence[str], work: KvCases, config: EngineConfig
 ) -> Iterator[Bench]:
     """Every policy with the KV memory of each case; its predictor goes on learning from run to run, as in a server."""
-    host_blocks = {policy: engine.host_blocks if _attends_on_host(policy) else 0 for policy in policies}
+    host_blocks = dict.fromkeys(policies, 0)
+    for policy in filter(_attends_on_host, policies):
+        host_blocks[policy] = engine.host_blocks
     learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
     for shape, share, num_blocks in work.cases():
         variant = partial(PolicyVariant, engine=engine, config=config, capacities=[LayoutCapacity(num_blocks)])

@@ -84,4 +84,7 @@ def _show(report: Report, options: ResultOptions) -> str:
         print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _BARS, report.rows)
-    return f"{of_layers(ratios) if ratios else of_steps(report.rows)}; {report.document['counting']}."
+    verdict = of_steps(report.rows)
+    if ratios:
+        verdict = of_layers(ratios)
+    return f"{verdict}; {report.document['counting']}."

@@ -102,7 +102,9 @@ def _show(report: Report, options: ResultOptions) -> str:
     options.draw_bars(report, title, "{case} {route} ({state})", [_REACHED], summary)
     slower = [row["ours_is_faster"] for row in summary if row["route"] in STOCK_ROUTES]
     shares = [row["of_floor"] for row in summary if row["route"] == OURS and row["of_floor"] is not None]
-    reached = f" and reach {spread_text(shares, '.0%')} of the machine's floor" if shares else ""
+    reached = ""
+    if shares:
+        reached = f" and reach {spread_text(shares, '.0%')} of the machine's floor"
     return (
         f"{OURS}'s operators are {spread_text(slower)} times as fast as stock torch{reached}; {counting_words(done)}."
     )

@@ -75,7 +75,9 @@ class LengthOptions(Options):
         if traced and self.trace is None:
             raise UsageError("--arrivals trace needs the --trace whose times they are")
         if self.trace is not None:
-            times = read_arrivals(self.trace, self.requests) if traced else None
+            times: list[float] | None = None
+            if traced:
+                times = read_arrivals(self.trace, self.requests)
             return Work(self.trace.name, read_trace(self.trace, self.requests), times)
         name = self.lengths or self.default_lengths
         if (preset := PRESETS.get(name)) is not None:
@@ -128,8 +130,10 @@ def kept(report: Report, show: Callable[[], str | None]) -> Iterator[None]:
     except KeyboardInterrupt:
         if not report.rows:
             raise
-        place = f", {report.path} keeps them" if report.path else ""
-        raise KeyboardInterrupt(f"{len(report.rows)} rows were measured{place}") from None
+        words = f"{len(report.rows)} rows were measured"
+        if report.path:
+            words += f", {report.path} keeps them"
+        raise KeyboardInterrupt(words) from None
     finally:
         if report.rows and (verdict := show()) is not None:
             report.put("verdict", verdict)
@@ -144,7 +148,9 @@ def fitting_work(work: Work, context: int | None, report: Report) -> Work:
         raise UsageError(f"every request of {work.name} is longer than the context of {context} tokens")
     if left_out := len(work.shapes) - len(places):
         report.note(f"{left_out} requests are longer than the context of {context} and left out")
-    times = None if work.times is None else [work.times[place] for place in places]
+    times: list[float] | None = None
+    if work.times is not None:
+        times = [work.times[place] for place in places]
     return Work(work.name, [work.shapes[place] for place in places], times)
 
 

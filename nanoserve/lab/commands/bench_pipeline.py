@@ -94,9 +94,10 @@ class StageComparison(Comparison):
                 "policies are compared on one layout of one engine, without host memory: leave out --dp (which bench "
                 f"throughput and serve have), {PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
             )
-        config, (self.rate, *others) = options.config(), parse_rates(options.rate, "--rate")
-        if others:
+        config, rates = options.config(), parse_rates(options.rate, "--rate")
+        if len(rates) > 1:
             raise UsageError(f"--rate takes one rate here, not {shown(options.rate)}")
+        self.rate = rates[0]
         self.metadata = [one for one in METADATA if options.metadata in (one, "both")]
         if not self.metadata:
             raise UsageError(f"--metadata {shown(options.metadata)} is not one of {', '.join(METADATA)}, both")
@@ -120,7 +121,9 @@ class StageComparison(Comparison):
         degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
         words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
         for metadata in self.metadata:
-            name = " ".join(words + ["coupled"] * (metadata == "coupled"))
+            name = " ".join(words)
+            if metadata == "coupled":
+                name += " coupled"
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             workers = (engines.open_workers, name, self.resolved, config, model)
             predicted = self.settings["predicted"] and metadata == "decoupled"
@@ -151,13 +154,17 @@ class StageComparison(Comparison):
     @property
     def title(self) -> str:
         settings, facts, rate = self.settings, self.facts, self.settings["request_rate"]
-        together = "all at once" if rate == "inf" else f"{rate} a second"
+        together = f"{rate} a second"
+        if rate == "inf":
+            together = "all at once"
         how = f"{facts['dtype']}, {operators_title(facts)}"
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        shown = _REQUEST_COLUMNS + (_PREDICTED if self.settings["predicted"] else [])
+        shown = list(_REQUEST_COLUMNS)
+        if self.settings["predicted"]:
+            shown += _PREDICTED
         yield Table(self.title, shown, summary)
         heading = "micro-batches, and what the time of the stages went into"
         yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
@@ -170,5 +177,7 @@ def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     """A row for each stage; that of a single process has no shares."""
     for row in summary:
         for stage, shares in (row["stages"] or {"-": {}}).items():
-            bubbles = 1 - shares["computing"] if shares else None
+            bubbles = None
+            if shares:
+                bubbles = 1 - shares["computing"]
             yield {**row, **shares, "stage": stage, "bubbles": bubbles}

@@ -17,6 +17,7 @@ from nanoserve.lab.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.lab.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, fitted
 from nanoserve.lab.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.lab.commands.bench_variants import Comparison, RandomModelOptions, Table
+from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.policies import parse_policies
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
@@ -79,15 +80,19 @@ def resharding_variants(
     is the paper's baseline; a pipeline also has the policies made for pipelines."""
     for engine in engines:
         for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
-            place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
+            place = layout.name
+            if len(engine.layouts) == 1:
+                place = f"{layout.name}, {engine.name}"
             alone = partial(PolicyVariant, place=place, engine=engine, config=config, capacities=[capacity])
             predictors = engine.predictors[number : number + 1]
             for policy in policies:
                 if policy not in RESHARDING and (layout.pipeline_parallel > 1 or policy not in _OF_STAGES):
                     yield alone(policy=policy, first=number, predictors=predictors)
     for engine in engines:
+        if len(engine.layouts) == 1:
+            continue
         in_turn = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=engine.capacities)
-        for policy in policies if len(engine.layouts) == 2 else ():
+        for policy in policies:
             if policy in RESHARDING:
                 yield in_turn(policy=policy, host_blocks=engine.host_blocks, predictors=engine.predictors)
 
@@ -117,8 +122,11 @@ class LayoutComparison(Comparison):
     def __init__(self, options: ReshardOptions) -> None:
         if options.against_own_workers and TorchrunProcess.from_environment() is not None:
             raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
-        self.policies = list(_POLICIES) if options.policy is None else options.policy.split(",")
-        parse_policies(",".join({*self.policies} - {*RESHARDING}) or "sarathi", options.max_num_batched_tokens)
+        self.policies = list(_POLICIES)
+        if options.policy is not None:
+            self.policies = options.policy.split(",")
+        others = set(self.policies) - set(RESHARDING)
+        parse_policies(",".join(others) or "sarathi", options.max_num_batched_tokens)
         if options.layouts()[0].data_parallel > 1:
             raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: bench serve takes a D, here is one engine")
         config, self.work = options.config(), options.read(options.seed or 0)
@@ -132,7 +140,10 @@ class LayoutComparison(Comparison):
         names = [layout.name for layout in config.layouts]
         workers = (engines.open_workers, " -> ".join(names), self.resolved, config, model)
         pair = self.open(f"starting workers for {' and '.join(names)}", *workers, predicted=self.settings["predicted"])
-        for layout in config.layouts if self.settings["against_own_workers"] else ():
+        apart: Sequence[ParallelLayout] = ()
+        if self.settings["against_own_workers"]:
+            apart = config.layouts
+        for layout in apart:
             degrees = {name: getattr(layout, name) for name in ("pipeline_parallel", "tensor_parallel")}
             alone = replace(config, **degrees, decode_layout=None, host_kv_memory=None)
             workers = (engines.open_workers, "own workers", self.resolved, alone, model)
@@ -157,7 +168,9 @@ class LayoutComparison(Comparison):
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
         in_turn = [row for row in summary if row["phases"] is not None]
-        shown = _RUN_COLUMNS + (_PREDICTED if self.settings["predicted"] else [])
+        shown = list(_RUN_COLUMNS)
+        if self.settings["predicted"]:
+            shown += _PREDICTED
         yield Table(f"{self.title}, {operators_title(facts)}, {threads}; {blocks}", shown, summary)
         yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
         yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)

@@ -141,20 +141,24 @@ def run(options: BenchServeOptions) -> None:
             return runs
 
         def measure_rate(rate: float, requests: int) -> RateTrial:
-            same = requests == len(fitting.shapes)
-            longer = bench if same else replace(bench, work=fitting.lengthened(requests))
-            *_, run = measure(Point(rate=rate, traced=traced, exact=True), longer)
+            longer = bench
+            if requests != len(fitting.shapes):
+                longer = replace(bench, work=fitting.lengthened(requests))
+            run = measure(Point(rate=rate, traced=traced, exact=True), longer)[-1]
             row = report.rows[-1]
             if len(report.rows) == 1:
                 remark(f"some eight more runs or longer ones find the rate, each of {row['seconds']:,.0f} s or more")
-            attainment = None if row["goodput"] is None else row["goodput"]["attainment"]
+            attainment = None
+            if row["goodput"] is not None:
+                attainment = row["goodput"]["attainment"]
             return RateTrial(row["requests_per_s"], run.answers, attainment)
 
         for point in points:
             measure(point)
         if options.max_rate:
-            # A trace has as many arrivals as it has.
-            most = len(fitting.shapes) if traced else _LONGEST_TRIAL * len(fitting.shapes)
+            most = len(fitting.shapes)  # a trace has as many arrivals as it has
+            if not traced:
+                most *= _LONGEST_TRIAL
             report.put("highest_rate", HighestRate(measure_rate, len(fitting.shapes), most).find())
 
 
@@ -176,14 +180,19 @@ def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | N
     facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads. Raises
     RuntimeFailure in the process's own words if the model cannot be opened."""
     words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
-    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    environment: dict[str, str] = {}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     return run_module("nanoserve.lab.benchmarks.settling", *words, environment=environment)
 
 
 def _show(report: Report, options: ResultOptions) -> str:
     document = report.document
     title = f"{document['settings']['work']} asked of {document['server']['model']}"
-    title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
+    if "engine" in document:
+        title += f", {engine_title(document['engine'])}"
+    else:
+        title += f" at {document['server']['url']}"
     print_results(report, title, _COLUMNS)
     print_latencies(report, columns(("", ("load", "case"))))
     for row in report.rows:

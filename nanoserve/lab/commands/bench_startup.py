@@ -51,7 +51,9 @@ def run(options: StartupOptions) -> None:
     settings = options.settings()
     document = {"model": options.model, "repeats": options.repeats, "engine": settings}
     directory = options.find_model().directory
-    model = options.model if directory is None else str(directory)  # with another cache the hub's could not be found
+    model = options.model
+    if directory is not None:
+        model = str(directory)  # with another cache the hub's could not be found
     with options.reported("startup", document, _show) as report, temporary_directory() as cache:
 
         def start(case: str) -> Start:

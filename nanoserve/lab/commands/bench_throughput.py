@@ -58,7 +58,9 @@ def run(options: ThroughputOptions) -> None:
     with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
         repeating = options.repeating()
         bench = local_bench([options], report, opened, probes=not options.no_probe, repeating=repeating)
-        shapes = (work if options.trace is None else fitting_work(work, bench.longest, report)).shapes
+        if options.trace is not None:
+            work = fitting_work(work, bench.longest, report)
+        shapes = work.shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
         announced = f"{len(shapes)} requests of {work.name}"
         bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=options.repeats)

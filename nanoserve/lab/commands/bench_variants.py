@@ -121,12 +121,14 @@ class Comparison(ABC):
             self.model = read_config(self.resolved, self.config.quantization, self.config.device)
             self.probe = BandwidthProbe()
             self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
-            prepared = self.prepare()
+            prepared, layers = self.prepare(), "eager"
+            if all(engine.compiled for engine in self.engines):
+                layers = "compiled"
             self.facts = {
                 "model": self.resolved.name,
                 "dtype": dtype_name(self.config.dtype, self.model),
                 "operators": operators,
-                "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
+                "layers": layers,
                 "threads": torch.get_num_threads(),
                 "threads_of_a_worker": threads_of_each(self.config.num_workers),
                 **prepared,
@@ -186,7 +188,9 @@ class Comparison(ABC):
                 print_table(table.heading, table.columns, rows, keys=table.keys)
         if self._options.plot is not None:
             panels, number, size = self.picture(self.benches)
-            title = self.title if self.benches[0].facts else f"{self.title}, last round"
+            title = self.title
+            if not self.benches[0].facts:
+                title = f"{title}, last round"
             draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
         done = [done for bench in self.benches for done in bench.done]
         return f"{of_variants(self.report.document['ratios'])}; {counting_words(done)}."
@@ -207,7 +211,10 @@ class Comparison(ABC):
                 found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
             summary += rows
             compared += held
-            put += [{"case": bench.case, "ratio": one} for one in held] if bench.facts else held
+            if bench.facts:
+                put += [{"case": bench.case, "ratio": one} for one in held]
+            else:
+                put += held
             sampled |= found
         for name, value in (("summary", summary), ("ratios", put), ("samples", sampled)):
             self.report.put(name, value)

@@ -66,9 +66,11 @@ def run(options: ProfileOptions) -> None:
     from nanoserve.lab.benchmarks.profiling import measure_profile
 
     device, threads = usable_device(options.device), options.host_threads
-    # A CPU that is the device shares all cores with attention in host memory, unless some are asked for.
-    shares_cores = threads is None and device.type == "cpu"
-    host = HostProcessor.divide(physical_cores()) if shares_cores else HostProcessor.set_apart(threads, device)
+    if threads is None and device.type == "cpu":
+        # A CPU that is the device shares all cores with attention in host memory, unless some are asked for.
+        host = HostProcessor.divide(physical_cores())
+    else:
+        host = HostProcessor.set_apart(threads, device)
     with closing(host) as processor, options.open_llm() as llm:
         measured = measure_profile(llm, processor, remark)
     if options.json is not None:
@@ -132,11 +134,18 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
         ("copy", "{1:g} MiB", profile.copy, None),
     ]
     for part, written, times, floor in measured:
-        axes = (times.sizes,) if isinstance(times, MeasuredCurve) else (times.batches, times.contexts)
-        for size, seconds, low, high in zip(product(*axes), *map(np.ravel, times.times.values()), strict=True):
-            row = {"part": part, "size": written.format(*size, size[0] / 2**20)}
+        sizes: list[tuple[int, ...]] = []
+        if isinstance(times, MeasuredCurve):
+            sizes += [(size,) for size in times.sizes]
+        else:
+            sizes += product(times.batches, times.contexts)
+        measured_times = [np.ravel(several) for several in times.times.values()]
+        for size, seconds, low, high in zip(sizes, *measured_times, strict=True):
+            row = {"part": part, "size": written.format(*size, size[0] / 2**20), "of_floor": None}
             row |= {"us": seconds * 1e6, "low": low * 1e6, "high": high * 1e6}
-            yield row | {"of_floor": None if floor is None else floor(*size) / seconds}
+            if floor is not None:
+                row["of_floor"] = floor(*size) / seconds
+            yield row
 
 
 def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:

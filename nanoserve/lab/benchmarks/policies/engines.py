@@ -2,13 +2,16 @@
 
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.costs.layout_profile import LayoutProfile
 from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes
+from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
@@ -43,7 +46,11 @@ def open_workers(
 ) -> OpenEngine:
     """Workers of one layout or two, whose layers are compiled; their costs are measured first if runs are to be
     `predicted`."""
-    profile = measure_layouts(resolved, config, config.num_workers, progress, anew=True) if predicted else None
+    profile: LayoutProfile | None = None
+    costs: tuple[StepCosts, ...] = ()
+    if predicted:
+        profile = measure_layouts(resolved, config, config.num_workers, progress, anew=True)
+        costs = tuple(profile.costs(model, layout) for layout in config.layouts)
     model = with_cache_groups(model, config)
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
@@ -53,6 +60,10 @@ def open_workers(
     if not config.eager:
         executor.layers.start(waited=True)
         executor.layers.wait()
+    predictors = make_predictors(executor.speeds, model, config, profile or kept_layouts(resolved, config))
+    link: float | None = None
+    if executor.speeds is not None:
+        link = executor.speeds.host_link_bandwidth
     return OpenEngine(
         name=name,
         executor=executor,
@@ -60,12 +71,12 @@ def open_workers(
         layouts=config.layouts,
         capacities=executor.capacities,
         windows=executor.windows,
-        predictors=tuple(make_predictors(executor.speeds, model, config, profile or kept_layouts(resolved, config))),
+        predictors=tuple(predictors),
         workers=config.num_workers,
         host_blocks=host_blocks,
-        host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
+        host_link_bandwidth=link,
         compiled=executor.layers.loaded,
-        costs=() if profile is None else tuple(profile.costs(model, layout) for layout in config.layouts),
+        costs=costs,
         simulated=simulated,
     )
 
@@ -129,7 +140,9 @@ def open_with_host(
 
 
 def _open(opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> LLM:
-    source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
+    source: str | Path = resolved.name
+    if resolved.directory is not None:
+        source = resolved.directory  # found once, not looked up again
     llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
     opened.callback(llm.close)
     llm.built.prepare(progress)

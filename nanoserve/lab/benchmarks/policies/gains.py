@@ -48,7 +48,10 @@ def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
             elif row.sequence in passed:
                 passes += layers - passed.pop(row.sequence)[1]
         for swap in plan.swaps:
-            (resident.add if swap.direction == "out" else resident.discard)(swap.sequence)
+            if swap.direction == "out":
+                resident.add(swap.sequence)
+            else:
+                resident.discard(swap.sequence)
         resident.difference_update(plan.end)
         if (result := record.result_of.get(plan.step)) is None:
             continue
@@ -70,13 +73,17 @@ def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
 def device_slowness(steps: Iterable[DecodeStep], predictor: Predictor) -> float | None:
     """Median ratio of measured to predicted seconds of steps on the device alone; None without such steps."""
     ratios = [step.seconds / _alone(step, predictor) for step in steps if step.strategy == "device"]
-    return median(ratios) if ratios else None
+    if not ratios:
+        return None
+    return median(ratios)
 
 
 def host_rate(work: Sequence[HostWork]) -> float | None:
     """NC, sequences whose attention in a layer the CPU computes per second; None if it computed nothing."""
     seconds = sum(one.seconds for one in work)
-    return sum(one.sequences for one in work) / seconds if seconds > 0 else None
+    if seconds == 0:
+        return None
+    return sum(one.sequences for one in work) / seconds
 
 
 def gains(steps: Sequence[DecodeStep], predictor: Predictor, *, slowness: float, rate: float | None) -> Gains:
@@ -86,13 +93,17 @@ def gains(steps: Sequence[DecodeStep], predictor: Predictor, *, slowness: float,
     if rate is None:
         return found
     for strategy in HYBRID:
-        if some := [step for step in steps if step.strategy == strategy]:
-            seconds = sum(step.seconds for step in some)
-            alone = sum((1 + step.host_tokens / step.decodes) * slowness * _alone(step, predictor) for step in some)
-            gain = alone / seconds - 1
-            bound = sum(step.seconds * _bound(step, predictor, slowness, rate) for step in some) / seconds
-            reached = gain / bound if bound > 0 else None
-            found[strategy] = {"steps": len(some), "gain": gain, "bound": bound, "reached": reached}
+        some = [step for step in steps if step.strategy == strategy]
+        if not some:
+            continue
+        seconds = sum(step.seconds for step in some)
+        alone = sum((1 + step.host_tokens / step.decodes) * slowness * _alone(step, predictor) for step in some)
+        gain = alone / seconds - 1
+        bound = sum(step.seconds * _bound(step, predictor, slowness, rate) for step in some) / seconds
+        figures: dict[str, float | None] = {"steps": len(some), "gain": gain, "bound": bound, "reached": None}
+        if bound > 0:
+            figures["reached"] = gain / bound
+        found[strategy] = figures
     return found
 
 

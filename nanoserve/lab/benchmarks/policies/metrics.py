@@ -44,7 +44,8 @@ def _request_metrics(run: Run) -> Metrics:
     record, variant, predicted = run.record, run.variant, None
     seconds, timings = record.makespan, record.timings
     outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
-    if costs := variant.engine.costs[variant.first :][: len(variant.layouts)]:
+    costs = variant.engine.costs[variant.first : variant.first + len(variant.layouts)]
+    if costs:
         make = partial(variant.scheduler, simulated=True)
         predicted = outputs / rerun(record, costs, make, vocab_size=variant.engine.vocab_size).makespan
     return {
@@ -72,11 +73,13 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     record = run.record
     steps, engine = [step_work(plan, cost.windows) for plan in record.plans], engine_seconds(record)
     tokens, latencies = [step.tokens for step in steps], request_distributions(record.timings)
-    gaps = latencies["itl_ms"]
+    gaps, highest_gap = latencies["itl_ms"], None
+    if gaps is not None:
+        highest_gap = gaps.p99
     return {
         **_request_metrics(run),
         **latencies,
-        "itl_p99_ms": None if gaps is None else gaps.p99,
+        "itl_p99_ms": highest_gap,
         "steps": len(steps),  # micro-batches, and how tokens are distributed over them
         "tokens": Distribution.of(tokens),
         "prompt_tokens": Distribution.of(step.tokens - step.decodes for step in steps),
@@ -94,24 +97,35 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
     """Changes of layout, where the time went, and what was moved; None for these with a single layout. Raises
     ValueError if a replay of the run makes other plans."""
     record, link = run.record, run.variant.engine.host_link_bandwidth
-    two = len(run.variant.layouts) == 2
     used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
-    return {
+    metrics = {
         **_request_metrics(run),
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
-        "phases": _phase_metrics(record.phases) if two else None,
-        "reshards": move_metrics(record, "reshard", link) if two else None,
-        "swaps_out": move_metrics(record, "out", link) if two else None,
-        "swaps_in": move_metrics(record, "in", link) if two else None,
+        "phases": None,
+        "reshards": None,
+        "swaps_out": None,
+        "swaps_in": None,
         "pool_peak": max(used, default=None),  # largest share of the host pool in use
         "simulated": _simulated(run),
     }
+    if len(run.variant.layouts) == 2:
+        metrics["phases"] = _phase_metrics(record.phases)
+        metrics["reshards"] = move_metrics(record, "reshard", link)
+        metrics["swaps_out"] = move_metrics(record, "out", link)
+        metrics["swaps_in"] = move_metrics(record, "in", link)
+    return metrics
 
 
 def phase_label(phase: Phase) -> str:
     """What an engine does in a phase, without the layout's name."""
-    return {"drain": "draining", "reshard": "re-sharding"}.get(phase.kind) or ("decode" if phase.layout else "prefill")
+    if phase.kind == "drain":
+        return "draining"
+    if phase.kind == "reshard":
+        return "re-sharding"
+    if phase.layout:
+        return "decode"
+    return "prefill"
 
 
 def _phase_metrics(phases: Sequence[Phase]) -> Metrics:
@@ -121,14 +135,13 @@ def _phase_metrics(phases: Sequence[Phase]) -> Metrics:
         seconds[phase_label(phase)] += phase.seconds
         tokens[phase_label(phase)] += phase.prompt_tokens + phase.decodes
     turns = [phase.turn for phase in phases if phase.turn is not None and phase.layout]
-    return {
-        **{label.replace("-", ""): seconds[label] for label in ("prefill", "decode", "draining", "re-sharding")},
-        **{
-            f"{label}_tokens_per_s": tokens[label] / seconds[label] if seconds[label] > 0 else None
-            for label in ("prefill", "decode")
-        },
-        **{name: sum(getattr(turn, name) for turn in turns) for name in PhaseTurn._fields},
-    }
+    labels = ("prefill", "decode", "draining", "re-sharding")
+    metrics: Metrics = {label.replace("-", ""): seconds[label] for label in labels}
+    for label in ("prefill", "decode"):
+        metrics[f"{label}_tokens_per_s"] = None
+        if seconds[label] > 0:
+            metrics[f"{label}_tokens_per_s"] = tokens[label] / seconds[label]
+    return metrics | {name: sum(getattr(turn, name) for turn in turns) for name in PhaseTurn._fields}
 
 
 def tier_metrics(run: Run, first: Run) -> Metrics:
@@ -139,8 +152,10 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
     assert run.times is not None, "the engine measures times"
     make = partial(variant.scheduler, simulated=True)
     decided = [planned.time - planned.clock for planned in record.planned.values()]
-    # The policy, what it learns, and the record make more of it than the profile's engine, which only schedules.
-    times = run.times.with_engine(statistics.fmean(decided)) if isinstance(run.times, MeasuredTimes) else run.times
+    times = run.times
+    if isinstance(times, MeasuredTimes):
+        # The policy, what it learns, and the record make more of it than the profile's engine, which only schedules.
+        times = times.with_engine(statistics.fmean(decided))
     simulated = rerun(record, [times], make, vocab_size=variant.engine.vocab_size)
     return {
         **_request_metrics(run),
@@ -158,10 +173,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
         "engine_ms": MILLISECONDS * statistics.median(decided),  # from known results to the next plan
         "swaps_out": directions["out"],
         "swaps_in": directions["in"],
-        "errors": {
-            name: _errors(one for one in record.of(Forecast) if name in ("all", one.work.strategy))
-            for name in ("all", *_STRATEGIES)
-        },
+        "errors": _errors_by_strategy(list(record.of(Forecast))),
         "decode_only": decode_only(list(decode_steps(record, variant.engine.predictors[0].num_layers))),
         "gains": gains_of_run(record, first.record, variant.engine.predictors[0]),
         "simulated": {"seconds": simulated.makespan, "steps": step_counts(simulated.plans)},
@@ -186,6 +198,13 @@ def _tier_latencies(record: RunRecord, tier: Tier) -> Metrics:
     return {"tokens": len(gaps), "itl_ms": in_milliseconds(gaps)}
 
 
+def _errors_by_strategy(forecasts: Sequence[Forecast]) -> dict[str, dict[str, float] | None]:
+    found = {"all": _errors(forecasts)}
+    for strategy in _STRATEGIES:
+        found[strategy] = _errors(one for one in forecasts if one.work.strategy == strategy)
+    return found
+
+
 def _errors(forecasts: Iterable[Forecast]) -> dict[str, float] | None:
     """Errors of predicted step times as shares of the measured times; None without measured steps. "median" and "p90"
     are of their sizes, "bias" is the median with its sign: above 0, too much is predicted."""
@@ -200,7 +219,9 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
     """Variants for which a promise did not hold in any round of a case: those with hybrid steps although the device
     holds everything, if it does, and those with a gain beyond the closed form's bound."""
     runs = [run for done in rounds for run in done.variants.items()]
-    hybrid = [name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)]
+    hybrid: list[str] = []
+    if holds_everything:
+        hybrid = [name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)]
     beyond = [
         name
         for name, figures in runs
@@ -208,7 +229,7 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
         if part is not None and part["gain"] > part["bound"] + _TOLERANCE
     ]
     return {
-        "hybrid_although_it_fits": tuple(dict.fromkeys(hybrid if holds_everything else ())),
+        "hybrid_although_it_fits": tuple(dict.fromkeys(hybrid)),
         "beyond_bound": tuple(dict.fromkeys(beyond)),
     }
 
@@ -229,11 +250,12 @@ def stages_picture(benches: Sequence[Bench]) -> Picture:
         window = StepWindow(record.arrivals[0].arrival_time, first)
         first = first or window
         stages = record.stages(degree) or [_single_stage(record)]
-        for planned, *times in zip(record.planned.values(), *stages, strict=True):
+        for planned, times in zip(record.planned.values(), zip(*stages, strict=True), strict=True):
             window.on_step(planned, times)
-        shares = stage_shares(record, degree)
-        idle = f"; stages idle for {sum(share.bubbles for share in shares) / len(shares):.0%}" if shares else ""
-        panels += [window.gantt(f"{name}: which micro-batch is where{idle}"), tokens]
+        title, shares = f"{name}: which micro-batch is where", stage_shares(record, degree)
+        if shares:
+            title += f"; stages idle for {sum(share.bubbles for share in shares) / len(shares):.0%}"
+        panels += [window.gantt(title), tokens]
     return panels, 2, (7.5, 2.7)
 
 
@@ -263,7 +285,9 @@ def _phases_panel(name: str, record: RunRecord, end: float) -> Panel:
     pool = [100 * blocks.used_host / blocks.host for _, blocks in record.blocks]
     begins = [(phase, phase.began - start) for phase in record.phases]
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
-    many = "1 transition" if transitions == 1 else f"{transitions} transitions"
+    many = f"{transitions} transitions"
+    if transitions == 1:
+        many = "1 transition"
     return Panel(
         title=f"{name}: {record.makespan:,.1f} s, {many}",
         x="time from the first arrival on, s",
@@ -297,8 +321,11 @@ def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
         rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
         middle, lows, highs = ([which(values) for values in rounds] for which in (statistics.median, min, max))
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
+    title = "KV memory for everything"
+    if share < 1:
+        title = f"KV memory for {share:.0%} of everything"
     return Panel(
-        title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
+        title=title,
         x="output tokens of a request",
         y="output tokens per second",
         curves=curves,

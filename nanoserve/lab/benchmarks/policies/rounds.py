@@ -66,8 +66,9 @@ class Bench:
     def round(self, number: int) -> PolicyRound:
         """Run and measure every variant; each round begins with another one."""
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
-        measure_times = self.variants[0].engine.measure_times
-        times = None if measure_times is None else measure_times()
+        measure_times, times = self.variants[0].engine.measure_times, None
+        if measure_times is not None:
+            times = measure_times()
         loads: dict[str, float | None] = {}
         with bracket(self.case, number, self.probe) as fields:
             for variant in rotated(self.variants, number - 1):
@@ -75,7 +76,10 @@ class Bench:
                 self.foreign.read()
                 run = self.last[variant.name] = Run(before, variant.run(self.requests(number)), times)
                 loads[variant.name] = self.foreign.read()
-                self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
+                name = variant.name
+                if self.facts:
+                    name = f"{self.case}, {name}"
+                self.keep(name, run)
         first = self.last[self.variants[0].name]
         measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
         variants = {name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()}
@@ -134,7 +138,9 @@ def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, 
     """The metrics of every counting round, for ``bench diff``."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
-        for name, figures in done.variants.items() if done.counts else ():
+        if not done.counts:
+            continue
+        for name, figures in done.variants.items():
             for metric, value in _numbers(figures, metrics).items():
                 found.setdefault(name, {}).setdefault(metric, []).append(value)
     return found
@@ -142,8 +148,14 @@ def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, 
 
 def _numbers(figures: Metrics, metrics: Sequence[str]) -> dict[str, float]:
     """Those of the metrics that are known; of a distribution, its mean."""
-    known = {metric: figures[metric] for metric in metrics if figures[metric] is not None}
-    return {metric: value.mean if isinstance(value, Distribution) else value for metric, value in known.items()}
+    known = {}
+    for metric in metrics:
+        value = figures[metric]
+        if isinstance(value, Distribution):
+            value = value.mean
+        if value is not None:
+            known[metric] = value
+    return known
 
 
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:

@@ -38,13 +38,19 @@ def compare_with_simulator(
         return None
     simulated = rerun(record, known, make_scheduler, vocab_size=vocab_size)
     (ttft, tpot), (real_ttft, real_tpot) = _means(simulated), _means(record)
+    tpot_ratio: float | None = None
+    tpot_ms: float | None = None
+    if tpot is not None:
+        tpot_ms = tpot * MILLISECONDS
+        if real_tpot is not None:
+            tpot_ratio = tpot / real_tpot
     return {
         "makespan": simulated.makespan / record.makespan,
         "ttft": ttft / real_ttft,
-        "tpot": None if tpot is None or real_tpot is None else tpot / real_tpot,
+        "tpot": tpot_ratio,
         "simulated_seconds": simulated.makespan,
         "simulated_ttft_ms": ttft * MILLISECONDS,
-        "simulated_tpot_ms": None if tpot is None else tpot * MILLISECONDS,
+        "simulated_tpot_ms": tpot_ms,
         "simulated_transitions": sum(plan.transition is not None for plan in simulated.plans),
         "plans": len(record.plans),
         "replayed": len(replayed),
@@ -73,8 +79,12 @@ def _answers(plan: StepPlan) -> tuple[Answer, ...]:
 
 
 def _means(record: RunRecord) -> tuple[float, float | None]:
+    """Mean TTFT and TPOT; no TPOT where every request has a single token."""
+    ttft = fmean(timing.ttft for timing in record.timings)
     tpots = [timing.tpot for timing in record.timings if timing.tpot is not None]
-    return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
+    if not tpots:
+        return ttft, None
+    return ttft, fmean(tpots)
 
 
 def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> MeasuredStages | None:
@@ -83,7 +93,9 @@ def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size
     if not plans:
         return None
     changes = [plan.step for plan in record.plans if plan.transition == number]
-    reload = fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
+    reload = 0.0
+    if changes:
+        reload = fmean(record.known[step] - record.planned[step].time for step in changes)
     swaps = _swap_token_seconds(record, number, block_size)
     steps = _measured_steps(record, plans, layout.tensor_parallel)
     return MeasuredStages(steps, swap_token_seconds=swaps, reload_seconds=reload)
@@ -102,7 +114,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     for plan in record.plans:
         hidden = 0
         for swap in plan.swaps:
-            begins = computing[plan.step] if swap.after_row else record.planned[plan.step].time
+            begins = record.planned[plan.step].time
+            if swap.after_row:
+                begins = computing[plan.step]
             moved = hidden + len(swap.device_blocks) * block_size
             if swap.after_row and answered[swap.swap] <= record.known[plan.step]:
                 hidden = moved
@@ -113,7 +127,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
             if plan.layout == layout:
                 seconds += max(0.0, ended - began)
                 tokens += moved
-    return seconds / tokens if tokens else 0.0
+    if not tokens:
+        return 0.0
+    return seconds / tokens
 
 
 def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
@@ -124,15 +140,20 @@ def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_paralle
     parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
     stages = [stage for stage in parts_of if stage]
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
-    began, free, prepared, steps = _could_be_made(record, stages[-1]), [0.0] * len(stages), 0.0, []
+    began, prepared, steps = _could_be_made(record, stages[-1]), 0.0, []
+    free = [0.0] * len(stages)  # when each stage had computed the plan before
     for number, plan in enumerate(plans):
         parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
-        arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
-        starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
+        arrived, stage_seconds = 0.0, []
+        for place, times in enumerate(parts):
+            start = max(arrived, free[place], times.prepared)
+            stage_seconds.append(max(0.0, times.computed - start))
+            free[place] = times.computed
+            if place < len(sends):
+                arrived = times.computed + sends[place]
         host = max(0.0, parts[0].prepared - max(prepared, began[plan.step]))
-        free, prepared = [times.computed for times in parts], parts[0].prepared
-        stage_seconds = tuple(max(0.0, end - start) for start, end in zip(starts, free, strict=True))
-        steps.append(MeasuredStep(work_of(plan.rows), stage_seconds, tuple(sends), host))
+        prepared = parts[0].prepared
+        steps.append(MeasuredStep(work_of(plan.rows), tuple(stage_seconds), tuple(sends), host))
     return steps
 
 
@@ -142,7 +163,9 @@ def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> 
     of the ways that were seen."""
     both = list(zip(before, after, strict=True))
     seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
-    likely = median(seen) if seen else 0.0
+    likely = 0.0
+    if seen:
+        likely = median(seen)
     return [max(0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both]
 
 

@@ -21,7 +21,7 @@ from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.load import Load, Policy
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
@@ -110,19 +110,25 @@ class PolicyVariant:
 
     def scheduler(self, *, simulated: bool = False) -> Scheduler:
         """A new scheduler, for the engine or for the simulator."""
-        config, kind, (first, *others) = self.config, RESHARDING.get(self.policy), self.capacities
+        config = self.config
         assert config.max_model_len is not None, "known since the engines are open"
-        budget = config.max_num_batched_tokens
+        budget, first, predictors = config.max_num_batched_tokens, self.capacities[0], self.predictors
+        if self.policy in RESHARDING:
+            policy: Policy = RESHARDING[self.policy](budget)
+        else:
+            policy = make_policy(self.policy, budget)
+        if simulated:
+            predictors = deepcopy(predictors)
         return Scheduler(
-            kind(budget) if kind else make_policy(self.policy, budget),
+            policy,
             num_blocks=first.num_blocks,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             prefix_caching=False,
             pipeline_depth=first.pipeline_depth,
-            extensions=make_extensions(host_blocks=self.host_blocks, other_layouts=others),
-            predictors=deepcopy(self.predictors) if simulated else self.predictors,
+            extensions=make_extensions(host_blocks=self.host_blocks, other_layouts=self.capacities[1:]),
+            predictors=predictors,
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
             windows=self.engine.windows,
         )

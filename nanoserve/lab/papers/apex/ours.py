@@ -87,8 +87,12 @@ LIST_COLUMNS = columns(
 def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
     """Several times what the device holds, fewer where answers are long."""
     _, output = mean_lengths(lengths)
-    few = (240, 120) if platform == A10 else (80, 40)
-    number = few[0] if output < 300 else round(few[0] - (few[0] - few[1]) * min(1.0, (output - 300) / 700))
+    most, fewest = 80, 40
+    if platform == A10:
+        most, fewest = 240, 120
+    number = most
+    if output >= 300:
+        number = round(most - (most - fewest) * min(1.0, (output - 300) / 700))
     return HostBacklog(platform, lengths, number * scale.pick(1, _LONGER))
 
 
