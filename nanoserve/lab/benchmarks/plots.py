@@ -13,7 +13,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 def text_bars(x: str, names: Sequence[str], texts: Sequence[str], title: str = "") -> Bars:
     """Bars whose lengths are the numbers that stand at their ends."""
-    lengths = [0.0 if text == "-" else float(text.replace(",", "").rstrip(f"%x{FEW_MARK}")) for text in texts]
+    lengths = []
+    for text in texts:
+        digits = text.replace(",", "").rstrip(f"%x{FEW_MARK}")
+        if text == "-":
+            digits = "0"
+        lengths.append(float(digits))
     return Bars(title=title, x=x, names=names, parts={"": lengths}, texts=texts)
 
 

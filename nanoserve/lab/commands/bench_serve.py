@@ -23,7 +23,7 @@ from nanoserve.lab.benchmarks.rounds import counting_words
 from nanoserve.lab.benchmarks.serving.own_server import OwnServer
 from nanoserve.lab.benchmarks.serving.picture import PANEL_SIZE, load_chart, load_of
 from nanoserve.lab.benchmarks.serving.records import LoadRun, knee, warnings
-from nanoserve.lab.benchmarks.serving.requests import Point, RequestStyle, parse_rates
+from nanoserve.lab.benchmarks.serving.requests import Point, RequestStyle, Work, parse_rates
 from nanoserve.lab.benchmarks.verdicts import spread_text
 from nanoserve.lab.charts import draw
 from nanoserve.lab.commands.bench_options import (
@@ -38,7 +38,7 @@ from nanoserve.lab.commands.bench_options import (
 from nanoserve.lab.highest_rate import HighestRate, RateTrial
 from nanoserve.lab.workloads import parse_sizes
 from nanoserve.record.metrics import parse_slo
-from nanoserve.server.client.connection import ApiClient, served_model
+from nanoserve.server.client.connection import ApiClient, ModelCard, served_model
 from nanoserve.utils.children import run_module
 from nanoserve.utils.installation import install_command
 
@@ -117,18 +117,18 @@ def run(options: BenchServeOptions) -> None:
     points, limits, seed, repeats = options.points(), parse_slo(options.slo), options.seed or 0, options.repeats
     traced = options.arrivals == "trace"
     work = options.read(seed, traced=traced)
-    settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
-    settings |= {"work": work.name, "requests": len(work.shapes), "seed": seed, "ignore_eos": not options.allow_eos}
-    settings |= {"points": [point.name for point in points]}
+    settings = _settings(options, work, points)
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, foreign = _server(options, report, opened)
-        model = served_model(client, None if options.url is None else options.model, say)
+        model = _served(options, client)
         report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle(model=model.id, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
         sender = Sender(client, style.path, timeout=options.timeout)
-        settled: dict[str, Any] = {"foreign": foreign, "repeating": options.repeating()}
-        bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, **settled)
+        kept = options.repeating()
+        bench = ServeBench(
+            sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign, repeating=kept
+        )
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
 
@@ -148,10 +148,9 @@ def run(options: BenchServeOptions) -> None:
             row = report.rows[-1]
             if len(report.rows) == 1:
                 remark(f"some eight more runs or longer ones find the rate, each of {row['seconds']:,.0f} s or more")
-            attainment = None
-            if row["goodput"] is not None:
-                attainment = row["goodput"]["attainment"]
-            return RateTrial(row["requests_per_s"], run.answers, attainment)
+            if row["goodput"] is None:
+                return RateTrial(row["requests_per_s"], run.answers, None)
+            return RateTrial(row["requests_per_s"], run.answers, row["goodput"]["attainment"])
 
         for point in points:
             measure(point)
@@ -160,6 +159,20 @@ def run(options: BenchServeOptions) -> None:
             if not traced:
                 most *= _LONGEST_TRIAL
             report.put("highest_rate", HighestRate(measure_rate, len(fitting.shapes), most).find())
+
+
+def _served(options: BenchServeOptions, client: ApiClient) -> ModelCard:
+    """The model that is asked: of a server of our own its only one."""
+    if options.url is None:
+        return served_model(client, None, say)
+    return served_model(client, options.model, say)
+
+
+def _settings(options: BenchServeOptions, work: Work, points: Sequence[Point]) -> dict[str, Any]:
+    """What the report says of the options."""
+    settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
+    settings |= {"work": work.name, "requests": len(work.shapes), "seed": options.seed or 0}
+    return settings | {"ignore_eos": not options.allow_eos, "points": [point.name for point in points]}
 
 
 def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tuple[ApiClient, ForeignLoad | None]:

@@ -307,12 +307,7 @@ def run(options: SimulateOptions) -> None:
       nanoserve simulate --policy sarathi,throttling --speculate 0.8,0.7
     """
     chosen = parse_policies(options.policy, options.max_num_batched_tokens)
-    if options.record is not None and len(chosen) > 1:
-        raise UsageError("--record takes one policy")
-    if options.max_rate and (options.rate, options.plot, options.record) != (None, None, None):
-        raise UsageError("--max-rate tries many rates: leave out --rate, --plot and --record")
-    check_replicas(options.replicas)
-    make_router(options.router)  # an unknown name is refused before anything runs
+    _check_together(options, len(chosen))
     slo = parse_slo(options.slo)
     drafter: SimulatedDrafter | None = None
     if options.speculate:
@@ -352,6 +347,16 @@ def run(options: SimulateOptions) -> None:
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
             draw(simulation_chart(title, runs), options.plot, panel_size=_PANEL_SIZE)
+
+
+def _check_together(options: SimulateOptions, policies: int) -> None:
+    """Raises UsageError for options that do not go together, and for a fleet that cannot be, before anything runs."""
+    if options.record is not None and policies > 1:
+        raise UsageError("--record takes one policy")
+    if options.max_rate and (options.rate, options.plot, options.record) != (None, None, None):
+        raise UsageError("--max-rate tries many rates: leave out --rate, --plot and --record")
+    check_replicas(options.replicas)
+    make_router(options.router)
 
 
 def _prepared(

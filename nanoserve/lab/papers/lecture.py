@@ -158,19 +158,24 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
     weights = costs.counts.stage_weight_bytes(0)
     kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
-    exact = {batch: costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in BATCHES}
-    return [
-        {
+    rows = []
+    for batch in BATCHES:
+        seconds = costs.stage_seconds(costs.work([CONTEXT] * batch), 0)
+        closed = decode_seconds(batch, weights, kv, bandwidth)
+        fits = "no"
+        if batch <= most:
+            fits = "yes"
+        row = {
             "batch": batch,
             "latency": seconds * 1e3,
-            "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
+            "closed": closed * 1e3,
             "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
             "throughput": batch / seconds,
-            "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
-            "fits": {True: "yes", False: "no"}[batch <= most],
+            "throughput_closed": batch / closed,
+            "fits": fits,
         }
-        for batch, seconds in exact.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 BLOCK = 16

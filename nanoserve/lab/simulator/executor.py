@@ -195,7 +195,8 @@ class SimulatedExecutor:
 
     def _know(self, time: float, result: StepResult) -> None:
         """The result will be known then; a plan that it ends is in flight until then."""
-        self._in_flight += result.step is not None
+        if result.step is not None:
+            self._in_flight += 1
         heapq.heappush(self._pending, (time, self._results, result))
         self._results += 1
 
@@ -229,7 +230,8 @@ class SimulatedExecutor:
         results = []
         while self._pending and self._pending[0][0] <= self._now:
             result = heapq.heappop(self._pending)[2]
-            self._in_flight -= result.step is not None
+            if result.step is not None:
+                self._in_flight -= 1
             results.append(result)
         self.due = math.inf
         if results:

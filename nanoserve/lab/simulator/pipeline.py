@@ -116,7 +116,9 @@ class Pipeline:
         self._under_way = [one for one in self._under_way if one[0] > now]
         last, preparation = times.num_stages - 1, times.host_seconds(work)
         for stage in range(last + 1):
-            computing = self._seconds(work, stage) + behind * (stage == last)
+            computing = self._seconds(work, stage)
+            if stage == last:
+                computing += behind
             start = self._start(stage, arrived, now, preparation, computing)
             end = self._stage_free[stage] = start + computing
             self.busy_seconds[stage] += computing

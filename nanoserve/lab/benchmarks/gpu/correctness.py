@@ -187,8 +187,10 @@ def _stage_and_restore(caches: Tensor, buffer: Tensor, sources: Tensor, targets:
 
 
 def _linear_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
-    rows, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 96), (64, 96), (64,)))
-    return [one.to(dtype) for one in (rows, weight / 96**0.5, bias)]
+    rows = torch.randn(5, 96, generator=generator)
+    weight = torch.randn(64, 96, generator=generator) / 96**0.5
+    bias = torch.randn(64, generator=generator)
+    return [rows.to(dtype), weight.to(dtype), bias.to(dtype)]
 
 
 def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:

@@ -178,4 +178,5 @@ class GpuBench:
         target = torch.empty_like(source)
         factor = torch.randn(size, size, device=self.device).to(self.dtype)
         times = self.times({"copy": lambda: target.copy_(source), "product": lambda: factor @ factor})
-        return Limits(2 * copied / (times["copy"].low / 1e6), 2 * size**3 / (times["product"].low / 1e6))
+        copy_seconds, product_seconds = times["copy"].low / 1e6, times["product"].low / 1e6
+        return Limits(2 * copied / copy_seconds, 2 * size**3 / product_seconds)

@@ -63,7 +63,8 @@ def read_results(path: Path) -> dict[str, Any]:
     none."""
     if not path.is_dir():
         return read_report(path, schema=SCHEMA, content="a result of nanoserve bench gpu")
-    parts = {part: read_report(file) for part in PARTS if (file := path / f"{part}.json").exists()}
+    files = {part: path / f"{part}.json" for part in PARTS}
+    parts = {part: read_report(file) for part, file in files.items() if file.exists()}
     if not parts:
         raise UsageError(f"{path} holds none of {', '.join(f'{part}.json' for part in PARTS)}")
     first = next(iter(parts.values()))

@@ -75,7 +75,8 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
     return found
 
 
-_FIELDS = [(phase, part) for phase in ("prefill", "decode") for part in (*_PARTS, "total")]
+_PARTS_AND_TOTAL = [*_PARTS, "total"]
+_FIELDS = [(phase, part) for phase in ("prefill", "decode") for part in _PARTS_AND_TOTAL]
 LAYOUT_COLUMNS = columns(
     ("", "layout"), (",.1f", *((f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in _FIELDS))
 )
@@ -84,11 +85,11 @@ LAYOUT_COLUMNS = columns(
 def layouts(scale: Scale, run: Run) -> Finding:
     """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
-    rows: list[dict[str, Any]] = [
-        {f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in _FIELDS}
-        | {"layout": name}
-        for name, pair in found.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, (prefill, decode) in found.items():
+        row: dict[str, Any] = {f"prefill_{part}_ms": 1e3 * getattr(prefill, part) for part in _PARTS_AND_TOTAL}
+        row |= {f"decode_{part}_ms": 1e3 * getattr(decode, part) for part in _PARTS_AND_TOTAL}
+        rows.append(row | {"layout": name})
     panels = []
     for number, title in enumerate(("(a) prefill", "(b) decode")):
         longest = max(pair[number].total for pair in found.values())  # 1 on the paper's axes
