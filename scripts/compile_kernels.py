@@ -1,6 +1,6 @@
 """Compiles the default forms of the GPU's programs ahead of time and prints what each needs of a GPU.
 
-``python scripts/compile_kernels.py`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
+``python -m scripts.compile_kernels`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
 ends with 1, and a line for each fault, if a program does not compile, if its registers do not suffice and values spill
 into memory, or if it needs more shared memory than a program may have on its target.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from triton_ops.gpu.variants import Variant
+    from scripts.kernel_variants import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "scripts" / "compiled_kernels.txt"
@@ -132,9 +132,9 @@ def _most(pattern: str, log: str) -> int:
 
 
 def source_digest() -> str:
-    """Changes with every file of `triton_ops/gpu` and with `TARGETS`."""
+    """Changes with every file of `triton_ops/gpu`, with the forms and with `TARGETS`."""
     digest = hashlib.sha256(repr(TARGETS).encode())
-    for path in sorted((ROOT / "triton_ops" / "gpu").rglob("*.py")):
+    for path in (ROOT / "scripts" / "kernel_variants.py", *sorted((ROOT / "triton_ops" / "gpu").rglob("*.py"))):
         digest.update(path.relative_to(ROOT).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -147,7 +147,7 @@ def recorded_digests(record: Path) -> dict[str, str]:
 
 def all_forms() -> list[Form]:
     """Every default form for every target, in a process that was prepared."""
-    from triton_ops.gpu.variants import attention_variants, cache_variants, packed_variants
+    from scripts.kernel_variants import attention_variants, cache_variants, packed_variants
 
     same = (*cache_variants(), *packed_variants())
     forms = {target: (*attention_variants(target.capability // 10), *same) for target in TARGETS}

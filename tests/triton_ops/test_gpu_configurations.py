@@ -2,6 +2,7 @@
 
 import pytest
 
+from scripts.kernel_variants import attention_variants, packed_variants
 from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
@@ -18,7 +19,6 @@ from triton_ops.gpu.configurations import (
 )
 from triton_ops.gpu.kernels import attention, packed
 from triton_ops.gpu.packed_constants import num_parts
-from triton_ops.gpu.variants import attention_variants, packed_variants
 
 GENERATIONS = (8, 9, 10)
 USUAL = ProgramShape(head_dim=128, block_size=16, group=4)
