@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,6 +41,9 @@ from nanoserve.record.metrics import parse_slo
 from nanoserve.server.client.connection import ApiClient, ModelCard, served_model
 from nanoserve.utils.children import run_module
 from nanoserve.utils.installation import install_command
+
+if TYPE_CHECKING:
+    from nanoserve.lab.benchmarks.serving.sending import ServeBench
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
 _LONGEST_TRIAL = 4  # times --requests, for a rate of --max-rate that shorter runs do not decide
@@ -112,27 +115,20 @@ def run(options: BenchServeOptions) -> None:
     """
     if find_spec("h11") is None:
         raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
-    from nanoserve.lab.benchmarks.serving.sending import Sender, ServeBench
-
-    points, limits, seed, repeats = options.points(), parse_slo(options.slo), options.seed or 0, options.repeats
-    traced = options.arrivals == "trace"
-    work = options.read(seed, traced=traced)
+    points, repeats, traced = options.points(), options.repeats, options.arrivals == "trace"
+    parse_slo(options.slo)  # one that makes no sense is refused before a server starts
+    work = options.read(options.seed or 0, traced=traced)
     settings = _settings(options, work, points)
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, foreign = _server(options, report, opened)
         model = _served(options, client)
         report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
         fitting = fitting_work(work, model.max_model_len, report)
-        style = RequestStyle(model=model.id, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
-        sender = Sender(client, style.path, timeout=options.timeout)
-        kept = options.repeating()
-        bench = ServeBench(
-            sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign, repeating=kept
-        )
+        bench = _bench(options, client, model.id, fitting, foreign)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
 
-        def measure(point: Point, bench: ServeBench = bench) -> list[LoadRun]:
+        def measure(point: Point, bench: "ServeBench" = bench) -> list[LoadRun]:
             remark(f"measuring {work.name} at {point.name}")
             with show_progress() as progress:
                 answers = counted(progress, "answers", repeats * len(bench.work.shapes))
@@ -166,6 +162,23 @@ def _served(options: BenchServeOptions, client: ApiClient) -> ModelCard:
     if options.url is None:
         return served_model(client, None, say)
     return served_model(client, options.model, say)
+
+
+def _bench(
+    options: BenchServeOptions, client: ApiClient, model: str, work: Work, foreign: ForeignLoad | None
+) -> "ServeBench":
+    from nanoserve.lab.benchmarks.serving.sending import Sender, ServeBench  # they need h11
+
+    style = RequestStyle(model=model, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
+    return ServeBench(
+        sender=Sender(client, style.path, timeout=options.timeout),
+        style=style,
+        work=work,
+        seed=options.seed or 0,
+        slo=parse_slo(options.slo),
+        foreign=foreign,
+        repeating=options.repeating(),
+    )
 
 
 def _settings(options: BenchServeOptions, work: Work, points: Sequence[Point]) -> dict[str, Any]:
