@@ -1,5 +1,5 @@
 """The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies of its blocks, the
-product of a few rows with 16-bit weights, and experts that each get as many tokens as the router says.
+product of a few rows with 16-bit weights, experts that each get as many tokens as the router says, and sampling.
 
 Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs a few microseconds
 a call and torch.compile treats it as opaque on every device. Each has an implementation in plain torch; the CPU's own,
@@ -13,6 +13,7 @@ from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
 from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, packed_rows, round_to_nearest, unpack
 from triton_ops.registration import OPERATORS
+from triton_ops.sampling import allow_tokens, draw_tokens, token_logprobs
 
 reference_operators = OPERATORS.plain
 
@@ -27,9 +28,11 @@ OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_e
 __all__ = [
     "GroupQuantized",
     "PackedFormat",
+    "allow_tokens",
     "cache_write",
     "copy_blocks",
     "dense_attention",
+    "draw_tokens",
     "gather_blocks",
     "linear",
     "pack",
@@ -42,5 +45,6 @@ __all__ = [
     "scatter_blocks",
     "sparse_experts",
     "sparse_packed_experts",
+    "token_logprobs",
     "unpack",
 ]

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.executor.sampling.sampler import Draw, SamplingRows, SamplingState, keep_likely, sample, top_tokens
+from nanoserve.executor.sampling.adjustments import GrammarMask
+from nanoserve.executor.sampling.sampler import Draw, SamplingRows, SamplingState, sample
 from nanoserve.executor.step.answers import LogprobColumns
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin
 from tests.executor.staged_rows import sampling_rows
+from triton_ops import reference_operators
+from triton_ops.sampling import keep_likely
 
 
 def state(
@@ -42,10 +47,15 @@ def random_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------- what is kept
 
 
+def kept_of(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = (draw.top_k, draw.top_p, draw.min_p, draw.largest_top_k)
+    return keep_likely(scaled, *settings, uses_top_p=draw.uses_top_p, uses_min_p=draw.uses_min_p)
+
+
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """The tokens that may be drawn for one row of logits [V]."""
     (draw,) = sampling_rows([state(params, len(logits))], [3]).draws
-    values, tokens = keep_likely(((logits - logits.max()) / params.temperature)[None], draw)
+    values, tokens = kept_of(((logits - logits.max()) / params.temperature)[None], draw)
     return set(tokens.expand_as(values)[values > -torch.inf].tolist())
 
 
@@ -95,7 +105,7 @@ def test_another_row_with_top_p_takes_nothing_from_a_row_without() -> None:
     logits = torch.tensor([[0.0, -40.0, -80.0, -90.0]] * 2)
     states = [state(SamplingParams(top_k=3, top_p=top_p), 4) for top_p in (1.0, 0.5)]
     (draw,) = sampling_rows(states, [3, 3]).draws
-    values, _ = keep_likely(logits, draw)
+    values, _ = kept_of(logits, draw)
     assert (values > -torch.inf).tolist() == [[True, True, True], [True, False, False]]
 
 
@@ -231,16 +241,17 @@ def test_a_large_batch_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPa
     logits, states = random_logits(60, 100, seed=4), [state(kinds[row % 4], 100, seed=row) for row in range(60)]
     drawn: list[int] = []
 
-    def counting(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    def counting(scaled: torch.Tensor, *settings: Any, **used: bool) -> tuple[torch.Tensor, torch.Tensor]:
         drawn.append(len(scaled))
-        return keep_likely(scaled, draw)
+        return keep_likely(scaled, *settings, **used)
 
-    monkeypatch.setattr("nanoserve.executor.sampling.sampler.keep_likely", counting)
-    whole = draw_tokens(logits, states, [3] * 60)
-    assert drawn == [15] * 3
-    drawn.clear()
-    monkeypatch.setattr("nanoserve.executor.sampling.sampler._CACHED_LOGITS", 450)
-    assert draw_tokens(logits, states, [3] * 60) == whole
+    monkeypatch.setattr("triton_ops.sampling.keep_likely", counting)
+    with reference_operators():
+        whole = draw_tokens(logits, states, [3] * 60)
+        assert drawn == [15] * 3
+        drawn.clear()
+        monkeypatch.setattr("triton_ops.sampling._CACHED_LOGITS", 450)
+        assert draw_tokens(logits, states, [3] * 60) == whole
     assert drawn == [4, 4, 4, 3] * 3
 
 
@@ -333,20 +344,36 @@ def test_no_token_left_is_invalid() -> None:
     assert not sample(torch.zeros(1, 3), sampling_rows([forbidding], [3])).valid.any()
 
 
+def test_a_grammar_and_penalties_beside_greedy_rows_take_the_tokens_of_plain_torch() -> None:
+    """Every kind of row in one batch of 600, with rows that are not numbers: equal tokens, and the same are valid."""
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=0.5),
+        SamplingParams(temperature=0.8, top_p=0.95, logit_bias={3: 4.0, 40: -100.0}),
+        SamplingParams(min_p=0.1, frequency_penalty=0.5),
+        SamplingParams(min_tokens=9),
+    ]
+    logits = random_logits(600, 97, seed=9).bfloat16().float()
+    logits[7, 3], logits[20, 4], logits[33] = math.nan, math.inf, -math.inf
+    states = [
+        state(kinds[row % 6], 97, output=(5, 5, row % 97), seed=row, end_tokens=(7,)) for row in range(len(logits))
+    ]
+    rows = sampling_rows(states, [6] * len(states))
+    bits = torch.randint(256, (200, 13), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    rows = replace(rows, grammars=GrammarMask(torch.arange(0, 600, 3), bits))
+    found = sample(logits, rows)
+    with reference_operators():
+        expected = sample(logits, rows)
+    assert torch.equal(found.valid, expected.valid)
+    assert torch.equal(found.tokens[found.valid], expected.tokens[found.valid])
+    assert found.valid.logical_not().nonzero()[:, 0].tolist() == [7, 20, 33]
+
+
 # ------------------------------------------------------------------------------------------------ log probabilities
 
 
-@pytest.mark.parametrize(("cached", "pieces"), [(1 << 17, [3]), (100, [2, 1])])
-def test_logprobs_rank_and_top(cached: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU some rows at a time, as many as its cache has room for."""
-    monkeypatch.setattr("nanoserve.executor.sampling.sampler._CACHED_LOGITS", cached)
-    looked_at: list[int] = []
-
-    def counting(logits: torch.Tensor, most: int) -> torch.Tensor:
-        looked_at.append(len(logits))
-        return top_tokens(logits, most)
-
-    monkeypatch.setattr("nanoserve.executor.step.answers.top_tokens", counting)
+def test_logprobs_rank_and_top() -> None:
     logits = random_logits(3, 50, seed=6)
     tokens = torch.tensor([4, 0, 49])
     exact = logits.double().log_softmax(1)
@@ -360,4 +387,3 @@ def test_logprobs_rank_and_top(cached: int, pieces: list[int], monkeypatch: pyte
         assert [value for _, value in answer.top] == pytest.approx(
             [exact[row, token].item() for token, _ in answer.top], abs=1e-5
         )
-    assert looked_at == pieces

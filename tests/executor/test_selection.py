@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.executor.sampling.sampler import order_keys, smallest_sufficient_key, top_tokens
+from triton_ops.sampling import order_keys, smallest_sufficient_key, top_tokens
 
 floats = st.floats(width=32, allow_nan=False)
 # Few distinct values, so that ties are common.

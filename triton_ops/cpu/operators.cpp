@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "packed_linear.h"
 #include "prefill_attention.h"
+#include "sampling.h"
 
 namespace nanoserve {
 
@@ -70,8 +71,11 @@ TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
 }
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
+  library.impl("allow_tokens", &nanoserve::allow_tokens);
   library.impl("cache_write", &nanoserve::cache_write);
+  library.impl("draw_tokens", &nanoserve::draw_tokens);
   library.impl("linear", &nanoserve::linear);
   library.impl("packed_linear", &nanoserve::packed_linear);
   library.impl("paged_attention", &nanoserve::paged_attention);
+  library.impl("token_logprobs", &nanoserve::token_logprobs);
 }

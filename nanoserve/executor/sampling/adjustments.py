@@ -12,6 +12,7 @@ from nanoserve.errors import NanoserveError
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 from nanoserve.text.grammar.compiler import GrammarCompiler
+from triton_ops import allow_tokens
 
 
 class SequenceGrammar:
@@ -102,9 +103,7 @@ class GrammarMask:
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in which what may not come is -inf."""
-        each = (self.bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
-        forbidden = each.flatten(1)[:, : logits.shape[1]] == 0
-        return logits.index_copy(0, self.rows, logits[self.rows].masked_fill(forbidden, -torch.inf))
+        return allow_tokens(logits, self.rows, self.bits)
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

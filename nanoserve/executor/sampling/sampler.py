@@ -2,19 +2,16 @@
 
 Order of effects: logit bias, penalties and forbidden end tokens; what a grammar forbids; temperature; top_k; top_p
 within what top_k left; min_p. From temperature on this is the order of Hugging Face. vLLM applies min_p before top_k
-and top_p: there top_p is a share of what min_p left, so the two together may keep fewer tokens than here. Then the
-Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of logit - log(noise) over the tokens kept is
-distributed as their softmax.
+and top_p: there top_p is a share of what min_p left, so the two together may keep fewer tokens than here. What is kept
+is drawn from by an operator (`triton_ops.sampling`).
 
-Nothing sorts a vocabulary. What is kept and drawn for a row is a function of that row alone, so the same logits give
-the same token alone, in a batch, and at any place in it. Ties: top_k prefers lower token ids; top_p without top_k keeps
-all tokens that tie with the last one; greedy takes the lowest id.
+Ties: top_k prefers lower token ids; top_p without top_k keeps all tokens that tie with the last one; greedy takes the
+lowest id.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,18 +20,13 @@ from torch import Tensor
 from nanoserve.executor.sampling.adjustments import AdjustmentRows, GrammarMask, SequenceGrammar, TokenAdjustments
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
+from triton_ops import draw_tokens
 
 _SETTINGS = np.dtype(
     [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8"), ("index", "i8")]
 )
-# Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
-_FIXED_POINT = 2.0**44
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-_SPLITMIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MIX32_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-_BELOW_ONE = 1.0 - 2.0**-24
-_CACHED_LOGITS = 1 << 17
-"""Logits that a CPU draws from at a time: numbers of 8 bytes for each, several times over, stay in its cache."""
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+_SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class SamplingState:
@@ -86,12 +78,12 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """G rows of the batch that are drawn in one way; all tensors are [G], on the device once they are transferred."""
+    """G rows of the batch that are drawn in one way; all tensors are on the device once they are transferred."""
 
     rows: Tensor
-    seed: Tensor
-    index: Tensor
-    position: Tensor
+    """int64 [G], places in the batch."""
+    keys: Tensor
+    """int32 [G, 2], for `draw_tokens`."""
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -106,21 +98,31 @@ class Draw:
     def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "Draw":
         """Have what the rows at these places are drawn with moved to the device."""
         chosen = settings[rows]
-        columns = {name: staging.add(chosen[name].copy()) for name in _SETTINGS.names or ()}
+        columns = {name: staging.add(chosen[name].copy()) for name in ("temperature", "top_k", "top_p", "min_p")}
         return cls(
             rows=staging.add(rows),
-            position=staging.add(positions[rows]),
+            keys=staging.add(row_keys(chosen["seed"], chosen["index"], positions[rows])),
             largest_top_k=int(chosen["top_k"].max()),
             uses_top_p=bool((chosen["top_p"] < 1).any()),
             uses_min_p=bool((chosen["min_p"] > 0).any()),
             **columns,
         )
 
-    def parts(self, most: int) -> Iterator["Draw"]:
-        """Cut the draw into parts of at most this many rows: what is drawn for a row depends on that row alone."""
-        names = ("rows", "position", *(_SETTINGS.names or ()))
-        for columns in zip(*(getattr(self, name).split(most) for name in names), strict=True):
-            yield replace(self, **dict(zip(names, columns, strict=True)))
+    def tokens(self, logits: Tensor, maxima: Tensor) -> Tensor:
+        """Draw a token for each of the rows, int64 [G], from the logits of the batch with their maxima."""
+        return draw_tokens(
+            logits,
+            maxima,
+            self.rows,
+            self.keys,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            largest_top_k=self.largest_top_k,
+            uses_top_p=self.uses_top_p,
+            uses_min_p=self.uses_min_p,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,144 +172,28 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
-    most = rows_in_cache(logits)
-    for draw in chain.from_iterable(whole.parts(most) for whole in rows.draws):
-        scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature[:, None]
-        values, ids = keep_likely(scaled, draw)
-        keys = row_keys(draw.seed, draw.index, draw.position)
-        winners = (values - exponential(keys, ids).log_()).argmax(dim=1, keepdim=True)
-        tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])
+    for draw in rows.draws:
+        tokens = tokens.index_copy(0, draw.rows, draw.tokens(logits, maxima))
     return Sampled(tokens, torch.isfinite(maxima))
 
 
-def rows_in_cache(logits: Tensor) -> int:
-    """How many rows of these logits, [N, V], to look at at a time: on a CPU as many as stay in its cache."""
-    if logits.device.type == "cpu":
-        return max(1, _CACHED_LOGITS // logits.shape[1])
-    return max(1, len(logits))
+def row_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Hash int64 [R] seeds, sample indices and positions into two words per row, int32 [R, 2].
 
-
-def keep_likely(scaled: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Apply top_k, top_p and min_p: what is left to draw from.
-
-    scaled: logits over temperature, float32 [G, V], the largest 0. Returns K values per row [G, K], -inf where a token
-    is dropped, and their token ids, [G, K] or [1, K].
+    They make random numbers without a generator: each is a hash of what it is for (seed, sample index, position, token
+    id). The same request therefore draws the same numbers on every device, in every batch, at every place in it, and
+    again after a preemption.
     """
-    if draw.largest_top_k:
-        tokens = top_tokens(scaled, draw.largest_top_k)
-        rank = torch.arange(tokens.shape[1], device=tokens.device)
-        kept = scaled.gather(1, tokens).masked_fill(rank >= draw.top_k[:, None], -torch.inf)
-    else:
-        tokens = torch.arange(scaled.shape[1], device=scaled.device)[None]
-        kept = scaled
-    if draw.uses_top_p:
-        kept = _apply_top_p(kept, draw.top_p[:, None], is_sorted=draw.largest_top_k > 0)
-    if draw.uses_min_p:
-        kept = kept.masked_fill(kept < draw.min_p[:, None].log().float(), -torch.inf)
-    return kept, tokens
+    key = _mix64(seed.astype(np.uint64) + _GOLDEN_RATIO)
+    key = _mix64(key ^ index.astype(np.uint64))
+    key = _mix64(key + position.astype(np.uint64) * _GOLDEN_RATIO)
+    words = np.stack((key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)), axis=1)
+    return words.astype(np.uint32).view(np.int32)
 
 
-def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
-    weights = (scaled.exp().double() * _FIXED_POINT).long()
-    total = weights.sum(1)
-    needed = torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
-    if is_sorted:
-        dropped = weights.cumsum(1) - weights >= needed[:, None]
-    else:
-        keys = order_keys(scaled)
-        dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
-    # A row without top_p keeps what weighs nothing too, whether or not another row of the group has one.
-    return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)
-
-
-# ---- random numbers without a generator ----------------------------------------------------------------------
-# Each is a hash of what it is for (seed, sample index, position, token id). The same request therefore draws the same
-# numbers on every device, in every batch, at every place in it, and again after a preemption. Everything is integer
-# tensor arithmetic that wraps around; `>>` keeps the sign, hence the masks.
-
-
-def row_keys(seed: Tensor, index: Tensor, position: Tensor) -> Tensor:
-    """Hash int64 [R] seeds, sample indices and positions into two words per row: int32 [R, 2]."""
-    key = _mix64(seed + _signed(_GOLDEN_RATIO, 64))
-    key = _mix64(key ^ index)
-    key = _mix64(key + position * _signed(_GOLDEN_RATIO, 64))
-    return torch.stack((key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF), dim=1).to(torch.int32)
-
-
-def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Exponentially distributed numbers of rate 1, float32 [R, K], for keys [R, 2] and token ids [R, K] or [1, K].
-
-    Small ones are exact to a relative 2^-24 down to 2^-33: in a race it is the small ones that win, and a coarser grid
-    would never draw the unlikely tokens of a large vocabulary.
-    """
-    hashed = _mix32(_mix32(tokens.to(torch.int32) ^ keys[:, :1]) ^ keys[:, 1:])
-    high, low = ((hashed >> 16) & 0xFFFF).float(), (hashed & 0xFFFF).float()
-    uniform = (high * 2.0**-16 + (low + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
-    return uniform.neg_().log1p_().neg_()
-
-
-def _mix64(value: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    value = (value ^ _shift_right(value, 30, 64)) * _signed(_SPLITMIX_MULTIPLIERS[0], 64)
-    value = (value ^ _shift_right(value, 27, 64)) * _signed(_SPLITMIX_MULTIPLIERS[1], 64)
-    return value ^ _shift_right(value, 31, 64)
-
-
-def _mix32(value: Tensor) -> Tensor:
-    """A 32-bit bijection in which every input bit moves every output bit (xor-shift-multiply; Wellons 2018)."""
-    value = (value ^ _shift_right(value, 16, 32)) * _signed(_MIX32_MULTIPLIERS[0], 32)
-    value = (value ^ _shift_right(value, 15, 32)) * _signed(_MIX32_MULTIPLIERS[1], 32)
-    return value ^ _shift_right(value, 16, 32)
-
-
-def _shift_right(value: Tensor, count: int, width: int) -> Tensor:
-    return (value >> count) & ((1 << (width - count)) - 1)
-
-
-def _signed(value: int, width: int) -> int:
-    """The two's complement integer with these bits, as a tensor of that width takes it."""
-    return value - (1 << width) if value >> (width - 1) else value
-
-
-_TOKEN_BITS = 20
-_MAX_TOKEN = (1 << _TOKEN_BITS) - 1
-_DIGIT_BITS = 11
-_DIGITS = 1 << _DIGIT_BITS
-_SHIFTS = (22, 11, 0)  # three digits hold the 32 bits of a key
-
-
-def order_keys(values: Tensor) -> Tensor:
-    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN gets any of them."""
-    bits = values.contiguous().view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
-
-
-def top_tokens(values: Tensor, count: int) -> Tensor:
-    """The token ids of the `count` largest values of each row, best first, equal values by lower id.
-
-    values: float32 [R, V], V at most 2^20; result int64 [R, min(count, V)].
-    """
-    tokens = torch.arange(values.shape[1], device=values.device)
-    keys = (order_keys(values) << _TOKEN_BITS) | (_MAX_TOKEN - tokens)
-    best = keys.topk(min(count, values.shape[1]), dim=1).values
-    return _MAX_TOKEN - (best & _MAX_TOKEN)
-
-
-def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """The largest key such that everything at or above it weighs at least `needed`; found digit by digit, no sort.
-
-    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1 to the row's sum.
-    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments
-    break these rules (its logits were NaN) gets some key, and never an index out of range.
-    """
-    prefix = torch.zeros_like(needed)
-    for shift in _SHIFTS:
-        in_prefix = (keys >> (shift + _DIGIT_BITS)) == prefix[:, None]
-        digit = (keys >> shift) & (_DIGITS - 1)
-        histogram = weights.new_zeros(keys.shape[0], _DIGITS).scatter_add_(1, digit, weights * in_prefix)
-        at_or_above = histogram.flip(1).cumsum(1).flip(1)
-        chosen = (at_or_above >= needed[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
-        above = at_or_above.gather(1, chosen) - histogram.gather(1, chosen)
-        needed = needed - above[:, 0]
-        prefix = (prefix << _DIGIT_BITS) | chosen[:, 0]
-    return prefix
+def _mix64(value: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014); integers wrap around."""
+    value = (value ^ (value >> np.uint64(30))) * _SPLITMIX_MULTIPLIERS[0]
+    value = (value ^ (value >> np.uint64(27))) * _SPLITMIX_MULTIPLIERS[1]
+    mixed: np.ndarray = value ^ (value >> np.uint64(31))
+    return mixed

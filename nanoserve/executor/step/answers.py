@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, rows_in_cache, sample, top_tokens
+from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
 from nanoserve.scheduler.plan import Answer, Row
+from triton_ops import token_logprobs
 
 NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token was left to sample"
 ELEMENTS_PER_CHUNK = 1 << 24
@@ -27,10 +28,10 @@ class LogprobColumns(NamedTuple):
     """What raw logits say of N tokens, as tensors that may still be on the device."""
 
     tokens: Tensor
-    ranks: Tensor
-    """int64 [N]."""
     logprobs: Tensor
     """float32 [N]; of logits that are not numbers, anything."""
+    ranks: Tensor
+    """int64 [N]."""
     best: Tensor
     """int64 [N, K], the likeliest tokens."""
     best_logprobs: Tensor
@@ -39,29 +40,7 @@ class LogprobColumns(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
-        at_a_time = rows_in_cache(logits)
-        parts = list[LogprobColumns]()
-        for start in range(0, len(logits), at_a_time):
-            rows = slice(start, start + at_a_time)
-            parts.append(cls._of_rows(logits[rows], tokens[rows], most))
-        if len(parts) == 1:
-            return parts[0]
-        return cls._make(torch.cat(columns) for columns in zip(*parts, strict=True))
-
-    @classmethod
-    def _of_rows(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
-        normalizer = logits.logsumexp(dim=1, keepdim=True)
-        chosen = logits.gather(1, tokens[:, None])
-        best = tokens.new_empty(len(tokens), 0)
-        if most:
-            best = top_tokens(logits, most)
-        return cls(
-            tokens=tokens,
-            logprobs=(chosen - normalizer)[:, 0],
-            ranks=(logits > chosen).sum(1) + 1,
-            best=best,
-            best_logprobs=logits.gather(1, best) - normalizer,
-        )
+        return cls(tokens, *token_logprobs(logits, tokens, most))
 
     def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
         return LogprobColumns._make(move(column) for column in self)

@@ -25,13 +25,15 @@ from nanoserve.lab.benchmarks.rounds import GIGA, Bracketed, Repeating, bracket,
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
-from triton_ops import cache_write, linear, reference_operators
+from triton_ops import cache_write, draw_tokens, linear, reference_operators, token_logprobs
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
-GATHERING, LINEAR = "gather + SDPA", "F.linear {}"  # the routes of stock torch
-STOCK_ROUTES = (GATHERING, LINEAR.format("bfloat16"), LINEAR.format("float16"), LINEAR.format("float32"))
+# The routes of stock torch.
+GATHERING, LINEAR, SAMPLING = "gather + SDPA", "F.linear {}", "softmax, sort, multinomial"
+STOCK_ROUTES = (GATHERING, LINEAR.format("bfloat16"), LINEAR.format("float16"), LINEAR.format("float32"), SAMPLING)
 BLOCK_SIZE = 16
+MOST_SAMPLED_ROWS = 16  # to sort more of them takes stock torch seconds
 HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
 COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
 _TURNS = 5
@@ -71,10 +73,12 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
 
 
 def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Attention of these batches and contexts, then linear layers; each has its memory while it is looked at."""
+    """Attention of these batches and contexts, then linear layers and sampling; each has its memory while it is looked
+    at."""
     for batch, context in cells:
         yield from attention_cases(batch, context, dtype)
     yield from linear_cases(rows, dtype)
+    yield from sampling_cases(rows)
 
 
 def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
@@ -164,6 +168,72 @@ def _matrices() -> list[tuple[str, int, int]]:
         ("output", shape.hidden_size, query),
         ("head", shape.vocab_size, shape.hidden_size),
     ]
+
+
+class Sampler(NamedTuple):
+    """Settings as requests have them. With `logprobs` no token is drawn, but so many of the likeliest are named."""
+
+    name: str
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    logprobs: int = 0
+
+    def operator(self, count: int) -> Callable[[Tensor, Tensor], object]:
+        """Make ready to call our operator with `count` rows of logits and their maxima."""
+        rows = torch.arange(count)
+        if self.logprobs:
+            return lambda logits, maxima: token_logprobs(logits, rows, self.logprobs)
+        keys, temperature = torch.stack((rows, rows + 1), dim=1).int(), torch.full((count,), self.temperature)
+        top_k, top_p = torch.full((count,), self.top_k), torch.full((count,), self.top_p, dtype=torch.float64)
+        settings = (rows, keys, temperature, top_k, top_p, torch.zeros_like(top_p))
+        uses: dict[str, Any] = {"largest_top_k": self.top_k, "uses_top_p": self.top_p < 1, "uses_min_p": False}
+        return lambda logits, maxima: draw_tokens(logits, maxima, *settings, **uses)
+
+    def sort(self, logits: Tensor, maxima: Tensor) -> object:
+        """Do it in the usual way, with torch's random numbers."""
+        if self.logprobs:
+            return logits.log_softmax(1).topk(self.logprobs)
+        if not self.top_k and self.top_p == 1:
+            return torch.multinomial((logits / self.temperature).softmax(1), 1)
+        values, tokens = logits.topk(self.top_k) if self.top_k else logits.sort(descending=True)
+        probabilities = (values / self.temperature).softmax(1)
+        better = probabilities.cumsum(1) - probabilities
+        return tokens.gather(1, torch.multinomial(probabilities.masked_fill(better >= self.top_p, 0.0), 1))
+
+
+SAMPLERS = (
+    Sampler("temperature 1"),
+    Sampler("top-k 20, top-p 0.8", temperature=0.7, top_k=20, top_p=0.8),
+    Sampler("top-p 0.95", temperature=0.8, top_p=0.95),
+    Sampler("5 log probabilities", logprobs=5),
+)
+
+
+def sampled_rows(rows: Sequence[int]) -> list[int]:
+    """The numbers of rows that sampling is measured with."""
+    return [count for count in rows if count <= MOST_SAMPLED_ROWS]
+
+
+def sampling_cases(rows: Sequence[int]) -> Iterator[OperatorCase]:
+    """Each sampler over the model's vocabulary with every number of rows, beside what stock torch sorts."""
+    vocab_size = dummy_config(SHAPE).vocab_size
+    for count in sampled_rows(rows):
+        logits = torch.randn(count, vocab_size) * 3
+        inputs = cycle([(one, one.amax(1)) for one in _copies(logits)])
+        for sampler in SAMPLERS:
+            routes = {OURS: partial(_sample, sampler.operator(count), inputs)}
+            routes[SAMPLING] = partial(_sample, sampler.sort, inputs)
+            yield OperatorCase(
+                f"sampling {count} x {vocab_size}, {sampler.name}",
+                num_bytes=logits.nbytes,
+                operations=0,
+                routes={route: Route(call) for route, call in routes.items()},
+            )
+
+
+def _sample(sampler: Callable[[Tensor, Tensor], object], inputs: Iterator[tuple[Tensor, Tensor]]) -> object:
+    return sampler(*next(inputs))
 
 
 def _copies(tensor: Tensor) -> list[Tensor]:

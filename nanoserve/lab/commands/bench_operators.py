@@ -43,7 +43,7 @@ class OperatorsOptions(RoundOptions, ResultOptions):
         "16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...", parse=_parse_cells
     )
     rows: tuple[int, ...] = option(
-        "1,4,16,64,512", "Linear layers: rows of input.", metavar="N,N,...", parse=parse_sizes
+        "1,4,16,64,512", "Linear layers: rows of input. Sampling: those up to 16.", metavar="N,N,...", parse=parse_sizes
     )
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
     dtype: str = option(
@@ -53,9 +53,9 @@ class OperatorsOptions(RoundOptions, ResultOptions):
 
 
 def run(options: OperatorsOptions) -> None:
-    """The linear layers have the shapes of Qwen3-0.6B. Routes take turns within a round; a round counts only if the
-    machine's read bandwidth before and after it differs by less than 10 %, and others keep at most 0.2 cores busy.
-    Shares are of the least time in which the bytes can be read and the products computed.
+    """Linear layers and the vocabulary are those of Qwen3-0.6B. Routes take turns within a round; a round counts only
+    if the machine's read bandwidth before and after it differs by less than 10 %, and others keep at most 0.2 cores
+    busy. Shares are of the least time in which the bytes can be read and the products computed.
 
     [bold]Examples[/bold]
 
@@ -67,7 +67,7 @@ def run(options: OperatorsOptions) -> None:
         in_use = settled_operators(options.threads)
         import torch
 
-        from nanoserve.lab.benchmarks.operators import all_cases, linear_sizes, measure_case
+        from nanoserve.lab.benchmarks.operators import SAMPLERS, all_cases, linear_sizes, measure_case, sampled_rows
         from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
         remark(f"{STAGE} ...")
@@ -76,8 +76,9 @@ def run(options: OperatorsOptions) -> None:
         facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
         report.put("engine", facts | {"limit_gflops": peak / 1e9})
         linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
+        sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
         for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
-            progress("cases", place, 2 * len(options.cells) + linear)
+            progress("cases", place, 2 * len(options.cells) + linear + sampling)
             remark(f"measuring {case.name}")
             machine: dict[str, Any] = {"probe": probe.read, "foreign": ForeignLoad(), "peak": peak}
             for done in measure_case(case, rounds=options.rounds, repeating=repeating, **machine):

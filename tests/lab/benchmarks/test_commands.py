@@ -437,10 +437,11 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(operators, "COLD_BYTES", 1)
     monkeypatch.setattr(operators, "_TURN_SECONDS", 0.0)
     monkeypatch.setattr(operators, "_matrices", lambda: [("down", 32, 64)])
+    monkeypatch.setattr(operators, "SAMPLERS", operators.SAMPLERS[1:2])
     report = tmp_path / "report.json"
     code, out, err = bench("operators", "--cells", "2x32", "--rows", "1,5", "--rounds", 2, "--json", report)
     assert code == 0
-    assert out.splitlines()[-1].endswith("; 8 of 8 rounds count.")
+    assert out.splitlines()[-1].endswith("; 12 of 12 rounds count.")
     assert "times as fast as stock torch" in out.splitlines()[-1]
     assert "measuring down 32 x 64, 5 rows" in err
     found = json.loads(report.read_text())
@@ -449,6 +450,7 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     assert ("attention 2 x 32", "gather + SDPA") in routes
     assert ("host attention 2 x 32", "operator alone") in routes
     assert ("down 32 x 64, 1 rows", "F.linear float32") in routes
+    assert ("sampling 5 x 151936, top-k 20, top-p 0.8", "softmax, sort, multinomial") in routes
     assert all(row["of_floor"] is None or 0 < row["of_floor"] <= 1 for row in found["summary"])
 
 

@@ -74,6 +74,23 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert (cases[0].num_bytes, cases[0].operations) == (96 * 64 * 2, 2 * 3 * 96 * 64)
 
 
+def test_sampling_draws_what_sorting_keeps() -> None:
+    """Both give tokens of the vocabulary, and the log probabilities are equal."""
+    cases = list(operators.sampling_cases([2, 17]))
+    assert [case.name.partition(", ")[0] for case in cases] == ["sampling 2 x 151936"] * 4
+    for case in cases[:3]:
+        for route in case.routes.values():
+            tokens = route.call()
+            assert isinstance(tokens, Tensor)
+            assert tokens.numel() == 2
+            assert tokens.min() >= 0
+            assert tokens.max() < 151936
+    ours, sorting = (route.call() for route in cases[3].routes.values())
+    torch.testing.assert_close(ours[3], sorting.values)  # type: ignore[index, attr-defined]
+    assert torch.equal(ours[2], sorting.indices)  # type: ignore[index, attr-defined]
+    assert cases[0].num_bytes == 2 * 151936 * 4
+
+
 def test_the_matrices_are_those_of_the_decoder() -> None:
     sizes = {name: (columns, depth) for name, columns, depth in operators._matrices()}
     assert sizes["gate_up"] == (6144, 1024)

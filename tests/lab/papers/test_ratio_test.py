@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nanoserve.executor.sampling.sampler import exponential, row_keys
+from nanoserve.executor.sampling.sampler import row_keys
 from nanoserve.lab.papers.ratio_test import (
     acceptance_probability,
     optimal_acceptance,
@@ -16,6 +16,7 @@ from nanoserve.lab.papers.ratio_test import (
     verify,
 )
 from nanoserve.scheduler.speculation.choosing import expected_tokens
+from triton_ops.sampling import exponential
 
 DRAWS = 100_000
 Floats = NDArray[np.float64]
@@ -86,8 +87,9 @@ def test_without_the_residual_the_distribution_is_another() -> None:
 def test_the_samplers_noise_matches_as_often_as_the_formula_says() -> None:
     """nanoserve's scheme: both race with the noise of the sampler, which is shared as seed and position are."""
     p, q = _distributions(12, seed=8), _distributions(12, seed=9)
-    same, zeros = torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.int64)
-    noise = exponential(row_keys(zeros + 4, zeros, same), torch.arange(12)[None]).double().numpy()
+    same, zeros = np.arange(DRAWS), np.zeros(DRAWS, np.int64)
+    keys = torch.from_numpy(row_keys(zeros + 4, zeros, same))
+    noise = exponential(keys, torch.arange(12)[None]).double().numpy()
     matches = (p / noise).argmax(-1) == (q / noise).argmax(-1)
     rate = shared_noise_acceptance(p, q)
     assert matches.mean() == pytest.approx(rate, abs=4 * np.sqrt(0.25 / DRAWS))
