@@ -24,9 +24,10 @@ from nanoserve.models.shards import make_shards, shard_config
 from nanoserve.record.recorder import recorded
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, Sequence
-from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
+from nanoserve.scheduler.kv import BlockPool
 from nanoserve.scheduler.plan import Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.windows import WindowedBlocks
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.scheduler.golden import Prompt, play
 
@@ -116,7 +117,7 @@ def blocks_behind_windows() -> None:
     """13. Eight layers, all but every fourth with a window of 32; 100 tokens in blocks of 16."""
     groups = CacheGroups.cut((32, 32, 32, 0) * 2, sources=(), longest=1024, numbers=(1,) * 8)
     pool = BlockPool(64, 16, groups=len(groups.windows))
-    blocks = SequenceBlocks(pool, BlockPool(0, 16), groups.windows)
+    blocks = WindowedBlocks(pool, groups.windows)
     request = Request("one", tuple(range(100)), SamplingParams(), seed=0)
     sequence = Sequence(0, request, 0, list(request.prompt))
     blocks.grow(sequence, 100)

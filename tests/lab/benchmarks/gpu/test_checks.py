@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, facts: GpuFacts | None, *, overlaps: bool, differing: bool) -> None:
         self.in_flight = 2 if overlaps else 1
         executor = SimpleNamespace(max_in_flight=self.in_flight)
-        self.llm = SimpleNamespace(gpu=facts, engine=SimpleNamespace(executor=executor))
+        self.llm = SimpleNamespace(built=SimpleNamespace(gpu=facts), engine=SimpleNamespace(executor=executor))
         self.driver, self._differing, self._runs = self, differing, 0
 
     def run(self, prompts: Sequence[object], lengths: Sequence[int]) -> SimpleNamespace:
