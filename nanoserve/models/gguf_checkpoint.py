@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoserve.config.quantization import BlockType
 from nanoserve.models.gguf_directory import ROPE_FACTORS
-from nanoserve.models.gguf_file import GgufFile, GgufTensor
+from nanoserve.models.gguf_file import GgufFile, GgufTensor, open_gguf
 from triton_ops import GroupQuantized, PackedFormat
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,13 +70,15 @@ class GgufCheckpoint:
     """A GGUF file whose tensors have the names of `checkpoint_names`. Raises ModelError as `GgufFile` does."""
 
     def __init__(self, path: Path) -> None:
-        self._slices = dict(_slices(GgufFile(path)))
+        self._file = open_gguf(path)
+        self._slices = dict(_slices(self._file))
 
     def __enter__(self) -> "GgufCheckpoint":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The mapping lives as long as the views of it."""
+        """The file stays mapped for whoever opens it next, and for the views of it."""
+        self._file.release_pages()
 
     def keys(self) -> Iterator[str]:
         return iter(self._slices)

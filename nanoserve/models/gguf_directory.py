@@ -6,13 +6,16 @@ import logging
 import math
 import struct
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
-from nanoserve.models.gguf_file import GgufFile
+from nanoserve.models.gguf_file import GgufFile, open_gguf
 from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary
 from nanoserve.models.hub import LINK_NAME
 from nanoserve.utils.files import replace_file
@@ -77,21 +80,25 @@ _WORDS = {
 
 def gguf_config(path: Path) -> ModelConfig:
     """The shape of the model in the file. Raises ModelError as `gguf_directory` does."""
-    return ModelConfig.from_hf(_config(GgufFile(path)), source=str(path))
+    return ModelConfig.from_hf(_config(open_gguf(path)), source=str(path))
 
 
-@cache
 def gguf_directory(path: Path) -> Path:
     """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
     file, if it is damaged or not supported."""
-    file = GgufFile(path)
+    return model_directory(open_gguf(path))
+
+
+@cache
+def model_directory(file: GgufFile) -> Path:
+    """A model directory for the open file, as `gguf_directory` says."""
     config, vocabulary, sampling = _config(file), read_vocabulary(file), _sampling(file)
     if vocabulary is not None:
         config |= {"bos_token_id": vocabulary.named.get("bos"), "eos_token_id": list(vocabulary.end_tokens)}
-    ModelConfig.from_hf(config, source=str(path))
+    ModelConfig.from_hf(config, source=str(file.path))
     make_directory(directory := choose_directory())
     atexit.register(remove_directory, directory)
-    (directory / LINK_NAME).symlink_to(path.absolute())
+    (directory / LINK_NAME).symlink_to(file.path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
     if sampling:
         replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
@@ -235,8 +242,9 @@ def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> str:
-    """tokenizer.json of a byte-level BPE vocabulary."""
+def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> bytes:
+    """tokenizer.json of a byte-level BPE vocabulary. The library writes only the parts around the vocabulary, since it
+    takes long to build one."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if "tokenizer.ggml.pre" not in file.metadata:
@@ -245,16 +253,9 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     words = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if words not in _WORDS:
         raise file.fail(f"pre-tokenizer {shown(words)} is not supported; supported: {', '.join(_WORDS)}")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed(file, "merges", str))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    for left, right in pairs:  # the library checks both halves, and panics without the whole
-        if left + right not in vocabulary:
-            raise file.fail(f"the tokenizer's merges do not fit its tokens ({shown(left + right)} is none)")
-    try:
-        model = models.BPE(vocabulary, pairs, ignore_merges=words == "llama-bpe")
-    except Exception as error:  # the library raises nothing more specific
-        raise file.fail(f"the tokenizer's merges do not fit its tokens ({error})") from error
-    tokenizer = Tokenizer(model)
+    merges = _merges(file, vocabulary)
+    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words == "llama-bpe"))
     before = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
     split = pre_tokenizers.Split(Regex(_WORDS[words]), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -266,8 +267,22 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     for special, add in ((True, tokenizer.add_special_tokens), (False, tokenizer.add_tokens)):
         add([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"] is special])
     tokenizer.post_processor = _surrounding(file, vocabulary, settings)
-    text: str = tokenizer.to_str()
-    return text
+    whole = json.loads(tokenizer.to_str())
+    whole["model"] |= {"vocab": vocabulary, "merges": merges}
+    whole["added_tokens"] = sorted(
+        ({**entry, "id": vocabulary[entry["content"]]} for entry in whole["added_tokens"]), key=itemgetter("id")
+    )
+    return msgspec.json.encode(whole)
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that are merged. Raises ModelError if a half or the whole is no token."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed(file, "merges", str))]
+    for left, right in pairs:
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            wrong = next(token for token in (left + right, left, right) if token not in vocabulary)
+            raise file.fail(f"the tokenizer's merges do not fit its tokens ({shown(wrong)} is none)")
+    return pairs
 
 
 def _surrounding(file: GgufFile, vocabulary: Mapping[str, int], settings: Mapping[str, Any]) -> Any:
@@ -298,11 +313,13 @@ def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:
     return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
 
 
+@lru_cache(1024)  # a vocabulary has few lengths and types
 def _varint(number: int) -> bytes:
     """Seven bits in each byte, the lowest first. Raises ValueError if the number is negative."""
     return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
 
+@lru_cache(1024)
 def _integer(field: int, number: int) -> bytes:
     return _varint(field << 3) + _varint(number)
 

@@ -8,7 +8,9 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +20,6 @@ from nanoserve.errors import ModelError, shown
 from nanoserve.utils.files import unusable_file
 
 Item = TypeVar("Item")
-Metadata = int | float | bool | str | list[str] | memoryview
-"""A value of the header; arrays of numbers are views of the mapped file."""
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -29,6 +29,7 @@ _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 64 << 10
 _DEFAULT_ALIGNMENT = 32
 
+_LENGTH = struct.Struct("<Q")
 # Scalar types of metadata by their number: the format characters of `struct`.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -40,6 +41,36 @@ _TYPE_NAMES = (
 )
 
 _FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufStrings:
+    """An array of strings in the header. They stay in the mapped file, and are decoded each time they are read.
+    Iterating over them raises ModelError for one that is not UTF-8."""
+
+    path: Path
+    data: mmap.mmap
+    """The mapped file."""
+    offset: int
+    """First byte of the first string's length, from the beginning of the file. All lengths have been checked."""
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        data, end = self.data, self.offset
+        for _ in range(self.count):
+            first = end + _LENGTH.size
+            end = first + _LENGTH.unpack_from(data, end)[0]
+            try:
+                yield data[first:end].decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(self.path) from error
+
+
+Metadata = int | float | bool | str | GgufStrings | memoryview
+"""A value of the header; arrays are views of the mapped file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +95,21 @@ class GgufTensor:
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
+def open_gguf(path: Path) -> "GgufFile":
+    """The open file. Its header is read once in a process, however often it is opened, unless the file has changed.
+    Raises ModelError as `GgufFile` does."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _opened(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@cache
+def _opened(path: Path, identity: tuple[int, ...]) -> "GgufFile":
+    return GgufFile(path)
+
+
 class GgufFile:
     """An open GGUF file, with the tensors of all files of a model that is split. Raises ModelError, one line that names
     the file, if one is damaged or of another kind."""
@@ -74,8 +120,8 @@ class GgufFile:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
-            raise ModelError(f"{path}: cannot be read as GGUF ({error})") from error
-        self._position = 0
+            raise _unreadable(path, error) from error
+        self._mapped, self._position = [self.data], 0
         self.metadata: dict[str, Metadata] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
@@ -95,6 +141,12 @@ class GgufFile:
             if known := self.tensors.keys() & other.tensors.keys():
                 raise other.fail(f"tensor {shown(min(known))} is also in an earlier file of the model")
             self.tensors |= other.tensors
+            self._mapped.append(other.data)
+
+    def release_pages(self) -> None:
+        """Give the memory of what was read back to the system. It is read again where it is looked at."""
+        for data in self._mapped:
+            data.madvise(mmap.MADV_DONTNEED)
 
     def find(self, key: str, kind: type[Item]) -> Item | None:
         """The metadata under that key, if there are any; a whole number is a float, too, but true and false are not
@@ -182,7 +234,7 @@ class GgufFile:
     def _skip(self, count: int) -> int:
         """Go on by so many bytes. Where they begin."""
         if count > len(self.data) - self._position:
-            raise self.fail("the file ends in its header, it is truncated")
+            raise self._truncated()
         self._position += count
         return self._position - count
 
@@ -207,7 +259,16 @@ class GgufFile:
         try:
             return self._take(length).decode()
         except UnicodeDecodeError as error:
-            raise self.fail("a text in the header is not UTF-8") from error
+            raise _not_utf8(self.path) from error
+
+    def _strings(self, count: int) -> GgufStrings:
+        """A view of strings in the mapped file. Only their lengths are read, to find where they end."""
+        data, end, last = self.data, self._position, len(self.data) - _LENGTH.size
+        for _ in range(count):
+            if end > last:
+                raise self._truncated()
+            end += _LENGTH.size + _LENGTH.unpack_from(data, end)[0]
+        return GgufStrings(self.path, data, self._skip(end - self._position), count)
 
     def _value(self, kind: int) -> Metadata:
         if kind in _SCALARS:
@@ -222,10 +283,23 @@ class GgufFile:
             return self._numbers(_SCALARS[kind], count)
         if kind != _STRING:
             raise self.fail(f"a metadata array of the type {kind}, which is not read")
-        if count > len(self.data) // 8:  # each string has a length of 8 bytes
-            raise self.fail("the file ends in its header, it is truncated")
-        return [self._string() for _ in range(count)]
+        return self._strings(count)
+
+    def _truncated(self) -> ModelError:
+        return self.fail("the file ends in its header, it is truncated")
+
+
+def is_array(value: Metadata | None) -> bool:
+    return value is not None and not isinstance(value, int | float | str)
 
 
 def _shown(value: Metadata) -> str:
-    return "an array" if isinstance(value, list | memoryview) else shown(value)
+    return "an array" if is_array(value) else shown(value)
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path}: cannot be read as GGUF ({error})")
+
+
+def _not_utf8(path: Path) -> ModelError:
+    return ModelError(f"{path}: a text in the header is not UTF-8")

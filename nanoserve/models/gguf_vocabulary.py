@@ -1,14 +1,13 @@
 """The tokens of a GGUF file, and those at which an answer ends. What a file leaves out is filled in as llama.cpp does
 (`llama_vocab::impl::load` in its llama-vocab.cpp)."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.errors import shown
-from nanoserve.models.gguf_file import GgufFile, Item
+from nanoserve.models.gguf_file import GgufFile, Item, is_array
 
 # Token types of GGUF, which are those of sentencepiece.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -31,7 +30,7 @@ _FILE_ENDS = (
 )
 _CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 """With all of one of these, <|end|> ends a part of an answer and not the answer."""
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_PIECES = dict.fromkeys(f"<0x{byte:02X}>" for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,10 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
 def listed(file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
     """The tokenizer's list of that name, whose items are of one kind."""
     value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list | memoryview) or not all(type(item) is kind for item in value):
+    items = list(value) if is_array(value) else []
+    if not is_array(value) or not set(map(type, items)) <= {kind}:
         raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
-    return list(value)
+    return items
 
 
 def _filled(file: GgufFile, name: str, kind: type[Item], default: Item, count: int) -> list[Item]:
@@ -109,12 +109,12 @@ def _check_pieces(file: GgufFile, tokens: Sequence[str], types: list[int], named
     """Give the pieces the types without which sentencepiece takes none of them. Raises ModelError if bytes are missing
     from those that spell unknown characters."""
     for number, token in enumerate(tokens):
-        if types[number] == NORMAL and _BYTE_PIECE.fullmatch(token):
+        if types[number] == NORMAL and token in _BYTE_PIECES:
             types[number] = BYTE
     if UNKNOWN not in types and "unknown" in named:
         types[named["unknown"]] = UNKNOWN
     known = {token for token, token_type in zip(tokens, types, strict=True) if token_type == BYTE}
-    missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in known]
+    missing = [piece for piece in _BYTE_PIECES if piece not in known]
     if known and missing:
         problem = f"the tokenizer has {256 - len(missing)} byte pieces instead of 256, {missing[0]} is missing"
         raise file.fail(f"{problem}; convert the model again")

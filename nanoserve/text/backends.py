@@ -22,7 +22,7 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKUP_SHAPE = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _LONGEST_REASON = 200  # characters of the library's own words in a message
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -179,7 +179,7 @@ class TokenizersBackend:
         self._skipped = frozenset(self.control_ids.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_PIECE.fullmatch(token))
+        self._byte_ids = frozenset(vocabulary[piece] for piece in _BYTE_PIECES if piece in vocabulary)
         decoder = self._tokenizer.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._tokenizer.add_special_tokens(list(self.markup_ids))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoserve.errors import ModelError
-from nanoserve.models.gguf_directory import gguf_directory
+from nanoserve.models.gguf_directory import gguf_directory, model_directory
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
 from nanoserve.models.loading import load_model
 from nanoserve.text.tokenizer import load_tokenizer
@@ -77,6 +77,13 @@ BAD = {
     file([entry("key", 9, struct.pack("<IQ", 9, 1))], [WEIGHT]): "a metadata array of the type 9",
     file([entry("key", 9, struct.pack("<IQ", 8, 1 << 60))], [WEIGHT]): "the file ends in its header",
     file([entry("key", 9, struct.pack("<IQ", 10, 1 << 61))], [WEIGHT]): "the file ends in its header",
+    file(
+        [entry("key", 9, struct.pack("<IQ", 8, 2) + text("a") + struct.pack("<Q", 1 << 63))], []
+    ): "ends in its header",
+    file([entry("key", 9, struct.pack("<IQ", 8, 20) + text("a"))], [], data=0): "the file ends in its header",
+    file(
+        [entry("key", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", 3000))], [WEIGHT]
+    ): "the file ends in its header",
     file([entry("key", 8, struct.pack("<Q", 2) + b"\xff\xfe")], [WEIGHT]): "not UTF-8",
     file([entry("general.alignment", 4, struct.pack("<I", 0))], [WEIGHT]): "general.alignment must be a multiple of 8",
     file([entry("general.alignment", 8, text("x"))], [WEIGHT]): "general.alignment must be a multiple of 8",
@@ -150,9 +157,7 @@ METADATA = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_metadata_are_an_error_or_a_model(
-    data: st.DataObject, sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_metadata_are_an_error_or_a_model(data: st.DataObject, sound: Path) -> None:
     found = GgufFile(sound)
     more = ["llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.expert_count", "tokenizer.ggml.pre"]
     keys = st.sampled_from([*found.metadata, *more, "general.basename"])
@@ -160,9 +165,8 @@ def test_any_metadata_are_an_error_or_a_model(
     if data.draw(st.booleans()):  # the other kind of tokenizer
         changes |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": data.draw(METADATA)}
     found.metadata |= changes
-    monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path: found)
     try:
-        directory = gguf_directory.__wrapped__(sound)
+        directory = model_directory.__wrapped__(found)
         load_tokenizer(directory).close()
     except ModelError as error:
         assert "\n" not in str(error)
@@ -170,17 +174,14 @@ def test_any_metadata_are_an_error_or_a_model(
         remove_directory(directory)
 
 
-def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(
-    sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(sound: Path) -> None:
     both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     for words, more, expected in (("llama-bpe", {}, [1, 4]), ("qwen2", {}, [4]), ("qwen2", both, [1, 4, 2])):
         found = GgufFile(sound)
         found.metadata |= more
         found.metadata |= {f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))}
         found.metadata["tokenizer.ggml.pre"] = words
-        monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)
-        tokenizer = load_tokenizer(gguf_directory.__wrapped__(sound))
+        tokenizer = load_tokenizer(model_directory.__wrapped__(found))
         assert tokenizer.encode("a") == expected
         tokenizer.close()
 
@@ -188,10 +189,9 @@ def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(
 def refusal(sound: Path, monkeypatch: pytest.MonkeyPatch, **changed: GgufTensor) -> str:
     found = GgufFile(sound)
     found.tensors |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
-    monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path: found)
-    monkeypatch.setattr("nanoserve.models.gguf_checkpoint.GgufFile", lambda path: found)
+    monkeypatch.setattr("nanoserve.models.gguf_checkpoint.open_gguf", lambda path: found)
     with pytest.raises(ModelError) as caught:
-        load_model(gguf_directory.__wrapped__(sound), "float32")
+        load_model(model_directory.__wrapped__(found), "float32")
     return str(caught.value)
 
 

@@ -1,6 +1,7 @@
 """Metadata of GGUF files: rope scaling as llama.cpp reads it, missing keys, and values of other types."""
 
 import math
+import re
 import struct
 import tracemalloc
 from collections.abc import Mapping
@@ -13,10 +14,15 @@ import pytest
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
-from nanoserve.models.gguf_directory import gguf_config, gguf_directory
-from nanoserve.models.gguf_file import GgufFile
+from nanoserve.models.gguf_checkpoint import GgufCheckpoint
+from nanoserve.models.gguf_directory import gguf_config, gguf_directory, model_directory
+from nanoserve.models.gguf_file import GgufFile, GgufStrings, open_gguf
+from nanoserve.models.hub import resolve_model
+from nanoserve.models.loading import load_model
+from nanoserve.text.tokenizer import load_tokenizer
 from nanoserve.utils.temporary import remove_directory
 from tests.models.test_gguf_bad_input import entry, file, tensor, text
+from tests.oracle.gguf_files import write_vocabulary
 
 U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 PLAIN: Mapping[str, Any] = {
@@ -179,22 +185,21 @@ VOCABULARY = {
 }
 
 
-def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path) -> None:
     others = (True, -1, 2.5, "x", memoryview(bytes(8)), memoryview(bytes(8)).cast("f"), ["a", "b"])
     lines = set()
     for model in ("llama", "gpt2"):
         path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": model})
         found = GgufFile(path)
-        monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)
         asked = Asked(found.metadata)
         found.metadata = asked
-        remove_directory(gguf_directory.__wrapped__(path))
+        remove_directory(model_directory.__wrapped__(found))
         assert {"general.basename", "general.sampling.temp", "tokenizer.ggml.add_bos_token"} < asked.keys_asked
         for key in asked.keys_asked:
             for value in others:
                 found.metadata = {**asked, key: value}
                 try:
-                    remove_directory(gguf_directory.__wrapped__(path))
+                    remove_directory(model_directory.__wrapped__(found))
                 except ModelError as refusal:
                     lines.add(str(refusal))
     assert all(line.startswith(f"{path}: ") and "\n" not in line and "<memory" not in line for line in lines)
@@ -206,7 +211,7 @@ def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path, mo
 def test_merges_that_make_no_token_are_one_line(merges: list[str], tmp_path: Path) -> None:
     path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges})
     with pytest.raises(ModelError, match="the tokenizer's merges do not fit its tokens") as refusal:
-        gguf_directory.__wrapped__(path)
+        gguf_directory(path)
     assert "\n" not in str(refusal.value)
 
 
@@ -231,9 +236,82 @@ def test_arrays_of_numbers_take_no_memory(letter: str, tmp_path: Path) -> None:
     assert peak < 100_000
 
 
+def test_arrays_of_strings_take_no_memory(tmp_path: Path) -> None:
+    """They are decoded when they are read."""
+    count = 200_000
+    strings = struct.pack("<IQ", STRING, count) + b"".join(text(f"token {number}") for number in range(count))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file([entry("k", ARRAY, strings), entry("x", STRING, text("é"))], [tensor("w", (4, 16))]))
+    tracemalloc.start()
+    try:
+        found = GgufFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    array = found.metadata["k"]
+    assert isinstance(array, GgufStrings) and len(array) == count
+    assert list(array) == list(array) == [f"token {number}" for number in range(count)]
+    assert found.metadata["x"] == "é"
+    assert peak < 100_000
+
+
+def test_a_token_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "llama"})
+    path.write_bytes(path.read_bytes().replace(text("g"), text("g")[:-1] + b"\xff"))
+    assert gguf_config(path).num_layers == 1  # which reads no tokens
+    with pytest.raises(ModelError) as refusal:
+        gguf_directory(path)
+    assert str(refusal.value) == f"{path}: a text in the header is not UTF-8"
+
+
+def test_a_header_is_read_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the model, its tokenizer, and each portion of its weights open the same file."""
+    read: list[Path] = []
+    read_header = GgufFile._read_header
+    monkeypatch.setattr(GgufFile, "_read_header", lambda self: (read.append(self.path), read_header(self)))
+    path = write_vocabulary(tmp_path / "model.gguf", ["a", "b", "c", "Ġ", "ab"], model="gpt2", words="gpt-2")
+    found = resolve_model(str(path))
+    assert found.directory is not None
+    load_tokenizer(found.tokenizer_directory).close()
+    load_model(found.directory, "float32")
+    assert gguf_config(path).num_layers == 1
+    assert read == [path]
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = written(tmp_path, PLAIN)
+    assert open_gguf(path) is open_gguf(path)
+    assert gguf_config(path).max_position_embeddings == 4096
+    written(tmp_path, {**PLAIN, "llama.context_length": 2048, "general.name": "another size"})
+    assert gguf_config(path).max_position_embeddings == 2048
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory of a mapping is read from Linux")
+def test_a_closed_checkpoint_keeps_no_memory(tmp_path: Path) -> None:
+    """Weights are read in portions, so that a large file never stays in memory as a whole."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file([], [tensor("weight", (1024, 1024))], 4 << 20))
+    with GgufCheckpoint(path) as checkpoint:
+        assert int(checkpoint.get_slice("weight")[:, :].count_nonzero()) == 0
+        assert resident_bytes(path) >= 4 << 20
+    assert resident_bytes(path) == 0
+    assert open_gguf(path).tensors["weight"].shape == (1024, 1024)
+
+
+def resident_bytes(path: Path) -> int:
+    """What is in memory of the mappings of a file."""
+    total, is_mapping = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_mapping = line.endswith(str(path))
+        elif is_mapping and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
 def test_a_generated_directory_reads_as_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "llama", "llama.rope.scale_linear": 4.0})
-    directory = gguf_directory.__wrapped__(path)
+    directory = gguf_directory(path)
     shape = gguf_config(path)  # which knows no tokens
     assert ModelConfig.from_directory(directory) == replace(shape, bos_token_id=1, eos_token_ids=(2,))
     remove_directory(directory)
