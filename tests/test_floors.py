@@ -106,6 +106,10 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "lab/papers/lecture.py: lab.papers.drafted_stories",
         "lab/papers/lecture.py: lab.papers.quantized_stories",
     ],
+    "The prompt of a chat appears before it is imported: it imports rich, or what speaks HTTP.": [
+        "commands/chat.py: commands.printers",
+        "commands/chat.py: commands.remote_model",
+    ],
     "It sets the number of threads before torch is imported.": ["__init__.py: utils.threads"],
     "Ctrl-C is answered in one line while it is imported.": ["commands/entry.py: commands.main"],
     "A server needs it: it imports what speaks HTTP, and the options are checked before.": [

@@ -1,14 +1,12 @@
-"""Models that answer, in this process or behind a server that speaks OpenAI's API, and what their answers cost."""
+"""A model that answers in this process, and what answers cost."""
 
 import json
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nanoserve
 from nanoserve.commands.engine_options import sampling_params
@@ -16,13 +14,12 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
-from nanoserve.server.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
-from nanoserve.server.client.events import ChunkChoice, ServerUsage
-from nanoserve.text.answers.forms import AnswerParser, answer_form
+
+if TYPE_CHECKING:
+    from nanoserve.text.answers.forms import AnswerParser
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-_LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ class LocalModel:
         """How long the conversation is as the model sees it; None if nobody can tell."""
         return len(self._encode(conversation, add_generation_prompt=add_generation_prompt))
 
-    def answer_parser(self, conversation: Conversation) -> AnswerParser:
+    def answer_parser(self, conversation: Conversation) -> "AnswerParser":
         """A parser for the answer to this conversation."""
         return self.llm.tokenizer.answer_parser(self._encode(conversation))
 
@@ -226,110 +223,3 @@ def stream_answer(
             tokens, steps = tokens + len(sample.token_ids), steps + bool(sample.token_ids)
             usage = AnswerUsage.of(output, tokens, steps if llm.built.config.speculate else None)
             yield ChatAnswer(sample.text, "", usage, sample.finish_reason, sample.marks)
-
-
-class RemoteModel:
-    """A model behind an OpenAI-compatible server; if none is named, the first that the server lists.
-
-    ``notify`` gets a line if there are several to choose from, and when the server is waited for. Times are those that
-    the user sees, the network included. Raises NanoserveError if the server cannot be reached or lists no model.
-    """
-
-    defaults: SamplingParams | None = None  # only the server knows them, and its seed
-    seed: int | None = None
-    can_switch_thinking = True  # nobody but the server knows its template
-
-    def __init__(
-        self,
-        client: ApiClient,
-        model: str | None,
-        notify: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
-        self._can_count = True
-        self.thinking: bool | None = None  # None leaves it to the server whether the model reasons
-        self._look_up(model)
-
-    def start(self, failed: Callable[[BaseException], None]) -> None:
-        """The server has opened the model."""
-
-    def wait(self) -> None:
-        """The server makes requests wait while it loads."""
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
-        """By /tokenize, which ours and vLLM have."""
-        if not self._can_count or self.context is None:
-            return None
-        body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
-        try:
-            counted = self._client.ask(f"{self._client.address.root}/tokenize", body)
-        except ServerRefused as error:
-            self._can_count = error.status not in NO_SUCH_PATH
-            return None
-        count = counted.get("count") if isinstance(counted, dict) else None
-        return count if isinstance(count, int) else None
-
-    def answer_parser(self, _: Conversation) -> AnswerParser:
-        """A parser for an answer whose reasoning the server has told apart, or left between the usual tags."""
-        return AnswerParser(answer_form(""), {})
-
-    def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        """Send only what the user has set; ask a server again that is loading and says when to come again."""
-        body = {"model": self._id, "messages": conversation, "stream": True, **settings}
-        body["stream_options"] = {"include_usage": True}
-        if self.thinking is not None:  # the names of Qwen, GLM and Gemma, and of Granite and DeepSeek
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking, "thinking": self.thinking}
-        waited = 0
-        while True:
-            try:
-                for delta in self._answer(body):
-                    if waited:  # a server that was loading did not know its context
-                        waited = 0
-                        self._look_up(self._id)
-                    yield delta
-                return
-            except ServerRefused as error:
-                if error.context_full:
-                    raise ContextFull(str(error)) from None
-                is_loading = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
-                if not is_loading or waited >= _LONGEST_WAIT_SECONDS:
-                    raise
-                if not waited:
-                    self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
-                pause = max(1, error.retry_after or 0)
-                self._sleep(pause)
-                waited += pause
-
-    def _answer(self, body: dict[str, Any]) -> Answers:
-        """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
-        asked, counted = self._clock(), ServerUsage()
-        times: list[float] = []  # of the chunks with text
-        ended: float | None = None
-        reason: str | None = None
-        with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
-            for chunk in chunks:
-                choice = chunk.choices[0] if chunk.choices else ChunkChoice()
-                if has_text := bool(choice.answer or choice.thinking):
-                    times.append(self._clock())
-                if choice.finish_reason:
-                    reason, ended = choice.finish_reason, self._clock()
-                elif not (has_text or chunk.usage):
-                    continue
-                counted = chunk.usage or counted
-                tokens = len(times) if counted.completion_tokens is None else counted.completion_tokens
-                first, last = (times[0], times[-1]) if times else (None, None)
-                metrics = RequestMetrics(asked, None, first, last, ended, tokens)
-                usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-                yield ChatAnswer(choice.answer, choice.thinking, usage, reason)
-
-    def _look_up(self, model: str | None) -> None:
-        card = served_model(self._client, model, self._notify)
-        self._id, self.name, self.context = card.id, card.name, card.max_model_len
-
-
-ChatModel = LocalModel | RemoteModel

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, WorkersOptions, check_utf8
 from nanoserve.commands.options import argument, option
-from nanoserve.commands.printers import AnswerPrinter, visible
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
@@ -23,6 +20,7 @@ from nanoserve.commands.terminal import (
     read_stdin,
     remark,
     say,
+    visible,
     when_continued,
     without_echo,
 )
@@ -30,6 +28,10 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.answers.reader import Piece
+
+if TYPE_CHECKING:
+    from nanoserve.commands.printers import AnswerPrinter
+    from nanoserve.commands.remote_model import RemoteModel
 
 
 class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -60,13 +62,13 @@ def run(options: ChatOptions) -> None:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    model: ChatModel
+    model: LocalModel | RemoteModel
     if options.url is None:
         EngineConfig(**options.settings())  # wrong settings are refused before anything is downloaded
         found = options.find_model()
         model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
     else:
-        model = RemoteModel(options.client(options), options.model, say)
+        model = _remote_model(options)
         settings |= {} if options.seed is None else {"seed": options.seed}
     if options.thinking is not None:
         model.thinking = options.thinking == "on"
@@ -87,6 +89,12 @@ def run(options: ChatOptions) -> None:
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
+
+
+def _remote_model(options: ChatOptions) -> "RemoteModel":
+    from nanoserve.commands.remote_model import RemoteModel
+
+    return RemoteModel(options.client(options), options.model, say)
 
 
 def _question(message: str | None) -> str | None:
@@ -145,7 +153,7 @@ class Conversation:
         if self._options.model is None and self._options.url is None:
             remark(_BUNDLED)
         self._show_last()
-        prompt.on_drawn(partial(model.start, prompt.fail))  # while the user reads and types
+        prompt.on_drawn(partial(self._prepare_answers, prompt))
         while not self._has_ended:
             try:
                 line = prompt.read()
@@ -160,6 +168,11 @@ class Conversation:
                 self.obey(line)
             elif line.strip():
                 self._answer(partial(self._session.ask, line.strip()))
+
+    def _prepare_answers(self, prompt: ChatPrompt) -> None:
+        """Load what an answer needs, while the user reads and types."""
+        self._session.model.start(prompt.fail)
+        _printer_class()
 
     def obey(self, line: str) -> None:
         """Run one line that begins with a slash, and say what comes of it."""
@@ -311,14 +324,23 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
         return name, text  # whoever checks it knows the values
 
 
-def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
+def _printer_class() -> "type[AnswerPrinter]":
+    """The class with its module, which imports rich: the prompt appears before."""
+    from nanoserve.commands.printers import AnswerPrinter
+
+    return AnswerPrinter
+
+
+def _printer(*, plain: bool, hide_thinking: bool) -> "AnswerPrinter":
+    from rich.console import Console
+
     markdown = not plain and is_terminal(sys.stdout)
     thoughts = sys.stdout if markdown else sys.stderr
     shown = Console(file=thoughts) if is_terminal(thoughts) and not hide_thinking else None
-    return AnswerPrinter(Console(file=sys.stdout), shown, markdown=markdown)
+    return _printer_class()(Console(file=sys.stdout), shown, markdown=markdown)
 
 
-def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter) -> None:
+def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter") -> None:
     """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
 
     def notify(notice: str) -> None:

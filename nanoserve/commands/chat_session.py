@@ -6,17 +6,21 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from nanoserve.commands.answers import ChatAnswer, ChatModel, ContextFull
+from nanoserve.commands.answers import ChatAnswer, ContextFull
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.prompt import private_file
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
 from nanoserve.request import SamplingParams
 from nanoserve.text.answers.reader import Part, Piece
 from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
+
+if TYPE_CHECKING:
+    from nanoserve.commands.answers import LocalModel
+    from nanoserve.commands.remote_model import RemoteModel
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -48,7 +52,7 @@ class SavedTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class ChatSession:
     """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
 
-    model: ChatModel
+    model: "LocalModel | RemoteModel"
     notify: Callable[[str], None]  # called with one line when something happens that the user should know
     system: str | None = None  # the system prompt, always kept
     settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults

@@ -150,7 +150,7 @@ class _Benchmarks(_LazyGroup):
 def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
     """Entry point of the console script; ``first`` are words put before the process's arguments. ``early_handler`` is
     what Ctrl-C has called until now."""
-    gc.set_threshold(50_000)  # imports make many objects and little garbage
+    gc.set_threshold(100_000)  # imports make many objects and little garbage
     code = EXIT_INTERRUPTED
     try:
         code = main([*first, *sys.argv[1:]], early_handler)

@@ -1,7 +1,7 @@
 """``nanoserve models``: which models are on this machine."""
 
 from nanoserve.commands.options import NoOptions
-from nanoserve.commands.printers import visible
+from nanoserve.commands.terminal import visible
 from nanoserve.models.hub import known_models
 from nanoserve.utils.sizes import format_size
 

@@ -110,7 +110,8 @@ def flag_of(name: str) -> str:
 def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
-    parameters = {declared.name: _parameter(group, declared) for declared in _in_order(group)}
+    hints = get_type_hints(group)
+    parameters = {declared.name: _parameter(group, declared, hints[declared.name]) for declared in _in_order(group)}
 
     def prepare(**values: Any) -> Action:
         return partial(run, group(**{name: values[name] for name in parameters}))
@@ -128,8 +129,8 @@ def _in_order(group: type[Options]) -> list[Field[Any]]:
     return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]
 
 
-def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
-    hint, settings = get_type_hints(group)[declared.name], dict(declared.metadata)
+def _parameter(group: type[Options], declared: Field[Any], hint: Any) -> inspect.Parameter:
+    settings = dict(declared.metadata)
     if "short" not in settings:
         typed: Any = typer.Argument(**settings)
     else:

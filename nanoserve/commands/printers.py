@@ -4,7 +4,6 @@ On a terminal, the unfinished block (without markdown, the unfinished line) is d
 never grows beyond the window, so that it can always be erased.
 """
 
-import unicodedata
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from rich.containers import Lines
 from rich.live_render import LiveRender
 from rich.text import Text
 
-from nanoserve.commands.terminal import is_terminal
+from nanoserve.commands.terminal import is_terminal, visible
 
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
 _HEADING, _PARAGRAPH, _TEXT = "heading_open", "paragraph_open", "text"
@@ -216,9 +215,3 @@ class _Redrawn:
         with self._console.capture() as capture:
             self._console.print(shown, end="")
         return capture.get()
-
-
-def visible(text: str) -> str:
-    """Text without characters that would steer a terminal; a model's answer may hold escape sequences."""
-    text = text.replace("\t", "    ")
-    return "".join(char for char in text if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp"))

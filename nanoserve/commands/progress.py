@@ -3,16 +3,17 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import TypeVar
-
-from rich import progress as bars
-from rich.console import Console
+from typing import TYPE_CHECKING, TypeVar
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Drawn
+    from rich.progress import TaskID
 
 _LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
 _LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
@@ -23,38 +24,62 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Stage:
-    bar: bars.TaskID
     began: float
     first: int  # how far it was then
     shown: float  # when it was last shown
 
 
+class _Bars(ExitStack):
+    """Bars on a terminal, one for each stage. They are drawn, and rich is imported, when the first stage begins: most
+    commands find their model at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: Drawn | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, what: str, done: int, total: int, left: str) -> None:
+        if self._drawn is None:
+            self._drawn = self.enter_context(self._make())
+        if what not in self._tasks:
+            self._tasks[what] = self._drawn.add_task(what, left="")
+        self._drawn.update(self._tasks[what], completed=done, total=total, left=left, visible=done < total)
+
+    def refresh(self) -> None:
+        if self._drawn is not None:
+            self._drawn.refresh()
+
+    @staticmethod
+    def _make() -> "Drawn":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+        return Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+
+
 @contextmanager
 def show_progress() -> Iterator[Progress]:
     """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
-    is_watched, stages = is_terminal(sys.stderr), dict[str, _Stage]()
-    left_column = bars.TextColumn("{task.fields[left]}")
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn(), left_column
-    drawn = bars.Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+    is_watched, stages, bars = is_terminal(sys.stderr), dict[str, _Stage](), _Bars()
 
     def show(what: str, done: int, total: int) -> None:
         now, is_over = time.monotonic(), done >= total
         if what not in stages:
-            stages[what] = _Stage(drawn.add_task(what, left=""), now, done, 0.0 if is_watched else now)
+            stages[what] = _Stage(now, done, 0.0 if is_watched else now)
         stage, left = stages[what], "-"
         if done > stage.first:  # at the pace since the beginning
             left = str(timedelta(seconds=round((now - stage.began) * (total - done) / (done - stage.first))))
         if is_watched:
-            shown = "" if is_over else f"{left} left"
-            drawn.update(stage.bar, completed=done, total=total, left=shown, visible=not is_over)
+            bars.update(what, done, total, "" if is_over else f"{left} left")
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
-                drawn.refresh()
+                bars.refresh()
         elif not is_over and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
             stage.shown = now
             remark(f"{what}: {done / total:.0%}, about {left} left")
 
-    with drawn if is_watched else nullcontext():
+    with bars:
         yield show
 
 

@@ -80,7 +80,7 @@ def run(options: ServeOptions) -> None:
     # exception can get lost in the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from nanoserve.server.service import ClientLimits
+        from nanoserve.server.service import ClientLimits, Service
         from nanoserve.server.serving import listen, run_server
     except ModuleNotFoundError as error:
         raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
@@ -97,29 +97,26 @@ def run(options: ServeOptions) -> None:
     with listen(options.host, options.port) as listener, ExitStack() as loading:
         address, port = listener.getsockname()[:2]
         tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
-        service = _open_service(options, limits, loading.enter_context(show_progress()))
+        service = Service(**_service_settings(options, loading.enter_context(show_progress())), limits=limits)
         asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
         if (reason := service.engine.trace_failure) is not None:
             raise RuntimeFailure(f"the trace is not complete: {reason}")
 
 
-def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any:
-    """Everything but the engine process, which starts when the server runs."""
-    from nanoserve.server.service import Service  # needs the packages of the extra "server"
-
+def _service_settings(options: ServeOptions, progress: Progress) -> dict[str, Any]:
+    """What the service works with, opened. The engine process starts when the server runs."""
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
     resolved = resolve_model(options.model, offline=options.offline, progress=progress)
     tokenizer = load_tokenizer(resolved.tokenizer_directory)
     start = EngineStart(resolved, config)
-    return Service(
-        model_name=options.served_model_name or resolved.name,
-        root=resolved.name,
-        tokenizer=tokenizer,
-        engine=EngineClient(start, tokenizer, max_queue=options.max_queue, on_progress=progress),
-        grammars=GrammarChecker(resolved.tokenizer_directory),
-        limits=limits,
-        api_keys=options.api_key or [],
-        allowed_hosts=options.checked_hosts(),
-        seed=options.seed,
-    )
+    return {
+        "model_name": options.served_model_name or resolved.name,
+        "root": resolved.name,
+        "tokenizer": tokenizer,
+        "engine": EngineClient(start, tokenizer, max_queue=options.max_queue, on_progress=progress),
+        "grammars": GrammarChecker(resolved.tokenizer_directory),
+        "api_keys": options.api_key or [],
+        "allowed_hosts": options.checked_hosts(),
+        "seed": options.seed,
+    }

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import termios
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -23,10 +24,18 @@ def is_terminal(stream: IO[str] | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def visible(text: str) -> str:
+    """Text without characters that would steer a terminal; a model's answer may hold escape sequences."""
+    text = text.replace("\t", "    ")
+    return "".join(char for char in text if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp"))
+
+
 def wrapped(text: str, stream: IO[str]) -> str:
     """Text for a terminal: lines break between words, and go on below the second column of a list of commands."""
     width = shutil.get_terminal_size().columns
-    if not is_terminal(stream) or max(map(len, text.split("\n"))) <= width // 2:  # no character is wider than two
+    is_narrow = all(line.isascii() and line.isprintable() for line in text.split("\n"))
+    most = width if is_narrow else width // 2  # no character is wider than two
+    if not is_terminal(stream) or max(map(len, text.split("\n"))) <= most:
         return text
     from rich.console import Console
     from rich.text import Text

@@ -31,13 +31,7 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            from nanoserve.executor.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
-
-            prepare_threads(options.threads)
-            engine = process.rank // workers
-            mine = process.of_engine(engine, workers)
-            remark(f"worker {mine.rank} of engine {engine} on {process.master_address}")
-            WorkerAgent(mine, SharedKeys.of_torchrun(mine), options.find_model).keep()
+            _keep_worker(process, workers, options)
             return None
         code: int | None = RuntimeFailure.exit_code
         try:
@@ -49,3 +43,14 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         return code
 
     return run
+
+
+def _keep_worker(process: TorchrunProcess, workers: int, options: WorkersOptions) -> None:
+    """Keep a worker of one of the engines, which have so many workers each, until the command is done."""
+    from nanoserve.executor.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
+
+    prepare_threads(options.threads)
+    engine = process.rank // workers
+    mine = process.of_engine(engine, workers)
+    remark(f"worker {mine.rank} of engine {engine} on {process.master_address}")
+    WorkerAgent(mine, SharedKeys.of_torchrun(mine), options.find_model).keep()

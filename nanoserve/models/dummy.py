@@ -48,8 +48,8 @@ def make_dummy_model(
 ) -> tuple[Decoder, ModelConfig]:
     """A decoder with random weights, ready for inference, and the whole model's config.
 
-    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
-    path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
+    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is the name of a published
+    model or the path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
     device = torch.device(device)
     config = dummy_config(spec).rounded(quantization, on_gpu=device.type == "cuda")

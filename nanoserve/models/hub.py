@@ -201,11 +201,10 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
 
 
 DUMMY_PREFIX = "dummy:"
-SHAPES = published_shapes()
 
 
 def dummy_shape(spec: str) -> dict[str, Any]:
-    """The config.json of a name in SHAPES, or of a path; a leading "dummy:" is accepted. Raises ModelError, naming the
+    """The config.json of a published model, or of a path; a leading "dummy:" is accepted. Raises ModelError, naming the
     known shapes, if it is neither."""
     name = spec.removeprefix(DUMMY_PREFIX)
     if name.endswith(".json"):
@@ -213,9 +212,10 @@ def dummy_shape(spec: str) -> dict[str, Any]:
         if not path.is_file():
             raise ModelError(f"{path}: no such file; dummy: takes a config.json or a name")
         return read_json_object(path)
-    if name.lower() not in SHAPES:
-        raise ModelError(f"unknown shape {shown(name)}; use a path to a config.json or one of: {', '.join(SHAPES)}")
-    return dict(SHAPES[name.lower()])
+    shapes = published_shapes()
+    if name.lower() not in shapes:
+        raise ModelError(f"unknown shape {shown(name)}; use a path to a config.json or one of: {', '.join(shapes)}")
+    return dict(shapes[name.lower()])
 
 
 def dummy_config(spec: str) -> ModelConfig:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat import ChatOptions, Conversation
 from nanoserve.commands.chat_session import ChatSession, Message
+from nanoserve.commands.remote_model import RemoteModel
 from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.server.client.address import parse_url

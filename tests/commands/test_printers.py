@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nanoserve.commands.printers import AnswerPrinter, Block, BlockSplitter, visible
+from nanoserve.commands.printers import AnswerPrinter, Block, BlockSplitter
+from nanoserve.commands.terminal import visible
 from tests.commands.screen import Screen
 
 ANSWER = """\

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from prompt_toolkit.input import create_pipe_input
 from nanoserve.commands.prompt import ChatPrompt, edit_text, private_file, state_directory
 from nanoserve.errors import RuntimeFailure
 
+ROOT = Path(__file__).parent.parent.parent
 PASTE_BEGINS, PASTE_ENDS, ENTER, CONTROL_C, CONTROL_D, CONTROL_Z = (
     "\x1b[200~",
     "\x1b[201~",
@@ -101,3 +103,34 @@ def test_the_editor(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("EDITOR", broken)
         with pytest.raises(RuntimeFailure, match="failed"):
             edit_text("a")
+
+
+def test_the_prompt_appears_before_what_it_does_not_need() -> None:
+    """What draws answers, reads weights, speaks with servers and knows published models is loaded later."""
+    program = (
+        "import sys\n"
+        "from nanoserve.commands import main, prompt\n"
+        "def end(*_):\n"
+        "    print(*sys.modules)\n"
+        "    raise SystemExit\n"
+        "prompt.ChatPrompt.read = end\n"
+        "main.main(['chat', '--no-history'])\n"
+    )
+    controller, terminal = os.openpty()
+    settings = {"COLUMNS": "80", "TERM": "xterm"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | settings,
+    )
+    os.close(controller)
+    os.close(terminal)
+    loaded = set(ran.stdout.split())
+    assert {"nanoserve.commands.chat", "prompt_toolkit"} <= loaded
+    late = {"torch", "numpy", "tokenizers", "huggingface_hub", "rich", "http.client", "tomllib"}
+    late |= {"nanoserve.llm", "nanoserve.commands.printers", "nanoserve.text.answers.forms"}
+    assert not late & loaded

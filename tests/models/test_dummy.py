@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model, save_dummy_checkpoint
-from nanoserve.models.hub import SHAPES, dummy_config
+from nanoserve.models.hub import dummy_config
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
 from tests.models.thread_ranks import ThreadGroup
@@ -41,11 +42,13 @@ PUBLISHED_MILLIONS = {
 def tiny_config(directory: Path) -> str:
     path = directory / "tiny.json"
     tiny = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    path.write_text(json.dumps({**SHAPES["qwen2.5-0.5b"], **tiny, "vocab_size": 50, "tie_word_embeddings": True}))
+    path.write_text(
+        json.dumps({**published_shapes()["qwen2.5-0.5b"], **tiny, "vocab_size": 50, "tie_word_embeddings": True})
+    )
     return str(path)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", published_shapes())
 def test_every_shape_is_a_valid_model_of_the_published_size(name: str) -> None:
     config = dummy_config(f"dummy:{name}")
     built = config

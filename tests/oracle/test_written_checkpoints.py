@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.models.dummy import save_dummy_checkpoint
-from nanoserve.models.hub import SHAPES
 from nanoserve.models.loading import load_model
 from scripts.saving import save_hf
 from tests.models.test_shards import write_checkpoint
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "v_head_dim": 16,
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
-BY_TYPE = {str(shape["model_type"]): shape for shape in SHAPES.values()}
+BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
 BY_EXPERT = "gpt_oss"
 """Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts of a layer."""
 

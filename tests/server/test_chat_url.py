@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat_session import ChatSession
 from nanoserve.commands.main import main
+from nanoserve.commands.remote_model import RemoteModel
 from nanoserve.server.client.address import parse_url
 from nanoserve.server.client.connection import ApiClient
 from tests.server.starting import Server, wait_until

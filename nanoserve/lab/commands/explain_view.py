@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from nanoserve.commands.printers import visible
+from nanoserve.commands.terminal import visible
 from nanoserve.lab.explanation import AT_MOST, ExplainedRow, ExplainedRun, ExplainedStep, Explanation
 from nanoserve.record.events import HeldBlocks
 

@@ -4,19 +4,21 @@ It connects to the server directly, follows no redirects and reads no environmen
 server that the user named.
 """
 
-import http.client
 import json
 import re
-import ssl
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.server.client.address import ServerAddress, key_headers
 from nanoserve.server.client.events import BrokenStream, Chunk, EventReader, error_facts, printable, read_error
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection, HTTPResponse
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -92,12 +94,16 @@ class ApiClient:
             message = f"{self.address}{path} did not answer with JSON: is it an OpenAI-compatible server?"
             raise BrokenStream(message) from None
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connect(self) -> "HTTPConnection":
+        from http.client import HTTPConnection, HTTPSConnection  # here and below: late, because it is large
+
         host, port = self.address.host, self.address.port
-        connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
+        connection = HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
         if self.address.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
+            from ssl import create_default_context
+
+            context = create_default_context()
+            connection = HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
         try:
             connection.connect()
         except OSError as error:
@@ -107,8 +113,10 @@ class ApiClient:
         return connection
 
     @contextmanager
-    def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator[http.client.HTTPResponse, None, None]:
+    def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator["HTTPResponse", None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
+        from http.client import HTTPException, IncompleteRead
+
         method, content, headers = "GET", None, self.headers
         if body is not None:
             method, content, headers = "POST", json.dumps(body).encode(), headers | {"content-type": "application/json"}
@@ -116,17 +124,17 @@ class ApiClient:
         try:
             connection.request(method, path, content, headers)
             response = connection.getresponse()
-            if response.status != http.client.OK:
+            if response.status != HTTPStatus.OK:
                 raise self._refused(path, response)
             yield response
-        except http.client.IncompleteRead:
+        except IncompleteRead:
             raise ServerLost(f"{self.address} ended the answer half-way") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise ServerLost(f"the connection to {self.address} broke: {_reason(error)}") from None
         finally:
             connection.close()
 
-    def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
+    def _refused(self, path: str, response: "HTTPResponse") -> ServerRefused:
         facts = read_error(response.read(_LONGEST_ERROR))
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"

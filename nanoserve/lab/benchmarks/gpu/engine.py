@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.lab.benchmarks.floors import ModelCost
@@ -24,7 +25,6 @@ from nanoserve.lab.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.lab.benchmarks.gpu.models import EngineShelf, TimedEngine
 from nanoserve.lab.workloads import PRESETS, Preset, random_prompts
 from nanoserve.models.dtypes import format_name
-from nanoserve.models.hub import SHAPES
 from nanoserve.record.metrics import BatchRates
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.work import StepWork
@@ -175,7 +175,7 @@ class EngineBench:
         except ImportError as error:
             raise CannotRun(f"transformers' continuous batching is not importable ({error})") from error
         library = cast(Any, transformers)  # which is typed in part
-        config = dict(SHAPES[SMALL])
+        config = dict(published_shapes()[SMALL])
         prompts, lengths = self._preset_work(config["vocab_size"])
         hf_config = library.AutoConfig.for_model(config.pop("model_type"), **config)
         with self._bench.device:

@@ -74,9 +74,9 @@ class EngineShelf:
         self._closing = ExitStack()
 
     def get(self, model: str, *, eager: bool = False, **settings: Any) -> TimedEngine:
-        """The engine of these settings of LLM; any other is closed first. `model` is one of FAMILIES or a name in
-        SHAPES. In a dry run every engine is eager: compiling for a CPU takes a minute and proves nothing about a
-        GPU."""
+        """The engine of these settings of LLM; any other is closed first. `model` is one of FAMILIES or a
+        published model. In a dry run every engine is eager: compiling for a CPU takes a minute and proves nothing about
+        a GPU."""
         settings |= {"device": str(self._bench.device), "eager": eager or self._bench.dry_run}
         if self._held is None or self._held[0] != (model, settings):
             self.close()
