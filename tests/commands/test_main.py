@@ -309,6 +309,17 @@ def test_an_interrupt_when_all_is_said_adds_nothing() -> None:
     assert (result.stderr, result.returncode) == (b"", 130)
 
 
+def test_the_end_does_not_go_through_all_that_is_loaded() -> None:
+    """Python looks for garbage once more when it ends, in everything that is not frozen."""
+    program = (
+        "import atexit, gc, sys\nfrom nanoserve.commands import main\n"
+        "atexit.register(lambda: print(len(gc.get_objects())))\n"
+        "sys.argv = ['nanoserve', '--version']\nmain.run()"
+    )
+    *_, left = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).splitlines()
+    assert int(left) < 1000
+
+
 @pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])
 def test_interrupt_is_one_line(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)
