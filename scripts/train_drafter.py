@@ -93,10 +93,10 @@ def chains(module: nn.Module, tokens: Tensor, hidden: Tensor, steps: int, follow
     attention = RootedAttention(module.config, *tokens.shape)
     positions = torch.arange(tokens.shape[1]).repeat(len(tokens))
     for step in range(steps):
-        entering = following(step)
+        inputs = following(step)
         if isinstance(module, EagleHead):
-            entering = module.pair(entering, hidden)
-        hidden = module(entering, positions + step, attention)
+            inputs = module.pair(inputs, hidden)
+        hidden = module(inputs, positions + step, attention)
         yield module.compute_logits(hidden)
 
 

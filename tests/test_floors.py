@@ -67,7 +67,7 @@ and an engine that predicts nothing does without the laboratory."""
 LOOP_KNOWS_OF_RECORDS = {"nanoserve.record", "nanoserve.record.counters", "nanoserve.record.engine_observer"}
 """Modules of record/ that the loop loads: its status, and the contract of those who listen."""
 
-LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/choosing.py"}
+LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/settings_chooser.py"}
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up of what chooses."""
 
 MOST_LAZY_IMPORTS = 80

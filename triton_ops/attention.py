@@ -47,7 +47,7 @@ def paged_attention(
             decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(row)
         elif length > 1:
             first = max(0, context - length + 1 - sliding_window) if sliding_window else 0
-            _attend_one_row(
+            _prefill_attention(
                 out[starts[row] : starts[row + 1]],
                 query[starts[row] : starts[row + 1]],
                 *_gather_row(key_cache, value_cache, block_tables[row], first, context),
@@ -59,7 +59,7 @@ def paged_attention(
     for blocks, rows in decode_rows.items():
         chosen = torch.tensor(rows, device=query.device)
         tokens = query_starts[chosen].long()
-        out[tokens] = _attend_single_tokens(
+        out[tokens] = _decode_attention(
             query[tokens],
             key_cache,
             value_cache,
@@ -111,7 +111,7 @@ def _padded_blocks(context: int, block_size: int, sliding_window: int) -> int:
     return 1 << (blocks - 1).bit_length()
 
 
-def _attend_single_tokens(
+def _decode_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -174,7 +174,7 @@ def _gather_row(
     return key[:, places], value[:, places]
 
 
-def _attend_one_row(
+def _prefill_attention(
     out: Tensor,
     query: Tensor,
     key: Tensor,

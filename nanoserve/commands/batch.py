@@ -22,7 +22,7 @@ from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
-from nanoserve.engine.choosing import settings_chooser
+from nanoserve.engine.settings_chooser import settings_chooser
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus

@@ -46,7 +46,7 @@ class CheckpointNames:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
-    layer_inputs: tuple[str, str, str] = (
+    per_layer_embeddings: tuple[str, str, str] = (
         "model.embed_tokens_per_layer.weight",
         "model.per_layer_model_projection.weight",
         "model.per_layer_projection_norm.weight",

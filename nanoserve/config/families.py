@@ -276,7 +276,7 @@ def _gemma4_layers(fields: "_Fields", windows: tuple[int, ...], num_layers: int,
     return {
         "shapes": tuple(shapes),
         "kv_sources": tuple(layer if layer < first else last[window] for layer, window in enumerate(windows)),
-        "layer_input_size": int(fields.number("hidden_size_per_layer_input", 0.0, least=0.0)),
+        "per_layer_input_size": int(fields.number("hidden_size_per_layer_input", 0.0, least=0.0)),
     }
 
 

@@ -167,8 +167,8 @@ class ModelConfig:
     """Whether values are scaled to unit root mean square."""
     layer_scale: bool = False
     """Whether what a layer returns is multiplied by a number of its own."""
-    layer_input_size: int = 0
-    """Size of what each layer is told of every token, beside the hidden states; 0: nothing."""
+    per_layer_input_size: int = 0
+    """Size of a layer's own embedding of a token (per-layer embeddings, Gemma 4); 0: layers have none."""
     groups: CacheGroups | None = None
     """Those of the whole model, where this is a shard of it, or others than `CacheGroups.cut` makes."""
     attention_scale: float | None = None

@@ -12,7 +12,7 @@ from nanoserve.scheduler.work import StepWork
 Bound = Literal["compute", "memory", "link", "overhead"]
 
 BLOCK_SIZE = 16
-_ATTENTION = ("layer_input", "layer_input_up", "qkv", "query_up", "latent_up", "attention", "output")
+_ATTENTION = ("per_layer_input", "per_layer_input_up", "qkv", "query_up", "latent_up", "attention", "output")
 _EXPERTS = ("router", "experts", "shared_gate_up", "shared_down")
 _ORDER = ("embedding", *_ATTENTION, *_EXPERTS, "gate_up", "down", "head")
 

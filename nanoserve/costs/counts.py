@@ -145,10 +145,10 @@ class ModelCounts:
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
-        told = model.num_layers * model.layer_input_size  # what layers are told of a token is looked up with it
+        per_layer = model.num_layers * model.per_layer_input_size  # per-layer embeddings are looked up as well
         self._table, self.head = (
             self._matrix(name, columns, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
-            for name, columns in (("embedding", model.hidden_size + told), ("head", model.hidden_size))
+            for name, columns in (("embedding", model.hidden_size + per_layer), ("head", model.hidden_size))
         )
         self._sizes = {
             kind: self._attention_sizes(model.of_shape(kind.shape)) for stage in self.stages for kind in stage
@@ -267,9 +267,9 @@ class ModelCounts:
             return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
 
         query, key = self.heads * model.head_dim, max(1, model.num_kv_heads // degree) * model.head_dim
-        if size := model.layer_input_size:
-            yield matrix("layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
-            yield matrix("layer_input_up", size, hidden)
+        if size := model.per_layer_input_size:
+            yield matrix("per_layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
+            yield matrix("per_layer_input_up", size, hidden)
         if model.mla is None:
             yield matrix("qkv", hidden, query, *[key] * (len(model.qkv_sizes) - 1))
         else:

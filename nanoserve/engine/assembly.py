@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults, is_eagle3
-from nanoserve.engine.choosing import settings_chooser
 from nanoserve.engine.dispatcher import Dispatcher
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.interface import InferenceEngine
+from nanoserve.engine.settings_chooser import settings_chooser
 from nanoserve.engine_config import AUTO, HEADS, EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from nanoserve.costs.hardware import MachineSpeeds
     from nanoserve.executor.cpu_attention.host_processor import HostProcessor
     from nanoserve.executor.kv_transfer.host_pool import HostPool
-    from nanoserve.executor.start.gpu_start import GpuFacts
+    from nanoserve.executor.start.gpu_start import GpuStartReport
     from nanoserve.executor.workers.executor import RemoteLayers
 
 
@@ -63,7 +63,7 @@ class BuiltEngine:
     operators: CpuOperators | None
     layers: "LayerRunner | RemoteLayers | None"
     """Operators and layers are compiled in the background, and make steps faster; None where nothing is compiled."""
-    gpu: "GpuFacts | None"  # what getting the GPU ready took; None without one
+    gpu: "GpuStartReport | None"  # seconds and bytes that getting the GPU ready took; None without one
     speeds: "MachineSpeeds | None" = None
     """Measured speeds of each worker beside the others; None where no policy decides by them."""
     choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open

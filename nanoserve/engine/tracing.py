@@ -7,7 +7,7 @@ from pathlib import Path
 from nanoserve.engine.assembly import BuiltEngine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.record.chrome_trace import ChromeTraceFile
-from nanoserve.record.recorder import Telling, recorder_of
+from nanoserve.record.recorder import TimedExecutor, recorder_of
 from nanoserve.record.trace import RunTrace
 
 
@@ -35,7 +35,7 @@ def _trace(built: BuiltEngine, file: ChromeTraceFile, on_failure: Callable[[Runt
             file,
             engine.now(),
             layouts=built.config.layouts,
-            tells_times=isinstance(engine.executor, Telling),
+            reports_times=isinstance(engine.executor, TimedExecutor),
             host_link_bandwidth=None if built.speeds is None else built.speeds.host_link_bandwidth,
             name=f"engine {number}" if len(engines) > 1 else None,
             close=file.close if is_first else file.flush,

@@ -58,8 +58,8 @@ class Linear(nn.Linear):
         return project(input, self.weight, self.bias)
 
 
-class VocabularyPart(nn.Module):
-    """The embedding of a vocabulary, or of the part of it that begins at `first_row`."""
+class VocabularyShard(nn.Module):
+    """The rows of an embedding that one rank holds: all tokens, or those from `first_row` on."""
 
     num_embeddings: int
     first_row: int
@@ -72,8 +72,8 @@ class VocabularyPart(nn.Module):
         return found.masked_fill(unknown[:, None], 0.0)
 
 
-class VocabularyEmbedding(nn.Embedding, VocabularyPart):
-    """torch's layer. Its first weights are not set."""
+class VocabParallelEmbedding(nn.Embedding, VocabularyShard):
+    """A rank's rows of an embedding, as vLLM's layer of this name. The weights are not initialized."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, first_row: int = 0) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -166,9 +166,9 @@ class FeedForward(nn.Module):
         return output
 
 
-class SparseExperts(nn.Module):
-    """A router picks `experts_per_token` experts for every token; their outputs are added, weighted. Shared experts are
-    one more, without a weight."""
+class MixtureOfExperts(nn.Module):
+    """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every token, and their outputs
+    are added, weighted. Shared experts are one more expert, without a weight."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -221,10 +221,13 @@ def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None)
     return weights if moe.weight_scale == 1.0 else weights * moe.weight_scale, experts
 
 
-class LatentProjections(nn.Module):
-    """What multi-head latent attention has around attention (arXiv 2405.04434, section 2.1). The matrix that makes keys
-    of latents is multiplied with the queries instead, and the one that makes values with what attention has added up.
-    So attention works on the latents themselves: they are keys and values of a single head."""
+class MultiHeadLatentAttention(nn.Module):
+    """The projections of multi-head latent attention, MLA (arXiv 2405.04434, section 2.1).
+
+    The matrices are absorbed: the one that makes keys of latents is multiplied with the queries instead, and the one
+    that makes values with the output of attention. So attention works on the latents themselves: they are keys and
+    values of a single head.
+    """
 
     def __init__(self, config: ModelConfig, mla: MlaConfig) -> None:
         super().__init__()
@@ -291,7 +294,7 @@ class DecoderLayer(nn.Module):
             self.attention_norm = cast(RMSNorm, nn.Identity())
         width = sum(config.qkv_sizes)
         if config.mla is not None:
-            self.latent = LatentProjections(config, config.mla)
+            self.latent = MultiHeadLatentAttention(config, config.mla)
             width = sum(self.latent.sizes)
         self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
         if config.qk_norm:
@@ -305,7 +308,7 @@ class DecoderLayer(nn.Module):
             self.feed_forward_norm = norm(config.hidden_size)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(index):
-            self.feed_forward = SparseExperts(config, config.moe)
+            self.feed_forward = MixtureOfExperts(config, config.moe)
         else:
             self.feed_forward = FeedForward(config)
         if config.norms in ("around", "after"):
@@ -313,9 +316,9 @@ class DecoderLayer(nn.Module):
             self.feed_forward_output_norm = norm(config.hidden_size)
         if config.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
-        if config.layer_input_size:
-            self.input_gate = Linear(config.hidden_size, config.layer_input_size, bias=False)
-            self.input_up = Linear(config.layer_input_size, config.hidden_size, bias=False)
+        if config.per_layer_input_size:
+            self.input_gate = Linear(config.hidden_size, config.per_layer_input_size, bias=False)
+            self.input_up = Linear(config.per_layer_input_size, config.hidden_size, bias=False)
             self.input_norm = norm(config.hidden_size)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -371,13 +374,13 @@ class DecoderLayer(nn.Module):
         # The same sum, but one that torch's compiler does not join with the product before it: a GPU would copy the
         # residual first, and take a slower product.
         output = (residual.float() + fed.float()).to(residual.dtype)
-        return output * self.scale if self.config.layer_scale and not self.config.layer_input_size else output
+        return output * self.scale if self.config.layer_scale and not self.config.per_layer_input_size else output
 
-    def add_input(self, hidden: Tensor, told: Tensor) -> Tensor:
-        """What the layer returns, of the hidden states that its halves make, [T, hidden_size], and of what it is told
-        of each token, [T, layer_input_size]."""
+    def add_per_layer_input(self, hidden: Tensor, per_layer_input: Tensor) -> Tensor:
+        """Add the layer's embedding of each token, [T, per_layer_input_size], gated by the hidden states, to the hidden
+        states after the feed-forward part, [T, hidden_size]."""
         gate = functional.gelu(self.input_gate(hidden), approximate="tanh")
-        output: Tensor = hidden + self.input_norm(self.input_up(gate * told))
+        output: Tensor = hidden + self.input_norm(self.input_up(gate * per_layer_input))
         return output * self.scale if self.config.layer_scale else output
 
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,23 +409,23 @@ LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunctio
 """Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
 
 
-class LayerInputs(nn.Module):
-    """What layers are told of every token beside the hidden states (Gemma 4): an embedding of the token for each of
-    them, and a product of the common embedding."""
+class PerLayerEmbeddings(nn.Module):
+    """Per-layer embeddings (Gemma 4): every layer has an embedding of its own for each token, to which a projection of
+    the common embedding is added."""
 
     def __init__(self, config: ModelConfig, rows: int, first_row: int) -> None:
         super().__init__()
-        self.size, self.scale = config.layer_input_size, config.hidden_size**-0.5
+        self.size, self.scale = config.per_layer_input_size, config.hidden_size**-0.5
         width = config.num_layers * self.size
-        self.embedding = VocabularyEmbedding(rows, width, first_row=first_row)
+        self.embedding = VocabParallelEmbedding(rows, width, first_row=first_row)
         self.projection = Linear(config.hidden_size, width, bias=False)
         self.norm = RMSNorm(self.size, config.rms_norm_eps, config.norm)
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T, num_layers, size]"""
         projected = (self.projection(hidden) * self.scale).unflatten(-1, (-1, self.size))
-        told: Tensor = (self.norm(projected) + embedded.view_as(projected) * self.size**0.5) * 0.5**0.5
-        return told
+        per_layer_inputs: Tensor = (self.norm(projected) + embedded.view_as(projected) * self.size**0.5) * 0.5**0.5
+        return per_layer_inputs
 
 
 class Decoder(nn.Module):
@@ -455,9 +458,9 @@ class Decoder(nn.Module):
         self.config = config = config if shard is None else shard_config(config, shard)
         rows = divided(config.vocab_size, self.shard.degree)
         if self.is_first:
-            self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
-            if config.layer_input_size:
-                self.layer_inputs = LayerInputs(config, rows, self.shard.rank * rows)
+            self.embedding = VocabParallelEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
+            if config.per_layer_input_size:
+                self.per_layer_embeddings = PerLayerEmbeddings(config, rows, self.shard.rank * rows)
         self.rotary = nn.ModuleList(map(RotaryEmbedding, config.rope_kinds))
         self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
         if self.is_last:
@@ -469,8 +472,8 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embedding.weight
 
-    def meet(self, group: TensorParallelGroup | None) -> None:
-        """Compute with these ranks from now on; None between two groups, while nothing is computed."""
+    def set_group(self, group: TensorParallelGroup | None) -> None:
+        """Set the group of ranks to compute with; None between two groups, while nothing is computed."""
         for part in (self, *self.layers):
             part.group = group or SINGLE_RANK
 
@@ -485,30 +488,32 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        entering: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         attention: AttentionFunction,
         run_layer: LayerFunction = DecoderLayer.__call__,
     ) -> Tensor:
-        """entering -> hidden states [T, hidden_size], after the final norm in the last stage.
+        """inputs -> hidden states [T, hidden_size], after the final norm in the last stage.
 
-        The first stage is given token ids, int64 [T]; a later one the hidden states of the stage before it,
-        [T, hidden_size]. Positions are int64 [T]. The T tokens may belong to any number of sequences: only `attention`
-        knows which.
+        The inputs of the first stage are token ids, int64 [T]; those of a later stage are the intermediate hidden
+        states that the stage before it returned, [T, hidden_size]. Positions are int64 [T]. The T tokens may belong to
+        any number of sequences: only `attention` knows which.
         """
-        hidden, angles = self.enter(entering, positions)
-        told = None
-        if self.config.layer_input_size:
-            told = self.layer_inputs(self._look_up(self.layer_inputs.embedding, entering), hidden)
+        hidden, angles = self.embed(inputs, positions)
+        per_layer_inputs = None
+        if self.config.per_layer_input_size:
+            embedded = self._look_up(self.per_layer_embeddings.embedding, inputs)
+            per_layer_inputs = self.per_layer_embeddings(embedded, hidden)
         for layer in cast(Iterable[DecoderLayer], self.layers):
             hidden = run_layer(layer, hidden, *angles[layer.rope], attention)
-            hidden = hidden if told is None else layer.add_input(hidden, told[:, layer.index])
-        return self.leave(hidden)
+            if per_layer_inputs is not None:
+                hidden = layer.add_per_layer_input(hidden, per_layer_inputs[:, layer.index])
+        return self.apply_final_norm(hidden)
 
-    def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
-        """What the layers are given, from the arguments of `forward`: hidden states for the first, and angles, of which
-        each layer takes those of its `rope`."""
-        hidden = self._embed(entering) if self.is_first else entering
+    def embed(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
+        """Embed tokens (first stage only), and compute the cos and sin of each kind of RoPE. The arguments are those of
+        `forward`; each layer takes the angles of its `rope`."""
+        hidden = self._embed_tokens(inputs) if self.is_first else inputs
         return hidden, self.angles(positions, hidden.dtype)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
@@ -516,8 +521,8 @@ class Decoder(nn.Module):
         found = [rotary(positions) for rotary in self.rotary]
         return [(cos.to(dtype), sin.to(dtype)) for cos, sin in found]
 
-    def leave(self, hidden: Tensor) -> Tensor:
-        """The output of the stage from that of its last layer: normalized in the last stage, else unchanged."""
+    def apply_final_norm(self, hidden: Tensor) -> Tensor:
+        """Normalize the output of the last layer (last stage only); other stages return it unchanged."""
         if not self.is_last:
             return hidden
         normed: Tensor = self.final_norm(hidden)
@@ -547,13 +552,13 @@ class Decoder(nn.Module):
         maxima, best = both[:, ::2].max(dim=1)  # of equal ones the first, which has the lowest tokens
         return maxima.float(), both[:, 1::2].gather(1, best[:, None])[:, 0].long()
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         hidden = self._look_up(self.embedding, token_ids)
         if (scale := self.config.embedding_scale) == 1.0:
             return hidden
         return hidden * torch.tensor(scale, dtype=hidden.dtype).item()  # rounded, as models are trained with it
 
-    def _look_up(self, table: VocabularyPart, token_ids: Tensor) -> Tensor:
+    def _look_up(self, table: VocabularyShard, token_ids: Tensor) -> Tensor:
         if self.shard.degree == 1:
             found: Tensor = table(token_ids)
             return found
@@ -565,7 +570,7 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=INITIAL_STANDARD_DEVIATION)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-    if isinstance(module, SparseExperts):
+    if isinstance(module, MixtureOfExperts):
         nn.init.normal_(module.gate_up, std=INITIAL_STANDARD_DEVIATION)
         nn.init.normal_(module.down, std=INITIAL_STANDARD_DEVIATION)
 

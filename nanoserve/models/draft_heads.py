@@ -17,7 +17,7 @@ from nanoserve.config.checkpoint_names import CheckpointNames
 from nanoserve.config.model_config import ModelConfig, is_eagle3
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.attention import AttentionFunction
-from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabularyEmbedding
+from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabParallelEmbedding
 from nanoserve.models.loading import check_finite, read_tensors
 from nanoserve.models.weights import TensorPart, layer_parts
 from nanoserve.utils.files import read_json_object
@@ -30,7 +30,7 @@ class EagleHead(Decoder):
     """EAGLE (arXiv 2401.15077): one layer that guesses the target's next feature, the hidden state before its lm_head,
     from its last one and the token that came of that.
 
-    It is a decoder into which pairs enter: that of feature i and token i + 1 stands at position i. Its hidden states
+    It is a decoder whose inputs are pairs: feature i and token i + 1 are at position i. Its hidden states
     are guessed features, which take the place of the target's for the next guess.
     """
 
@@ -55,10 +55,10 @@ class EagleHead(Decoder):
         return features
 
     def pair(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        """What enters at positions of these features, [T, hidden_size], and the tokens behind them, int64 [T]."""
+        """Make the inputs at the positions of features [T, hidden_size], whose next tokens are token_ids, int64 [T]."""
         return torch.cat((self.embedding(token_ids), features), dim=-1)
 
-    def _embed(self, pairs: Tensor) -> Tensor:
+    def _embed_tokens(self, pairs: Tensor) -> Tensor:
         hidden: Tensor = self.fc(pairs)
         return hidden
 
@@ -99,7 +99,7 @@ class Eagle3Head(EagleHead):
         logits: Tensor = self.lm_head(self.norm(hidden)).float()
         return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(1, self.targets, logits)
 
-    def _embed(self, pairs: Tensor) -> Tensor:
+    def _embed_tokens(self, pairs: Tensor) -> Tensor:
         return pairs
 
 
@@ -195,7 +195,7 @@ def load_eagle(directory: Path, target: Decoder) -> EagleHead:
     eagle3 = Eagle3Head(config, target, _feature_layers(directory, fields, sizes.num_layers), targets.to(target.device))
     parts = [*eagle3.parts()]
     if embedding is not None:
-        eagle3.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size)
+        eagle3.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         parts.append(TensorPart(EMBEDDING, "embedding.weight", (config.vocab_size, config.hidden_size)))
     return _filled(eagle3, parts, tensors, directory, target)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
+from nanoserve.models.decoder import Decoder, MixtureOfExperts, VocabParallelEmbedding, VocabularyShard, route
 from nanoserve.models.weights import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
@@ -94,10 +94,10 @@ class PackedLinear(nn.Module):
         return self.weight.multiply(input, self.bias)
 
 
-class PackedEmbedding(VocabularyPart):
+class PackedEmbedding(VocabularyShard):
     """An embedding whose rows are packed."""
 
-    def __init__(self, weight: PackedMatrix, replaced: VocabularyEmbedding) -> None:
+    def __init__(self, weight: PackedMatrix, replaced: VocabParallelEmbedding) -> None:
         super().__init__()
         self.weight = weight
         self.first_row, self.num_embeddings = replaced.first_row, replaced.num_embeddings
@@ -111,7 +111,7 @@ class PackedEmbedding(VocabularyPart):
 class PackedExperts(nn.Module):
     """A mixture of experts whose matrices are packed."""
 
-    def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, replaced: SparseExperts) -> None:
+    def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, replaced: MixtureOfExperts) -> None:
         super().__init__()
         self.moe, self.router = replaced.moe, replaced.router
         self.gate_up, self.down = gate_up, down
@@ -120,7 +120,7 @@ class PackedExperts(nn.Module):
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """As those of `SparseExperts`."""
+        """As those of `MixtureOfExperts`."""
         return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
             experts[parent][attribute] = PackedMatrix(shape)
             continue
         holder, layer, weight = module.get_submodule(parent), module.get_submodule(shape.path), PackedMatrix(shape)
-        if isinstance(layer, VocabularyEmbedding):
+        if isinstance(layer, VocabParallelEmbedding):
             if isinstance(module, Decoder) and module.is_last and module.lm_head.weight is layer.weight:
                 setattr(module, "lm_head", PackedLinear(weight, None))  # noqa: B010  (its type is another)
             setattr(holder, attribute, PackedEmbedding(weight, layer))
@@ -186,7 +186,7 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
             setattr(holder, attribute, PackedLinear(weight, cast(nn.Linear, layer).bias))
     for path, matrices in experts.items():
         parent, _, attribute = path.rpartition(".")
-        replaced = cast(SparseExperts, module.get_submodule(path))
+        replaced = cast(MixtureOfExperts, module.get_submodule(path))
         if len(matrices) == 2:
             setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
 

@@ -200,13 +200,13 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _quantized_layer(
-    decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, entering: Sequence[Tensor]
+    decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, inputs: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """The tensors that are stored for the only layer of the decoder."""
     layer, statistics = cast(DecoderLayer, decoder.layers[0]), dict[str, rounding.InputStatistics]()
     if recipe.method in CALIBRATING:
         with rounding.input_statistics(layer) as statistics:
-            rounding.run_texts(decoder, entering)
+            rounding.run_texts(decoder, inputs)
     if recipe.method == "awq":
         rounding.fold_awq_scales(layer, statistics, recipe.bits, recipe.group)
     stored, matrices = dict[str, Tensor](), defaultdict[tuple[str, int | None], list[TensorPart]](list)

@@ -103,14 +103,14 @@ def llm_int8(input: Tensor, weight: Tensor, *, threshold: float = 6.0) -> Tensor
     return exact + functional.linear(regular_input, regular_weight)
 
 
-def run_texts(decoder: Decoder, entering: Sequence[Tensor]) -> list[Tensor]:
-    """Each text, token ids [T] or hidden states, through one stage of a model."""
-    return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in entering]
+def run_texts(decoder: Decoder, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Run each text, as token ids [T] or hidden states, through one stage of a model."""
+    return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in inputs]
 
 
 def perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
     """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
-    leave the last stage."""
+    come from the last stage."""
     losses = [
         functional.cross_entropy(decoder.compute_logits(states[:-1]), text[1:], reduction="none")
         for states, text in zip(hidden, texts, strict=True)

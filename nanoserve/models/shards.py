@@ -108,7 +108,7 @@ def make_shards(
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, _divide_layers, asked=asked)
     _check_degree(config, tensor_parallel, asked)
-    if config.layer_input_size and len(stages) > 1:
+    if config.per_layer_input_size and len(stages) > 1:
         told = asked or f"--pp {pipeline_parallel}"
         raise UsageError(f"{told}: all layers of this {config.family} read the tokens, so they are one stage")
     for layers in stages:

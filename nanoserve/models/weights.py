@@ -78,11 +78,11 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
     """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and not listed."""
     names, (embedding, head) = checkpoint_names(config), tied_parts(config)
     yield embedding
-    if size := config.layer_input_size:
-        width, (table, projection, norm) = config.num_layers * size, names.layer_inputs
-        yield TensorPart(table, "layer_inputs.embedding.weight", (config.vocab_size, width))
-        yield TensorPart(projection, "layer_inputs.projection.weight", (width, config.hidden_size))
-        yield TensorPart(norm, "layer_inputs.norm.weight", (size,))
+    if size := config.per_layer_input_size:
+        width, (table, projection, norm) = config.num_layers * size, names.per_layer_embeddings
+        yield TensorPart(table, "per_layer_embeddings.embedding.weight", (config.vocab_size, width))
+        yield TensorPart(projection, "per_layer_embeddings.projection.weight", (width, config.hidden_size))
+        yield TensorPart(norm, "per_layer_embeddings.norm.weight", (size,))
     for index in range(config.num_layers):
         yield from layer_parts(config, names, index)
     yield TensorPart(names.final_norm, "final_norm.weight", (config.hidden_size,))
@@ -151,9 +151,9 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         norms["query_norm"] = (layer.query_norm, query_size if config.qk_norm_spans_heads else head_dim)
         if config.has_kv:
             norms["key_norm"] = (layer.key_norm, kv_size if config.qk_norm_spans_heads else head_dim)
-    if config.layer_input_size:
+    if config.per_layer_input_size:
         norms["input_norm"] = (layer.input_norm, hidden)
-        sizes = (config.layer_input_size, hidden)
+        sizes = (config.per_layer_input_size, hidden)
         yield TensorPart(f"{prefix}{layer.input_gate}.weight", target + "input_gate.weight", sizes)
         yield TensorPart(f"{prefix}{layer.input_up}.weight", target + "input_up.weight", sizes[::-1])
     for parameter, (name, size) in norms.items():
@@ -239,7 +239,7 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
     if parameter == "embedding.weight":
         apart = config.tie_word_embeddings and shard.is_last and not shard.is_first
         return [parameter] * shard.is_first + ["lm_head.weight"] * apart
-    if not parameter.startswith("layers."):  # `layer_inputs` are for models that are one stage
+    if not parameter.startswith("layers."):  # `per_layer_embeddings` are for models that are one stage
         return [parameter] * shard.is_last
     _, index, rest = parameter.split(".", 2)
     return [f"layers.{int(index) - shard.layers.start}.{rest}"] * (int(index) in shard.layers)

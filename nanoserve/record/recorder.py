@@ -20,7 +20,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 
 @runtime_checkable
-class Telling(Protocol):
+class TimedExecutor(Protocol):
     """An executor that reports its times."""
 
     def take_times(self) -> SequenceOf[Times]:
@@ -63,7 +63,7 @@ class Recorder(EngineObserver):
         self._observers: list[events.Observer] = []
         self._forecasts = [one for one in engine.scheduler.observers if isinstance(one, Forecasts)]
         executor = engine.executor
-        self._take_times = executor.take_times if isinstance(executor, Telling) else tuple[Times, ...]
+        self._take_times = executor.take_times if isinstance(executor, TimedExecutor) else tuple[Times, ...]
         self._load: Load | None = None
         self._decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
         self._clock = self._planned = 0.0  # when that was planned, on the engine's clock and on the executor's

@@ -47,7 +47,7 @@ class RunTrace:
         began: float,
         *,
         layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
-        tells_times: bool = True,
+        reports_times: bool = True,
         host_link_bandwidth: float | None = None,
         name: str | None = None,
         close: Callable[[], None] = lambda: None,
@@ -59,7 +59,7 @@ class RunTrace:
         self._layouts = [layout.name for layout in layouts]
         # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
         self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
-        self._tells_times, self._tells_host_times = tells_times, False
+        self._reports_times, self._reports_host_times = reports_times, False
         self._link, self._close, self._on_failure = host_link_bandwidth, close, on_failure
         self._phases = PhaseTracker()
         self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
@@ -135,9 +135,9 @@ class RunTrace:
             self._forget_plans()
         if (begun := self._in_flight.pop(result.step, None)) is not None:
             self._on_step(*begun, result, collected)
-        if not self._tells_times and result.step is not None:
+        if not self._reports_times and result.step is not None:
             self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
-        if not self._tells_host_times:
+        if not self._reports_host_times:
             self._draw_works(result.host_work, now)
         if result.host_lost is not None:
             self._bar(self._processor, result.host_lost, now, now)
@@ -184,7 +184,7 @@ class RunTrace:
         """A move that waited for layers has no bandwidth, and a simulated one no bytes."""
         arguments: dict[str, object]
         if isinstance(move, HostTimes):
-            self._tells_host_times = True
+            self._reports_host_times = True
             arguments = {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
             self._bar(self._processor, f"{move.sequences} sequences", move.began, move.ended, arguments)
             return

@@ -8,7 +8,7 @@ import pytest
 from nanoserve.commands.batch import advice_for
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
-from nanoserve.lab import choosing
+from nanoserve.lab import auto_parallel
 from nanoserve.lab.simulator.planning import PlannedWork
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import dummy_config
@@ -51,7 +51,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
-    monkeypatch.setattr(choosing, "advise", asked)
+    monkeypatch.setattr(auto_parallel, "advise", asked)
     return asked
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder, SparseExperts
+from nanoserve.models.decoder import Decoder, MixtureOfExperts
 from tests.executor.small_model import small_config
 from tests.oracle.checkpoints import FAMILIES
 
@@ -134,7 +134,7 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
 def test_experts_are_the_weighted_sum_of_each_tokens_choices(*, normalize: bool) -> None:
     moe = MoeConfig(7, 3, 12, normalize_weights=normalize, sparse_layers=frozenset({0}))
     torch.manual_seed(2)
-    experts = SparseExperts(small_config(), moe)
+    experts = MixtureOfExperts(small_config(), moe)
     for matrix in experts.router.weight, experts.gate_up, experts.down:
         torch.nn.init.normal_(matrix)
     hidden = torch.randn(9, 32)

@@ -114,11 +114,11 @@ def turn(heads: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def run_layer(tensors: dict[str, Tensor], prefix: str, entering: Tensor, residual: Tensor) -> Tensor:
-    """A Llama layer on one sequence: entering [T, width] goes into attention, residual [T, HIDDEN] around it."""
+def run_layer(tensors: dict[str, Tensor], prefix: str, normed: Tensor, residual: Tensor) -> Tensor:
+    """A Llama layer on one sequence: normed [T, width] goes into attention, residual [T, HIDDEN] around it."""
     weights = {name.removeprefix(prefix).removesuffix(".weight"): found for name, found in tensors.items()}
     query, key, value = (
-        (entering @ weights[f"self_attn.{kind}_proj"].T).view(len(entering), -1, HEAD_DIM) for kind in "qkv"
+        (normed @ weights[f"self_attn.{kind}_proj"].T).view(len(normed), -1, HEAD_DIM) for kind in "qkv"
     )
     query, key = turn(query), turn(key).repeat_interleave(HEADS // KV_HEADS, 1)
     value = value.repeat_interleave(HEADS // KV_HEADS, 1)
@@ -209,9 +209,9 @@ def test_a_head_over_a_paged_cache_equals_each_sequence_alone(tmp_path: Path, te
     with torch.inference_mode():
         pairs = head.pair(tokens, features)
         together = head(pairs, positions, paged(head.config, lengths)).split(lengths)
-        for found, entering in zip(together, pairs.split(lengths), strict=True):
-            dense = DenseCausalAttention(head.config, 1, len(entering))
-            alone = head(entering, torch.arange(len(entering)), dense)
+        for found, inputs in zip(together, pairs.split(lengths), strict=True):
+            dense = DenseCausalAttention(head.config, 1, len(inputs))
+            alone = head(inputs, torch.arange(len(inputs)), dense)
             torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
 
 

@@ -12,7 +12,7 @@ from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.decoder import SparseExperts
+from nanoserve.models.decoder import MixtureOfExperts
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
     decoder, found = load_model(directory, "float32")
     quantized = block_type not in ("F16", "BF16")
     if found.moe is not None:
-        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if quantized else SparseExperts)
+        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if quantized else MixtureOfExperts)
     assert isinstance(decoder.embedding, PackedEmbedding) is quantized
     tokens = random_tokens(found, 40)
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import Quantization
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.decoder import Decoder, SparseExperts
+from nanoserve.models.decoder import Decoder, MixtureOfExperts
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedExperts, PackedLinear
 from nanoserve.models.quantized_tensors import _decode_fp8, _decode_mxfp4
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(family: str, method: str, settings: di
     decoder = assert_same_logits(model, tmp_path)
     if decoder.config.moe is not None:
         is_packed = method != "fp8" and "act_order" not in settings  # experts have orders of their own
-        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if is_packed else SparseExperts)
+        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if is_packed else MixtureOfExperts)
 
 
 @pytest.mark.parametrize("is_old", [True, False])

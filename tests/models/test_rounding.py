@@ -132,7 +132,7 @@ def test_folded_scales_leave_the_layer_as_it_was(norm: Any, monkeypatch: pytest.
         parameter.uniform_(-0.5, 0.5)
     before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
     hidden, positions = correlated(50, 64) / 50, torch.arange(50)
-    _, ((cos, sin),) = decoder.enter(positions, positions)
+    _, ((cos, sin),) = decoder.embed(positions, positions)
     attention = DenseCausalAttention(config, 1, 50)
     with input_statistics(layer) as statistics:
         wanted = layer(hidden, cos, sin, attention)

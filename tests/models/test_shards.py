@@ -52,24 +52,24 @@ def whole_logits(directory: Path, tokens: Tensor, positions: Tensor) -> tuple[Te
 
 
 def sharded_logits(directory: Path, shards: list[Shard], tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the first rank of the last stage; each stage enters with what the one before left."""
-    degree, entering = shards[0].degree, tokens
+    """Hidden states and logits of the first rank of the last stage. Each stage takes those of the stage before."""
+    degree, inputs = shards[0].degree, tokens
 
     def run(rank: int, group: ThreadGroup) -> tuple[Tensor, Tensor | None]:
         shard = stage[rank]
         decoder, _ = load_model(directory, "fp32", shard=shard, group=group)
-        hidden = decoder(entering, positions, paged(decoder.config, LENGTHS))
+        hidden = decoder(inputs, positions, paged(decoder.config, LENGTHS))
         return hidden, decoder.compute_logits(hidden) if shard.is_last else None
 
     for first in range(0, len(shards), degree):
         stage = shards[first : first + degree]
         ranks = on_every_rank(run, degree)
         assert all(torch.equal(hidden, ranks[0][0]) for hidden, _ in ranks)
-        entering = ranks[0][0]
-    logits = ranks[0][1]
+        inputs = ranks[0][0]
+    hidden, logits = ranks[0]
     assert logits is not None
     assert all(other is not None and other.shape == (0, logits.shape[1]) for _, other in ranks[1:])
-    return entering, logits
+    return hidden, logits
 
 
 def ragged_batch(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Collected
-from nanoserve.record.recorder import Telling, recorder_of
+from nanoserve.record.recorder import TimedExecutor, recorder_of
 from nanoserve.record.times import StageTimes
 from nanoserve.record.trace import RunTrace, bars_of
 from nanoserve.request import Request, SamplingParams
@@ -39,8 +39,8 @@ def _scheduler(executor: Executor) -> Scheduler:
 
 def _traced(executor: Executor, path: Path, **settings: Any) -> Engine:
     engine = Engine(_scheduler(executor), executor, vocab_size=2)
-    file, told = ChromeTraceFile(path), isinstance(executor, Telling)
-    recorder_of(engine).add(RunTrace(file, engine.now(), tells_times=told, close=file.close, **settings))
+    file, reports_times = ChromeTraceFile(path), isinstance(executor, TimedExecutor)
+    recorder_of(engine).add(RunTrace(file, engine.now(), reports_times=reports_times, close=file.close, **settings))
     return engine
 
 

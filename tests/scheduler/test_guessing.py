@@ -16,7 +16,7 @@ from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Begin, Row, work_of
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
+from nanoserve.scheduler.speculation.draft_lengths import COUNTS, Acceptance, choose_counts, expected_tokens
 from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import StepWork

@@ -165,7 +165,7 @@ def test_guesses_are_told_as_guesses(tmp_path: Path) -> None:
         engine, path = guessing.engine, tmp_path / "trace.json"
         engine.scheduler.predictors = ()  # so that all there is is guessed
         file, record = ChromeTraceFile(path), RunRecord(1, keeps_tables=True)
-        recorder_of(engine).add(record, RunTrace(file, engine.now(), tells_times=False, close=file.close))
+        recorder_of(engine).add(record, RunTrace(file, engine.now(), reports_times=False, close=file.close))
         *_, answer = stream_answer(guessing, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
         counts = engine.status.guesses
     checked, accepted = counts.guesses, sum(counts.accepted)

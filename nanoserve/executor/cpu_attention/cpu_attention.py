@@ -40,14 +40,14 @@ class Beginning:
 
     def group(self, decoder: Decoder) -> HostGroup:
         """The sequences at the first layer of the first stage."""
-        hidden, angles = decoder.enter(self.inputs.token_ids, self.inputs.positions)
+        hidden, angles = decoder.embed(self.inputs.token_ids, self.inputs.positions)
         return HostGroup(self.step, self.rows, self.inputs.batch, hidden, angles)
 
     def arrive(self, decoder: Decoder, sequences: Sequence[int], hidden: Tensor) -> HostGroup:
         """Some of them at the first layer of a later stage, with hidden states [n, hidden_size]."""
         place_of = {row.sequence: place for place, row in enumerate(self.rows)}
         chosen = [place_of[sequence] for sequence in sequences]
-        hidden, angles = decoder.enter(hidden, self.inputs.positions[chosen])
+        hidden, angles = decoder.embed(hidden, self.inputs.positions[chosen])
         batch = self.inputs.batch.pick(torch.tensor(chosen))
         return HostGroup(self.step, [self.rows[place] for place in chosen], batch, hidden, angles)
 
@@ -67,8 +67,8 @@ class HybridForward:
     leaving: Header = field(default_factory=Header)
     """Once the step is computed, which groups go to the next stage."""
 
-    def __call__(self, entering: Tensor | None) -> Tensor | None:
-        return self.run(self, entering)
+    def __call__(self, intermediate_hidden_states: Tensor | None) -> Tensor | None:
+        return self.run(self, intermediate_hidden_states)
 
 
 class CpuAttention(Mechanism):
@@ -94,19 +94,21 @@ class CpuAttention(Mechanism):
         step.rows = [row for row in plan.rows if row.tier == "device"]
         step.forward = HybridForward(step, [self._stage_beginning(plan, number) for number in range(2)], self.run)
 
-    def run(self, forward: HybridForward, entering: Tensor | None) -> Tensor | None:
+    def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
         """Run the layers. The hidden states of the device's tokens are followed by those of the host groups that pass
         the last layer; only now is it known which these are, and which rows are sampled together."""
-        return self.advance(forward, entering, ([], []))
+        return self.advance(forward, intermediate_hidden_states, ([], []))
 
-    def advance(self, forward: HybridForward, entering: Tensor | None, halves: Halves) -> Tensor | None:
+    def advance(
+        self, forward: HybridForward, intermediate_hidden_states: Tensor | None, halves: Halves
+    ) -> Tensor | None:
         """Run the layers as `run` does, with groups that are at the first layer of this stage."""
         step, decoder, runner = forward.step, self._decoder, self._runner
         device = None
         if step.inputs is not None:
-            step.inputs.entering = entering
+            step.inputs.intermediate_hidden_states = intermediate_hidden_states
             attention = PagedAttention(runner.config, runner.caches.keys, runner.caches.values, step.inputs.batch)
-            hidden, angles = decoder.enter(step.inputs.first, step.inputs.positions)
+            hidden, angles = decoder.embed(step.inputs.first, step.inputs.positions)
             device = DeviceRows(hidden, angles, attention, step.inputs.computed)
         for number, half in enumerate(halves):
             beginning = forward.beginning[number]
@@ -123,7 +125,7 @@ class CpuAttention(Mechanism):
         parts = [group.hidden for group in forward.groups]
         if passed is not None:
             parts.insert(0, passed)
-        return decoder.leave(joined(parts)) if parts else None
+        return decoder.apply_final_norm(joined(parts)) if parts else None
 
     def abandon(self) -> None:
         """Drop all host sequences under way."""

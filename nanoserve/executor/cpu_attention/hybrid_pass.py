@@ -136,7 +136,7 @@ class HybridPass:
     # ---- asynchronous overlap ---------------------------------------------------------------------------------
 
     def overlap(
-        self, device: DeviceRows | None, entering: Sequence[HostGroup]
+        self, device: DeviceRows | None, new_groups: Sequence[HostGroup]
     ) -> tuple[Tensor | None, list[HostGroup]]:
         """A step of Asynchronous Overlap (APEX, section 3.3).
 
@@ -145,13 +145,13 @@ class HybridPass:
         the device waits only if it has nothing else to do. No group advances by more than a layer, so a token takes at
         least L + 1 steps in a model of L layers: it enters layer 0 in one step, and ends layer L - 1 in the L-th after.
 
-        The groups in `entering` are at the first layer of this stage. Returns hidden states of the device's rows after
-        the last layer, [T, hidden_size], and the groups that passed it.
+        `new_groups` are at the first layer of this stage. Returns hidden states of the device's rows after the last
+        layer, [T, hidden_size], and the groups that passed it.
         """
         hidden = None if device is None else device.hidden
-        if device is None and not entering and self.pending:
+        if device is None and not new_groups and self.pending:
             self._wait(self.pending[:1])
-        groups = list(entering)
+        groups = list(new_groups)
         for layer in self._layers:
             candidates = [group for group in self.pending if group.layer == layer.index]
             if not groups and not candidates:
@@ -191,10 +191,10 @@ class HybridPass:
         hidden = None if device is None else device.hidden
         halves = [list(first), list(second)]
         for layer in self._layers:
-            attended = self._first_half(layer, device, hidden, _entering(halves[0], layer.index))
+            attended = self._first_half(layer, device, hidden, _groups_at(halves[0], layer.index))
             if layer.index:
                 self._end_layer(self._layers[layer.index - 1], halves)
-            self._first_half(layer, None, None, _entering(halves[1], layer.index))
+            self._first_half(layer, None, None, _groups_at(halves[1], layer.index))
             hidden = self._second_half(layer, attended, hidden, self._done(halves, 0, layer.index))
         self._end_layer(self._layers[-1], halves)
         return hidden, [*halves[0], *halves[1]]
@@ -275,7 +275,7 @@ class HybridPass:
         self._host = self._make_host()
 
 
-def _entering(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
+def _groups_at(groups: Sequence[HostGroup], layer: int) -> list[HostGroup]:
     """The groups at that layer's first half."""
     return [group for group in groups if group.layer == layer and group.pending is None]
 

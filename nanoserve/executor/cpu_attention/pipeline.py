@@ -36,12 +36,12 @@ class WorkerCpuAttention(CpuAttention):
         step.forward.arriving = activations.receive_header()
         return 0 if step.forward.arriving is None else step.forward.arriving.num_rows
 
-    def run(self, forward: HybridForward, entering: Tensor | None) -> Tensor | None:
+    def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
         """Run the layers with the groups that the header names, and make the header for the next stage."""
         halves: Halves = [], []
         if forward.arriving is not None:
-            entering = self._arrive(forward, forward.arriving, entering, halves)
-        hidden = self.advance(forward, entering, halves)
+            intermediate_hidden_states = self._arrive(forward, forward.arriving, intermediate_hidden_states, halves)
+        hidden = self.advance(forward, intermediate_hidden_states, halves)
         before = forward.arriving or Header()
         leaving = [Leaving(group.step, tuple(row.sequence for row in group.rows)) for group in forward.groups]
         forward.leaving = Header(
@@ -73,23 +73,26 @@ class WorkerCpuAttention(CpuAttention):
         self._coming.clear()
         super().abandon()
 
-    def _arrive(self, forward: HybridForward, header: Header, entering: Tensor | None, halves: Halves) -> Tensor | None:
+    def _arrive(
+        self, forward: HybridForward, header: Header, intermediate_hidden_states: Tensor | None, halves: Halves
+    ) -> Tensor | None:
         """Put the groups that the header names into their sub-batches; returns the other hidden states."""
         for beginning in forward.beginning:
             if beginning is not None:
                 self._coming.update(dict.fromkeys((row.sequence for row in beginning.rows), beginning))
-        if entering is None:
+        if intermediate_hidden_states is None:
             return None
         # Sequences that the plan does not name are carried along.
         sub_batches = {row.sequence: row.sub_batch for row in forward.step.plan.rows if row.tier == "host"}
         first = own = forward.step.num_tokens
         for named in header.leaving:
             end = first + len(named.sequences)
-            hidden = entering[first:end].clone()  # the buffer that it came in is for other hidden states soon
+            # The buffer that they came in is for other hidden states soon.
+            hidden = intermediate_hidden_states[first:end].clone()
             first = end
             beginning = self._coming[named.sequences[0]]
             for sequence in named.sequences:
                 del self._coming[sequence]
             group = beginning.arrive(self._decoder, named.sequences, hidden)
             halves[sub_batches.get(named.sequences[0], 0)].append(group)
-        return entering[:own] if own else None
+        return intermediate_hidden_states[:own] if own else None

@@ -92,7 +92,7 @@ class DraftModel:
             guessed = self._staging.add(self._slots_behind(rows, tables))
             self._staging.transfer()
             features = self.features.read(inputs.batch.slot_mapping)
-            inputs.entering = cast(EagleHead, self._decoder).pair(inputs.token_ids, features)
+            inputs.intermediate_hidden_states = cast(EagleHead, self._decoder).pair(inputs.token_ids, features)
             hidden = self._forward(inputs)[last_tokens]
             self.features.write(guessed, hidden)
         return sampled_tokens(self._decoder.compute_logits(hidden), settings)

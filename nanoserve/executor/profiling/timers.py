@@ -127,10 +127,10 @@ class HostAttentionTimer:
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
         tables = cycle(self._regions.tables(rows, keys))
-        entering = self._entering(rows)
+        query_key_value = self._random_query_key_value(rows)
 
         def attend() -> list[float]:
-            task = self._host.attend(0, *entering, self._rows(next(tables), keys))
+            task = self._host.attend(0, *query_key_value, self._rows(next(tables), keys))
             self._keep_busy()
             self._await(task)
             return [work.seconds for work in self._host.take_work()]
@@ -141,12 +141,12 @@ class HostAttentionTimer:
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
         at = self._rows(self._regions.tables(rows, keys)[0], keys)
-        entering, watch = self._entering(rows), Stopwatch(torch.device("cpu"))
-        task = self._host.attend(0, *entering, at)
+        query_key_value, watch = self._random_query_key_value(rows), Stopwatch(torch.device("cpu"))
+        task = self._host.attend(0, *query_key_value, at)
 
         def work_beside() -> list[float]:
             nonlocal task
-            following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
+            following = self._host.attend(0, *query_key_value, at)  # otherwise the host might finish first
             seconds = watch.seconds(self._keep_busy)
             self._await(task)
             task = following
@@ -164,7 +164,7 @@ class HostAttentionTimer:
         while not task.ready:
             self._keep_busy()
 
-    def _entering(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _random_query_key_value(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         config, dtype = self._config, self._regions.blocks.dtype
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         numbers = torch.randn(rows, sum(heads), config.head_dim, device=self._device).to(dtype)

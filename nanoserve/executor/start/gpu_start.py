@@ -42,8 +42,8 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_pena
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFacts:
-    """What getting a GPU ready took."""
+class GpuStartReport:
+    """Seconds and bytes that getting a GPU ready took."""
 
     compiled: bool
     warm_up_seconds: float
@@ -112,11 +112,11 @@ class GpuStart:
         activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
         return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._sizes)
 
-    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
+    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuStartReport:
         """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
         free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
         captured = len(self._sizes) if self._sizes and self._captured(runner, max_model_len, progress) else 0
-        return GpuFacts(
+        return GpuStartReport(
             compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
             step_memory=self._step_memory,
@@ -184,15 +184,18 @@ def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size
     starts[1:] = lengths.cumsum(0)
     tables = torch.zeros(num_rows, -(-longest // block_size), dtype=torch.int32, device=device)
     slots = torch.full((num_tokens,), SKIPPED_SLOT, device=device)
-    batch, entering = AttentionBatch(tables, starts, lengths, slots), None
+    batch = AttentionBatch(tables, starts, lengths, slots)
+    intermediate_hidden_states = None
     if not decoder.shard.is_first:
-        entering = torch.zeros(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+        intermediate_hidden_states = torch.zeros(
+            num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device
+        )
     return StepInputs(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.arange(num_tokens, device=device),
         batch=batch,
         longest=longest,
-        entering=entering,
+        intermediate_hidden_states=intermediate_hidden_states,
         more=(batch,) * (len(decoder.config.cache_groups.windows) - 1),
     )
 

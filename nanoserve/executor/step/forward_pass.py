@@ -29,8 +29,8 @@ class StepInputs:
     batch: AttentionBatch
     longest: int
     """Most tokens of a row."""
-    entering: Tensor | None = None
-    """[T, hidden_size], hidden states from the stage before; None in the first stage."""
+    intermediate_hidden_states: Tensor | None = None
+    """[T, hidden_size], from the stage before, or the pairs that an EAGLE head takes; None in the first stage."""
     computed: LayerComputed | None = None
     """Called after each layer, while later ones are still computed; None if nothing waits for that."""
     more: tuple[AttentionBatch, ...] = ()
@@ -43,8 +43,8 @@ class StepInputs:
 
     @property
     def first(self) -> Tensor:
-        """What the decoder takes first: the hidden states from the stage before, or the token ids."""
-        return self.token_ids if self.entering is None else self.entering
+        """The decoder's inputs: the hidden states from the stage before, or the token ids."""
+        return self.token_ids if self.intermediate_hidden_states is None else self.intermediate_hidden_states
 
 
 ForwardFunction = Callable[[StepInputs], Tensor]

@@ -177,14 +177,14 @@ class ModelRunner:
             begin(step)
 
     @torch.inference_mode()
-    def compute(self, step: PreparedStep, entering: Tensor | None = None) -> Tensor | None:
+    def compute(self, step: PreparedStep, intermediate_hidden_states: Tensor | None = None) -> Tensor | None:
         """Issue the work of a step's layers: from the hidden states of the stage before, [T, hidden_size], None in the
         first stage, to those of this stage, valid until the next step; None without rows."""
         if step.forward is not None:
-            return step.forward(entering)
+            return step.forward(intermediate_hidden_states)
         if step.inputs is None:
             return None
-        step.inputs.entering = entering
+        step.inputs.intermediate_hidden_states = intermediate_hidden_states
         return self.forward(step.inputs)
 
     @torch.inference_mode()

@@ -101,14 +101,14 @@ def _rejoin(start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[Work
     for layout, decoder in zip(layouts, decoders, strict=True):
         layout.stage.forget()
         layout.activations.forget()
-        decoder.meet(None)
+        decoder.set_group(None)
     leave_workers()
     endpoint.move(start)
     endpoint.introduce(Hello(start.rank))
     config, device = start.config, decoders[0].device
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     for decoder in decoders:
-        decoder.meet(everyone.split(decoder.shard))
+        decoder.set_group(everyone.split(decoder.shard))
     endpoint.report(loaded)
     endpoint.hear()  # Allocate: of the cache's size, which is the same in every life
     for layout in layouts:

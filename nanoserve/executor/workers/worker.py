@@ -48,7 +48,7 @@ class PrefetchedStep:
     """A plan that is ready to be computed."""
 
     step: PreparedStep
-    entering: Expected | None
+    intermediate_hidden_states: Expected | None
     """Hidden states from the stage before, being received; None where none come."""
     received: float
     prepared: float
@@ -243,9 +243,11 @@ class Worker:
         stage, step = self._current.stage, turn.step
         with stage.memory_errors(step.plan):
             stage.runner.begin(step)
-            entering = None if turn.entering is None else turn.entering.wait()
-            arrived = began if entering is None else time.monotonic()
-            computed, result = self._compute(turn, entering)
+            intermediate_hidden_states, arrived = None, began
+            if turn.intermediate_hidden_states is not None:
+                intermediate_hidden_states = turn.intermediate_hidden_states.wait()
+                arrived = time.monotonic()
+            computed, result = self._compute(turn, intermediate_hidden_states)
         self._prefetch.done()
         self._current.report()
         if not step.plan.ends:
@@ -266,10 +268,12 @@ class Worker:
         if result is not None:  # behind the times: with its last answer the engine may end
             self._endpoint.report(Answered(result))
 
-    def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
+    def _compute(
+        self, turn: PrefetchedStep, intermediate_hidden_states: Tensor | None
+    ) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
         shard, stage, step = self._current.shard, self._current.stage, turn.step
-        hidden = stage.runner.compute(step, entering)
+        hidden = stage.runner.compute(step, intermediate_hidden_states)
         if not shard.is_last:
             computed = time.monotonic()
             self._current.send(step, hidden)

@@ -20,7 +20,7 @@ from nanoserve.record.metrics import BatchRates
 from nanoserve.request import SamplingParams
 from nanoserve.request import Sequence as RunningSequence
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.speculation.choosing import COUNTS, expected_tokens, step_seconds
+from nanoserve.scheduler.speculation.draft_lengths import COUNTS, expected_tokens, step_seconds
 from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import StepWork

@@ -151,7 +151,7 @@ class Comparison(ABC):
                 self._trace,
                 self._began,
                 layouts=run.variant.layouts,
-                tells_times=bool(run.record.stage_times),
+                reports_times=bool(run.record.stage_times),
                 host_link_bandwidth=run.variant.engine.host_link_bandwidth,
                 name=name,
             )

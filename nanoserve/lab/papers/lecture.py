@@ -25,7 +25,7 @@ from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.simulator.workload import length_tables
 from nanoserve.record.metrics import Spread
 from nanoserve.request import RequestShape
-from nanoserve.scheduler.speculation.choosing import COUNTS, expected_tokens
+from nanoserve.scheduler.speculation.draft_lengths import COUNTS, expected_tokens
 from nanoserve.scheduler.work import StepWork
 
 if TYPE_CHECKING:

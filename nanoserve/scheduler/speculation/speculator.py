@@ -9,7 +9,7 @@ from itertools import compress
 
 from nanoserve.request import Sequence, Status
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.speculation.choosing import Acceptance, choose_counts, step_seconds
+from nanoserve.scheduler.speculation.draft_lengths import Acceptance, choose_counts, step_seconds
 from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.work import MOST_GUESSES, GuessCounts, StepWork
 

@@ -53,7 +53,7 @@ class FullDevice:
         for mechanism in self.mechanisms:
             mechanism.begin(step)
 
-    def compute(self, step: object, entering: object) -> None:
+    def compute(self, step: object, intermediate_hidden_states: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
 
@@ -84,10 +84,10 @@ class SlowRunner(FullDevice):
         self.moved = threading.Event()
         self.moved_beside: list[bool] = []
 
-    def compute(self, step: SimpleNamespace, entering: object) -> None:
+    def compute(self, step: SimpleNamespace, intermediate_hidden_states: object) -> None:
         self.moved_beside.append(self.moved.wait(0.2))
         if step.plan.step == self.last:
-            super().compute(step, entering)
+            super().compute(step, intermediate_hidden_states)
 
 
 class Mover:
@@ -179,13 +179,13 @@ class LayeredRunner(FullDevice):
         inputs = StepInputs(torch.zeros(1), torch.zeros(1), batch=None, longest=1)  # type: ignore[arg-type]
         return PreparedStep(plan, plan.rows, DeviceToHostCopy(CPU), inputs=inputs)
 
-    def compute(self, step: PreparedStep, entering: object) -> None:
+    def compute(self, step: PreparedStep, intermediate_hidden_states: object) -> None:
         assert step.inputs is not None and step.inputs.computed is not None
         for layer, left in enumerate(self.left):
             assert not left.is_set()
             step.inputs.computed(layer)
             self.left_in_time.append(left.wait(60))
-        super().compute(step, entering)
+        super().compute(step, intermediate_hidden_states)
 
 
 class LayeredMover(Mover):

@@ -15,7 +15,7 @@ from nanoserve.lab.papers.ratio_test import (
     shared_noise_acceptance,
     verify,
 )
-from nanoserve.scheduler.speculation.choosing import expected_tokens
+from nanoserve.scheduler.speculation.draft_lengths import expected_tokens
 from triton_ops.sampling import exponential
 
 DRAWS = 100_000

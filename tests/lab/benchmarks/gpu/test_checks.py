@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.executor.start.gpu_start import GpuFacts
+from nanoserve.executor.start.gpu_start import GpuStartReport
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow, compared, make_batch
 from nanoserve.lab.benchmarks.gpu.correctness import engine_cases, operator_cases
 from nanoserve.lab.benchmarks.gpu.device import GpuBench
@@ -57,7 +57,7 @@ def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytes
 class Engine:
     """Gives a token per request, and is not what was asked for if `differing`."""
 
-    def __init__(self, facts: GpuFacts | None, *, overlaps: bool, differing: bool) -> None:
+    def __init__(self, facts: GpuStartReport | None, *, overlaps: bool, differing: bool) -> None:
         self.in_flight = 2 if overlaps else 1
         executor = SimpleNamespace(max_in_flight=self.in_flight)
         self.llm = SimpleNamespace(built=SimpleNamespace(gpu=facts), engine=SimpleNamespace(executor=executor))
@@ -73,7 +73,7 @@ def check_on_a_gpu(
     number: int, family: str, *, graphs: int = 5, overlaps: bool = True, differing: bool = False
 ) -> dict[str, Any]:
     """What the check of that number says of such an engine."""
-    engine = Engine(GpuFacts(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing)
+    engine = Engine(GpuStartReport(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing)
     shelf: Any = SimpleNamespace(get=lambda model, **settings: engine)
     return list(engine_cases(shelf, [family]))[number].measure()
 

@@ -1,6 +1,6 @@
-"""Who chooses the layout and the policy that a user left open, and advises on those that he named.
+"""The protocol of the module that chooses the layout and the policy that a user left open, and advises on those named.
 
-Choosing simulates, and the simulator belongs to the laboratory. So the engine knows a protocol, and looks its module up
+Choosing simulates, and the simulator belongs to the laboratory. So the engine knows a protocol, and imports the module
 when there is something to choose.
 """
 
@@ -18,7 +18,7 @@ from nanoserve.request import ExpectedLengths, RequestShape
 if TYPE_CHECKING:
     from nanoserve.costs.hardware import MachineSpeeds
 
-_MODULE = "nanoserve.lab.choosing"
+_MODULE = "nanoserve.lab.auto_parallel"
 
 
 class SettingsChooser(Protocol):
@@ -51,5 +51,5 @@ class SettingsChooser(Protocol):
 
 
 def settings_chooser() -> SettingsChooser:
-    """Import whoever chooses."""
+    """Import the laboratory's module."""
     return cast(SettingsChooser, import_module(_MODULE))

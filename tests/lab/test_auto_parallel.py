@@ -13,8 +13,8 @@ from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.executor.start.rendezvous import TorchrunProcess
-from nanoserve.lab import choosing
-from nanoserve.lab.choosing import choose_settings
+from nanoserve.lab import auto_parallel
+from nanoserve.lab.auto_parallel import choose_settings
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.request import RequestShape
@@ -35,7 +35,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, int]]:
         machine = SPEEDS.machine(devices=devices, memory_bytes=8e9, host_memory_bytes=8e9 * devices)
         return type("Measured", (), {"costs": staticmethod(lambda model, layout: StepCosts(model, machine, layout))})
 
-    monkeypatch.setattr(choosing, "measure_layouts", measure)
+    monkeypatch.setattr(auto_parallel, "measure_layouts", measure)
     return calls
 
 
@@ -92,9 +92,9 @@ def test_the_number_of_workers_is_given_or_torchruns(measured: list[Any], monkey
     with pytest.raises(UsageError, match="--parallel auto: say by --devices how many workers"):
         choose(EngineConfig(parallel="auto"))
     process = TorchrunProcess(0, 2, 0, 1, "10.0.0.1", 29500, "run")
-    monkeypatch.setattr(choosing.TorchrunProcess, "from_environment", lambda: process)
+    monkeypatch.setattr(auto_parallel.TorchrunProcess, "from_environment", lambda: process)
     for shared, layouts in ((True, 2), (False, 1)):  # a pair's workers share a pool
-        monkeypatch.setattr(choosing, "on_one_machine", lambda process, shared=shared: shared)
+        monkeypatch.setattr(auto_parallel, "on_one_machine", lambda process, shared=shared: shared)
         assert len(choose(EngineConfig(parallel="auto"), SOME)[0].layouts) == layouts
     assert [devices for _, devices in measured] == [2, 2]
 
