@@ -211,7 +211,7 @@ def test_a_step_without_memory_ends_what_is_in_flight_and_nothing_else(
         while not hybrid.pending:
             engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(model.decoder, "leave", lambda hidden: (_ for _ in ()).throw(MemoryError()))
+            patch.setattr(model.decoder, "apply_final_norm", lambda hidden: (_ for _ in ()).throw(MemoryError()))
             while engine.has_work:
                 super(type(engine), engine).step()
         assert not hybrid.pending
