@@ -28,7 +28,9 @@ _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 def _byte_level_alphabet() -> dict[str, int]:
     """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`): most stand
     for themselves, and characters from U+0100 on for the others, in order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = set(range(ord("!"), ord("~") + 1))
+    printable |= set(range(ord("¡"), ord("¬") + 1))
+    printable |= set(range(ord("®"), ord("ÿ") + 1))
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
@@ -43,14 +45,18 @@ class ControlTokens:
         self.ids = {spelling: token_id for spelling, token_id in ids.items() if spelling}
         # Longest first: if one spelling begins another, the longer one matches.
         spellings = sorted(self.ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._pattern: re.Pattern[str] | None = None
+        if spellings:
+            self._pattern = re.compile("|".join(map(re.escape, spellings)))
         self._beginnings = tuple({s[:end] for s in spellings for end in range(1, len(s))})
         self._endings = tuple({s[start:] for s in spellings for start in range(1, len(s))})
 
     def split(self, text: str) -> list[Piece]:
         """Cut `text` at its control tokens: ["hello", 2, "there"]; empty texts are left out."""
+        if not text:
+            return []
         if self._pattern is None:
-            return [text] if text else []
+            return [text]
         pieces: list[Piece] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -83,12 +89,14 @@ class ControlTokens:
 
     def _mark_name(self, name: str, mark: str) -> str:
         # Only whole spellings: a mark at the edge of an ordinary name would hide the field from the template.
-        return self.mark(name, mark) if self._pattern and self._pattern.search(name) else name
+        if self._pattern is None or not self._pattern.search(name):
+            return name
+        return self.mark(name, mark)
 
 
 def choose_mark(texts: Iterable[str]) -> str:
     """A private-use character that occurs in none of `texts`."""
-    used = set().union(*texts)
+    used = set("".join(texts))
     for code in _PRIVATE_USE:
         if chr(code) not in used:
             return chr(code)
@@ -129,8 +137,10 @@ def _byte_of(piece: str) -> bytes:
 
 
 def _is_markup(spelling: str, template: str) -> bool:
-    core = spelling.strip()  # runs of blanks and single characters are always words
-    return len(core) > 1 and (core in template or _MARKUP_SHAPE.fullmatch(core) is not None)
+    core = spelling.strip()
+    if len(core) < 2:  # runs of blanks and single characters are always words
+        return False
+    return core in template or _MARKUP_SHAPE.fullmatch(core) is not None
 
 
 def _source(path: Path, settings: Mapping[str, Any]) -> Path:
@@ -157,7 +167,7 @@ class TokenizersBackend:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], named_special: Sequence[str], template: str) -> None:
-        from tokenizers import AddedToken, Tokenizer
+        from tokenizers import Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -186,19 +196,8 @@ class TokenizersBackend:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-
-        # One separator for each way in which control tokens swallow blanks beside them, with unguessable names.
-        nonce = secrets.token_hex(16)
-        sides = {(token.lstrip, token.rstrip) for token in added.values()}
-        separators = {side: f"\ue000{nonce}{side[0]:d}{side[1]:d}\ue001" for side in sides}
-        self._tokenizer.add_tokens(
-            [
-                AddedToken(text, lstrip=left, rstrip=right, normalized=False)
-                for (left, right), text in separators.items()
-            ]
-        )
-        self._separator = {token_id: separators[token.lstrip, token.rstrip] for token_id, token in added.items()}
-        self._separator_ids = {self._tokenizer.token_to_id(text) for text in separators.values()}
+        self._separator = self._add_separators(added)
+        self._separator_ids = {self._tokenizer.token_to_id(text) for text in self._separator.values()}
 
     def _add_missing_tokens(self, settings: Mapping[str, Any], named_special: Sequence[str]) -> dict[int, Any]:
         """Add the tokens that only tokenizer_config.json knows, as HF does; returns all added tokens by id."""
@@ -210,19 +209,45 @@ class TokenizersBackend:
         for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
             if entry["content"] not in known:
                 token = AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
-                (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
+                if token.special:
+                    self._tokenizer.add_special_tokens([token])
+                else:
+                    self._tokenizer.add_tokens([token])
                 known.add(entry["content"])
         in_vocabulary = [name for name in named_special if self._tokenizer.token_to_id(name) is not None]
         self._tokenizer.add_special_tokens([name for name in in_vocabulary if name not in known])
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return added
 
+    def _add_separators(self, added: Mapping[int, Any]) -> dict[int, str]:
+        """Add a separator token for each way in which control tokens swallow blanks beside them, with unguessable
+        names. Returns the text of the separator that stands for each added token, by its id."""
+        from tokenizers import AddedToken
+
+        nonce = secrets.token_hex(16)
+        texts: dict[tuple[bool, bool], str] = {}
+        separators: dict[int, str] = {}
+        for token_id, token in added.items():
+            side = (token.lstrip, token.rstrip)
+            if side not in texts:
+                texts[side] = f"\ue000{nonce}{len(texts)}\ue001"
+                separator = AddedToken(texts[side], lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+                self._tokenizer.add_tokens([separator])
+            separators[token_id] = texts[side]
+        return separators
+
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        control = [piece for piece in pieces if isinstance(piece, int)]
-        text = "".join(piece if isinstance(piece, str) else self._separator[piece] for piece in pieces)
+        control: list[int] = []
+        texts: list[str] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                control.append(piece)
+                texts.append(self._separator[piece])
+            else:
+                texts.append(piece)
         try:
             # A batch of one: the library releases the GIL only for batches.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = self._tokenizer.encode_batch_fast(["".join(texts)], add_special_tokens=add_special_tokens)
         except BaseException as error:
             raise _as_model_error(error, "the model's tokenizer fails with this text") from error
         ids: list[int] = encoding.ids
@@ -232,7 +257,9 @@ class TokenizersBackend:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        skipped = self._skipped if skip_special_tokens else ()
+        skipped = self._skipped
+        if not skip_special_tokens:
+            skipped = frozenset()
         readable = [token for token in token_ids if 0 <= token < self.vocab_size and token not in skipped]
         try:
             text: str = self._tokenizer.decode(readable, skip_special_tokens=False)
@@ -252,8 +279,9 @@ class TokenizersBackend:
         if piece is None or token_id in self._skipped:
             return b""
         if self._is_byte_level:  # as the library decodes, which looks at the whole piece
-            known = _BYTE_LEVEL.keys() >= set(piece)
-            return bytes(_BYTE_LEVEL[character] for character in piece) if known else piece.encode()
+            if not _BYTE_LEVEL.keys() >= set(piece):
+                return piece.encode()
+            return bytes(_BYTE_LEVEL[character] for character in piece)
         if self.is_byte(token_id):
             return _byte_of(piece)
         # Not decoded alone: at the beginning of a text, some tokenizers drop a token's blank.
@@ -283,17 +311,17 @@ class SentencePieceBackend:
         self._size: int = self._processor.piece_size()
         pieces: list[str] = [self._processor.id_to_piece(number) for number in range(self._size)]
         declared = settings.get("added_tokens_decoder") or {}
-        added = {**added, **{entry["content"]: int(number) for number, entry in declared.items()}}
+        added = dict(added) | {entry["content"]: int(number) for number, entry in declared.items()}
         plain = {entry["content"] for entry in declared.values() if not entry.get("special")}
         controls = {piece: number for number, piece in enumerate(pieces) if self._processor.is_control(number)}
-        known = {**added, **controls}
+        known = added | controls
         self.control_ids: Mapping[str, int] = {
             text: number for text, number in known.items() if text in controls or text not in plain
         }
         self.markup_ids: Mapping[str, int] = {
             text: number for text, number in known.items() if text in self.control_ids or _is_markup(text, template)
         }
-        self.vocab_size = max([self._size - 1, *added.values()]) + 1
+        self.vocab_size = max(self._size, 1 + max(added.values(), default=-1))
         self._skipped = frozenset(self.control_ids.values())
         # Tokens that sentencepiece does not decode: its controls, and tokens beyond its vocabulary.
         self._spelling = {number: text for text, number in known.items() if number >= self._size or text in controls}
@@ -302,42 +330,60 @@ class SentencePieceBackend:
         # only to the beginning of the prompt.
         self._blank_everywhere = bool(settings.get("legacy", True))
         self._has_leading_blank = self._processor.encode("a", out_type=str)[0].startswith("▁")
-        characters = set().union(*pieces)
+        characters = set("".join(pieces))
         # A character that is in no piece never merges: text after it is tokenized as in the middle of a text.
-        self._stopper = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in characters)
+        self._stopper = next(chr(code) for code in _PRIVATE_USE if chr(code) not in characters)
         self._stopper_length = len(self._processor.encode(self._stopper))
-        # sentencepiece finds user-defined pieces in any text; in ordinary text they are encoded in two halves.
         self._halves: dict[int, list[int]] = {}
-        self._halves |= {
+        self._halves = self._halves_of_markup()
+        self._before: list[int] = []
+        self._after: list[int] = []
+        bos = self._named_id(named_tokens, "bos_token")
+        adds_bos = settings.get("add_bos_token")
+        if bos is not None and (adds_bos or adds_bos is None):
+            self._before.append(bos)
+        eos = self._named_id(named_tokens, "eos_token")
+        if eos is not None and settings.get("add_eos_token"):
+            self._after.append(eos)
+
+    def _halves_of_markup(self) -> dict[int, list[int]]:
+        """The ids by which ordinary text is encoded instead of each markup token that sentencepiece finds in any text:
+        those of the token's first character and of the rest."""
+        return {
             number: self.encode_within(text[0]) + self.encode_within(text[1:])
             for text, number in self.markup_ids.items()
             if number in self._processor.encode(text)
         }
-        bos, eos = (self._named_id(named_tokens, name) for name in ("bos_token", "eos_token"))
-        adds_bos, adds_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
-        self._before = [bos] if bos is not None and (adds_bos or adds_bos is None) else []
-        self._after = [eos] if eos is not None and adds_eos else []
 
     def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
         """The id of BOS or EOS: of the token that the settings name, else of the model's own."""
         if name in named_tokens:
             return self.token_id(named_tokens[name])
-        own = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id()}[name]
-        return own if own >= 0 else None
+        own: int = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id()}[name]
+        if own < 0:
+            return None
+        return own
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        ids = list(self._before) if add_special_tokens else []
-        at_beginning = True
+        parts: list[Piece] = []
         for piece in pieces:
-            for part in self._words.split(piece) if isinstance(piece, str) else [piece]:
-                if isinstance(part, int):
-                    ids.append(part)
-                elif at_beginning or self._blank_everywhere:
-                    ids += self._encode_text(part)
-                else:
-                    ids += self.encode_within(part)
-                at_beginning = False
-        return ids + self._after if add_special_tokens else ids
+            if isinstance(piece, int):
+                parts.append(piece)
+            else:
+                parts += self._words.split(piece)
+        ids: list[int] = []
+        at_beginning = True
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            elif at_beginning or self._blank_everywhere:
+                ids += self._encode_text(part)
+            else:
+                ids += self.encode_within(part)
+            at_beginning = False
+        if add_special_tokens:
+            return self._before + ids + self._after
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = ""
@@ -358,7 +404,9 @@ class SentencePieceBackend:
         text: str = self._processor.decode(run)
         # sentencepiece drops a blank at the beginning of what it decodes; within a text the blank must stay.
         inside = not at_beginning and self._has_leading_blank
-        return " " + text if inside and self._processor.id_to_piece(run[0]).startswith("▁") else text
+        if inside and self._processor.id_to_piece(run[0]).startswith("▁"):
+            return " " + text
+        return text
 
     def token_id(self, spelling: str) -> int | None:
         number: int = self._processor.piece_to_id(spelling)
@@ -379,7 +427,9 @@ class SentencePieceBackend:
         if token_id >= self._size or processor.is_unknown(token_id) or processor.is_unused(token_id):
             return b""
         piece: str = processor.id_to_piece(token_id)
-        return _byte_of(piece) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
+        if processor.is_byte(token_id):
+            return _byte_of(piece)
+        return piece.replace("▁", " ").encode()
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text in the middle of another."""

@@ -46,8 +46,12 @@ def _spelled(place: _Place) -> str:
     parts: list[str] = []
     while not isinstance(place, str):
         place, part = place
-        parts.append(f"[{part}]" if isinstance(part, int) else f".{part:.{MAX_NAME}}")
-    return "".join((place, *reversed(parts)))[:MAX_NAME]
+        if isinstance(part, int):
+            parts.append(f"[{part}]")
+        else:
+            parts.append(f".{part:.{MAX_NAME}}")
+    parts.append(place)
+    return "".join(reversed(parts))[:MAX_NAME]
 
 
 def check_text(text: Any, place: _Place = "the prompt") -> str:
@@ -79,18 +83,23 @@ def _check_message(message: Any, place: _Place) -> dict[str, Any]:
         raise UsageError(f"{_spelled(place)} must be an object with role and content, not {type(message).__name__}")
     message = {field: value for field, value in message.items() if value is not None}  # as clients write absent ones
     role = message.get("role")
-    role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str):
+        role = _ROLE_ALIASES.get(role, role)
     if role not in ROLES:
-        roles = ", ".join((*ROLES, *_ROLE_ALIASES))
+        roles = ", ".join(ROLES + tuple(_ROLE_ALIASES))
         raise UsageError(f"{_spelled(place)}.role must be one of {roles}, not {shown(role)}")
-    if unknown := sorted(str(field) for field in set(message) - _FIELDS):
+    unknown = sorted(str(field) for field in set(message) - _FIELDS)
+    if unknown:
         raise UsageError(f"{_spelled(place)} has unknown fields: {', '.join(unknown)[:80]}")
-    calls = message.get("tool_calls")
-    if not isinstance(calls or [], list) or not all(isinstance(one, Mapping) for one in calls or []):
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UsageError(f"{_spelled(place)}.tool_calls must be a list of objects")
-    given = {**message, "tool_calls": [*map(_with_arguments, calls)]} if isinstance(calls, list) else message
-    checked = {field: _check_value(value, (place, field)) for field, value in given.items() if field != "content"}
-    return {**checked, "role": role, "content": _check_content(message, (place, "content"))}
+    if calls:
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
+    checked = {field: _check_value(value, (place, field)) for field, value in message.items() if field != "content"}
+    checked["role"] = role
+    checked["content"] = _check_content(message, (place, "content"))
+    return checked
 
 
 def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,8 +127,10 @@ def _check_content(message: Mapping[str, Any], place: _Place) -> str:
         raise UsageError(f"{_spelled(place)} must be text or a list of text parts, not {type(content).__name__}")
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind != "text":
+        kind = None
+        if isinstance(part, Mapping):
+            kind = part.get("type")
+        if kind != "text":
             name = _spelled((place, index))
             raise UsageError(f"{name} must have type 'text', not {shown(kind)}; nanoserve reads text only")
         texts.append(check_text(part.get("text"), ((place, index), "text")))
@@ -188,9 +199,14 @@ class ChatTemplate:
         template's own words when it refuses the conversation; ModelError when it is broken, or needs more time, memory
         or output than any conversation does."""
         arguments = arguments or {}
-        name = "tool_use" if arguments.get("tools") and "tool_use" in self._texts else self._default_name()
-        given = {"messages": [*map(_with_thinking, messages)], "add_generation_prompt": add_generation_prompt}
-        context = {"tools": None, "documents": None, **self._special_tokens, **arguments, **given}
+        name = self._default_name()
+        if arguments.get("tools") and "tool_use" in self._texts:
+            name = "tool_use"
+        context: dict[str, Any] = {"tools": None, "documents": None}
+        context |= self._special_tokens
+        context |= arguments
+        context["messages"] = [_with_thinking(message) for message in messages]
+        context["add_generation_prompt"] = add_generation_prompt
         request = json.dumps({"context": context})
         seconds = _SECONDS + _SECONDS_PER_MESSAGE * len(messages) + _SECONDS_PER_CHARACTER * len(request)
         limits = {
@@ -198,7 +214,8 @@ class ChatTemplate:
             "seconds": min(seconds, _MAX_SECONDS),
         }
         sandbox = self._sandboxes[name, len(messages) > LONG_CONVERSATION]
-        answer = sandbox.ask(request[:-1] + ", " + json.dumps(limits)[1:])
+        # The limits follow from the length of the text, so they are put into the text: two objects become one.
+        answer = sandbox.ask(request.removesuffix("}") + ", " + json.dumps(limits).removeprefix("{"))
         if answer is None:
             answer = {"error": "it needs more memory or time than a template may have"}
         if "refusal" in answer:
@@ -218,7 +235,9 @@ class ChatTemplate:
             sandbox.close()
 
     def _default_name(self) -> str:
-        return "default" if "default" in self._texts else next(iter(self._texts))
+        if "default" in self._texts:
+            return "default"
+        return next(iter(self._texts))
 
 
 class PlainConversation:
@@ -238,7 +257,9 @@ class PlainConversation:
         if arguments:
             raise UsageError(f"this model has no chat template that could use {', '.join(arguments)}")
         turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
-        return "".join(turns) + ("Assistant:" if add_generation_prompt else "")
+        if add_generation_prompt:
+            turns.append("Assistant:")
+        return "".join(turns)
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""
@@ -261,7 +282,9 @@ def load_chat_template(
         return ChatTemplate({"default": read_text(file)}, special_tokens, str(file))
     origin = Path(settings.get("made_from", directory / "tokenizer_config.json"))
     sources = _named_sources(settings.get("chat_template"), origin)
-    return ChatTemplate(sources, special_tokens, str(origin)) if sources else PlainConversation()
+    if not sources:
+        return PlainConversation()
+    return ChatTemplate(sources, special_tokens, str(origin))
 
 
 def _named_sources(value: Any, origin: Path) -> dict[str, str]:

@@ -112,8 +112,9 @@ class _Reader:
             if not self._pattern.startswith(")", self._at):
                 raise PatternError("has a parenthesis that is not closed")
             self._at += 1
-            looks = group.group() in ("(?=", "(?!", "(?<=", "(?<!")  # a look around is not repeated in other ways
-            return Measure(tried=inner.tried, fails=True) if looks else inner
+            if group.group() in ("(?=", "(?!", "(?<=", "(?<!"):  # a look around is not repeated in other ways
+                return Measure(tried=inner.tried, fails=True)
+            return inner
         character = self._pattern[self._at]
         if character == "(":
             raise PatternError(f"has a group of a kind that is not supported: {self._pattern[self._at :][:4]}")
@@ -123,11 +124,14 @@ class _Reader:
         if escape := self._take(_ESCAPE):
             return _measure_escape(escape.group())
         self._at += 1
-        return _ASSERTION if character in "^$" else _CHARACTER
+        if character in "^$":
+            return _ASSERTION
+        return _CHARACTER
 
     def _skip_class(self) -> None:
         """Go behind a class of characters, which may hold others."""
-        depth, first = 0, True
+        depth = 0
+        first = True
         while self._at < len(self._pattern):
             if self._take(_POSIX) or self._take(_ESCAPE):
                 first = False
@@ -135,7 +139,8 @@ class _Reader:
             character = self._pattern[self._at]
             self._at += 1
             if character == "[":
-                depth, first = depth + 1, True
+                depth += 1
+                first = True
                 continue
             if character == "]" and not first:
                 depth -= 1
@@ -163,28 +168,39 @@ def _joined(whole: Measure, part: Measure) -> Measure:
     properties = None
     if whole.properties is not None and part.properties is not None:
         properties = whole.properties + part.properties
-    # If the part fails, everything before it is tried in other ways.
-    before = max(whole.ways, whole.tried) if part.fails else 1.0
+    before = 1.0
+    if part.fails:  # then everything before it is tried in other ways
+        before = max(whole.ways, whole.tried)
+    begins = whole.begins
+    if whole is _NOTHING:
+        begins = part.begins
     return Measure(
         ways=min(_MANY, whole.ways * part.ways),
         tried=min(_MANY, max(whole.tried, before * part.tried)),
         fails=whole.fails or part.fails,
         shortest=whole.shortest + part.shortest,
         properties=properties,
-        begins=part.begins if whole is _NOTHING else whole.begins,
+        begins=begins,
     )
 
 
 def _repeated(part: Measure, quantifier: str) -> Measure:
     """The part as often as the quantifier says."""
     least, most = _bounds(quantifier)
-    ways, properties = _ways_to_repeat(part, least, most), None
+    ways = _ways_to_repeat(part, least, most)
+    # If one of the repetitions that must be there fails, the ones before it are tried in other ways.
+    before = min(max(least - 1, 0), 16)
+    tried = part.ways**before * part.tried
+    properties = None
     if part.ways == 1:
         properties = part.properties
-    # Up to the least number of times, one that fails has those before it tried in other ways.
-    tried = part.ways ** min(max(least - 1, 0), 16) * part.tried
-    fails, shortest = part.fails and least > 0, least * part.shortest
-    return Measure(min(_MANY, ways), min(_MANY, tried), fails, shortest, properties)
+    return Measure(
+        ways=min(_MANY, ways),
+        tried=min(_MANY, tried),
+        fails=part.fails and least > 0,
+        shortest=least * part.shortest,
+        properties=properties,
+    )
 
 
 def _ways_to_repeat(part: Measure, least: int, most: int | None) -> float:
@@ -201,9 +217,14 @@ def _bounds(quantifier: str) -> tuple[int, int | None]:
     if quantifier[0] in known:
         return known[quantifier[0]]
     least, comma, most = quantifier.strip("{?}").partition(",")
-    if comma:
-        return int(least or 0), int(most) if most else None
-    return 0 if quantifier.endswith("?") else int(least), int(least)
+    if not comma:
+        count = int(least)
+        if quantifier.endswith("?"):  # `a{3}?` is `(?:a{3})?`
+            return 0, count
+        return count, count
+    if not most:
+        return int(least or 0), None
+    return int(least or 0), int(most)
 
 
 def _are_disjoint(categories: tuple[str, ...]) -> bool:

@@ -143,8 +143,12 @@ def describe(error: Exception) -> str:
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE_NAME]
     if isinstance(error, TemplateSyntaxError):
         lines = [error.lineno]
-    name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-    return name + one_line(error) + "".join(f" (line {line})" for line in lines[-1:])
+    message = one_line(error)
+    if not isinstance(error, TemplateError):
+        message = f"{type(error).__name__}: {message}"
+    if lines:
+        message += f" (line {lines[-1]})"
+    return message
 
 
 def check_names(tree: nodes.Template) -> None:

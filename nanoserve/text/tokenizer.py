@@ -9,7 +9,7 @@ from nanoserve.errors import ModelError, NanoserveError, UsageError, shown
 from nanoserve.text.answers.forms import AnswerForm, AnswerParser, answer_form
 from nanoserve.text.answers.reader import Tools
 from nanoserve.text.answers.settings import ThinkingSwitch, thinking_switch, with_reasoning
-from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
+from nanoserve.text.backends import Backend, ControlTokens, Piece, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
     ChatTemplate,
     PlainConversation,
@@ -44,8 +44,11 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self.answer_form: AnswerForm = answer_form(template.source)
-        markers = {backend.control_ids.get(spelling): spelling for spelling in self.answer_form.markers}
-        self.markers = {token: spelling for token, spelling in markers.items() if token is not None}
+        self.markers = {
+            backend.control_ids[spelling]: spelling
+            for spelling in self.answer_form.markers
+            if spelling in backend.control_ids
+        }
         """The control tokens that the model's answers are read by: ids and spellings."""
         self._control = ControlTokens(backend.control_ids)
         self._markup = ControlTokens(backend.markup_ids)
@@ -62,14 +65,19 @@ class Tokenizer:
 
     def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
         spelling = named_tokens.get(name)
-        return None if spelling is None else self._backend.token_id(spelling)
+        if spelling is None:
+            return None
+        return self._backend.token_id(spelling)
 
     def end_tokens(self, configured: Sequence[int]) -> tuple[int, ...]:
         """The tokens that end an answer: those of the model's configuration, EOS, and the control token that the chat
         template writes after what an assistant says. Files often lack the last one: their configuration may be that of
         the model before it learned to chat."""
-        found = (*configured, self.eos_token_id, self._turn_end)
-        return tuple(dict.fromkeys(token for token in found if token is not None))
+        ends = list(configured)
+        for token in (self.eos_token_id, self._turn_end):
+            if token is not None:
+                ends.append(token)
+        return tuple(dict.fromkeys(ends))
 
     def _find_turn_end(self) -> int | None:
         """The control token that the template writes straight after the last message, if an assistant wrote it."""
@@ -98,13 +106,18 @@ class Tokenizer:
         self._check_length(pieces, limit)
         return self._backend.encode(pieces, add_special_tokens=add_special_tokens)
 
-    def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
+    def _check_length(self, pieces: Sequence[Piece], limit: int | None) -> None:
         """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The characters per token
         have no bound, as tokenizers drop characters and join unknown ones. So ever longer beginnings are tokenized.
         Cutting changes at most the last words of a beginning, which adds far fewer tokens than the limit."""
+        if limit is None:
+            return
+        length = limit
         # Of a text that may become much longer, shorter beginnings have as many tokens.
-        length = (limit or 0) * (_CHARACTERS_PER_TOKEN if self._backend.growth <= _CHARACTERS_PER_TOKEN else 1)
-        while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
+        if self._backend.growth <= _CHARACTERS_PER_TOKEN:
+            length *= _CHARACTERS_PER_TOKEN
+        whole = sum(map(_length, pieces))
+        while length < whole:
             beginning = _beginning(pieces, length)
             if len(self._backend.encode(beginning, add_special_tokens=False)) > 2 * limit:
                 raise PromptTooLong(f"the prompt has more than {limit} tokens")
@@ -130,7 +143,8 @@ class Tokenizer:
         Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
         fails, and PromptTooLong as `encode` does.
         """
-        checked, arguments = check_messages(messages), check_template_arguments(template_arguments)
+        checked = check_messages(messages)
+        arguments = check_template_arguments(template_arguments)
         mark = choose_mark([json.dumps([checked, arguments], ensure_ascii=False), self._template.source])
         rendered = self._template.render(
             [self._mark(message, mark) for message in checked],
@@ -139,8 +153,14 @@ class Tokenizer:
         )
         if answer is not None:
             rendered += self.answer_form.answer_opening(rendered) + answer
-        texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in self._markup.split(rendered)]
-        pieces = [piece for piece in texts if piece != ""]
+        pieces: list[Piece] = []
+        for piece in self._markup.split(rendered):
+            if isinstance(piece, int):
+                pieces.append(piece)
+                continue
+            text = piece.replace(mark, "")
+            if text:
+                pieces.append(text)
         self._check_length(pieces, limit)
         # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._backend.encode(pieces, add_special_tokens=not self.has_chat_template)
@@ -156,7 +176,9 @@ class Tokenizer:
         if message["role"] == "assistant":
             marked["content"] = self._control.mark(message["content"], mark)
         marked["role"] = message["role"]
-        return with_reasoning(marked, self._template.source) if "reasoning_content" in marked else marked
+        if "reasoning_content" in marked:
+            return with_reasoning(marked, self._template.source)
+        return marked
 
     @property
     def thinking_switch(self) -> ThinkingSwitch | None:
@@ -170,7 +192,7 @@ class Tokenizer:
 
     @property
     def notice(self) -> str | None:
-        """What a user who chats should know about the prompt format, if anything."""
+        """A line about the prompt format for a user who chats, if there is anything to know."""
         return self._template.notice
 
     def close(self) -> None:
@@ -178,14 +200,24 @@ class Tokenizer:
         self._template.close()
 
 
-def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
-    """The first `length` characters of the pieces; a control token counts as one."""
-    beginning: list[str | int] = []
+def _length(piece: Piece) -> int:
+    """The characters of a piece; a control token counts as one."""
+    if isinstance(piece, str):
+        return len(piece)
+    return 1
+
+
+def _beginning(pieces: Sequence[Piece], length: int) -> list[Piece]:
+    """The first `length` characters of the pieces."""
+    beginning: list[Piece] = []
     for piece in pieces:
         if length <= 0:
             break
-        beginning.append(piece[:length] if isinstance(piece, str) else piece)
-        length -= len(piece) if isinstance(piece, str) else 1
+        if isinstance(piece, str):
+            beginning.append(piece[:length])
+        else:
+            beginning.append(piece)
+        length -= _length(piece)
     return beginning
 
 
@@ -220,8 +252,11 @@ def _read_backend(directory: Path, template: str) -> Backend:
     settings, named_tokens = _read_settings(directory)
     try:
         if (directory / "tokenizer.json").is_file():
-            listed = map(_spelling, settings.get("additional_special_tokens") or ())
-            special = [*named_tokens.values(), *(spelling for spelling in listed if spelling is not None)]
+            special = list(named_tokens.values())
+            for token in settings.get("additional_special_tokens") or ():
+                spelling = _spelling(token)
+                if spelling is not None:
+                    special.append(spelling)
             return TokenizersBackend(directory / "tokenizer.json", settings, special, template)
         if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
@@ -242,19 +277,27 @@ def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _spelling(token: Any) -> str | None:
     """The spelling of a token that is written as text or as an object with a `content`."""
-    spelling = token.get("content") if isinstance(token, Mapping) else token
-    return spelling if isinstance(spelling, str) else None
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if isinstance(token, str):
+        return token
+    return None
 
 
 @unreadable_as_model_error()
 def has_same_tokens(directory: Path, other: Path) -> bool:
     """Whether two model directories give every token the same id; what else their tokenizers do may differ."""
-    files = [(one / "tokenizer.json", one / "tokenizer.model") for one in (directory, other)]
-    if not all(table.exists() for table, _ in files):
-        return all(pieces.exists() for _, pieces in files) and len({pieces.read_bytes() for _, pieces in files}) == 1
-    tables = [read_json_object(table) for table, _ in files]
-    first, second = [
-        (table["model"]["vocab"], {one["content"]: one["id"] for one in table.get("added_tokens", ())})
-        for table in tables
-    ]
-    return first == second
+    tables = [directory / "tokenizer.json", other / "tokenizer.json"]
+    if all(table.exists() for table in tables):
+        first, second = [_tokens_of(read_json_object(table)) for table in tables]
+        return first == second
+    models = [directory / "tokenizer.model", other / "tokenizer.model"]
+    if not all(model.exists() for model in models):
+        return False
+    return models[0].read_bytes() == models[1].read_bytes()
+
+
+def _tokens_of(table: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+    """The vocabulary in a tokenizer.json, and the ids of the tokens that it adds."""
+    added = {token["content"]: token["id"] for token in table.get("added_tokens", ())}
+    return table["model"]["vocab"], added

@@ -29,12 +29,16 @@ _FIXED_GROWTH = {"ByteLevel": 4.0, "Metaspace": 2.0, "BertNormalizer": 3.0}
 def check_tokenizer(tokenizer: Any) -> float:
     """How many times its length a text may have before it is divided into tokens. Raises ModelError, one line, for a
     tokenizer of the `tokenizers` library with a step whose work has no bound, or that would fail with every text."""
-    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder)
-    before, words, after, decoding = (() if part is None else tuple(_steps(_state(part))) for part in parts)
-    growth, decoded_growth = prod(map(_growth, (*before, *words))), prod(map(_growth, decoding))
-    if max(growth, decoded_growth) > MAX_GROWTH:
-        times = f"{max(growth, decoded_growth):.3g} times as long"
-        raise ModelError(f"its steps could make a text {times}; at most {MAX_GROWTH} times is allowed")
+    before = _steps_of(tokenizer.normalizer)
+    words = _steps_of(tokenizer.pre_tokenizer)
+    after = _steps_of(tokenizer.post_processor)
+    decoding = _steps_of(tokenizer.decoder)
+    growth = prod(map(_growth, before + words))
+    worst = max(growth, prod(map(_growth, decoding)))
+    if worst > MAX_GROWTH:
+        raise ModelError(
+            f"its steps could make a text {worst:.3g} times as long; at most {MAX_GROWTH} times is allowed"
+        )
     if sum(step["type"] == "Precompiled" for step in before) > 1:
         raise ModelError("it has more than one precompiled normalizer")
     for step in words:
@@ -48,12 +52,15 @@ def check_tokenizer(tokenizer: Any) -> float:
     return growth
 
 
-def _state(part: Any) -> Any:
-    return json.loads(part.__getstate__())
+def _steps_of(part: Any) -> list[Step]:
+    """The steps of a part of a tokenizer in their order; none if the tokenizer lacks this part."""
+    if part is None:
+        return []
+    return list(_steps(json.loads(part.__getstate__())))
 
 
 def _steps(step: Step) -> Iterator[Step]:
-    """The step, or those that it puts in a row, with their patterns checked."""
+    """The step itself, or the steps that it puts in a row."""
     inner = next((step[name] for name in _LISTS if name in step), None)
     if inner is None:
         yield step
@@ -64,10 +71,14 @@ def _steps(step: Step) -> Iterator[Step]:
 
 def _growth(step: Step) -> float:
     """How many characters a step may make of one."""
-    pattern, kind = step.get("pattern"), step["type"]
+    kind = step["type"]
+    pattern = step.get("pattern")
     shortest = 1
     if isinstance(pattern, dict):
-        shortest = _shortest_match(pattern["Regex"]) if "Regex" in pattern else len(pattern["String"])
+        if "Regex" in pattern:
+            shortest = _shortest_match(pattern["Regex"])
+        else:
+            shortest = len(pattern["String"])
     if kind == "Replace":
         if shortest == 0 and step["content"]:
             raise ModelError(f"it would put {shown(step['content'])} between all characters of a text")
@@ -94,7 +105,7 @@ def _longest_replacement(encoded: str) -> int:
     if index % 4 or 4 + index > len(table):
         raise ModelError("its precompiled normalizer is damaged")
     replacements = table[4 + index :].decode(errors="replace").split("\0")
-    return max(1, *map(len, replacements))
+    return max(1, max(map(len, replacements)))
 
 
 def _check_post_processor(step: Step, tokenizer: Any) -> None:

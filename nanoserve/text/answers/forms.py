@@ -79,17 +79,26 @@ class TaggedAnswers:
     @property
     def markers(self) -> tuple[str, ...]:
         """The spellings that may be marker tokens."""
-        return tuple(tag for part in (self.reasoning, self.calls) if part is not None for tag in part.markers)
+        markers: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            markers += self.reasoning.markers
+        if self.calls is not None:
+            markers += self.calls.markers
+        return markers
 
     @property
     def call_opening(self) -> str:
         """See `AnswerForm`."""
-        return "" if self.calls is None else self.calls.opening
+        if self.calls is None:
+            return ""
+        return self.calls.opening
 
     @property
     def call_key(self) -> str:
         """See `AnswerForm`."""
-        return "" if self.calls is None else self.calls.key
+        if self.calls is None:
+            return ""
+        return self.calls.key
 
     def check_calls(self) -> None:
         """See `AnswerForm`."""
@@ -105,21 +114,27 @@ class TaggedAnswers:
 
     def answer_opening(self, prompt: str) -> str:
         """See `AnswerForm`."""
-        return "" if self.reasoning is None else self.reasoning.answer_opening(prompt)
+        if self.reasoning is None:
+            return ""
+        return self.reasoning.answer_opening(prompt)
 
     def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
         """See `AnswerForm`."""
         dropped: tuple[str, ...] = ()
+        openings: list[str] = []
         if self.reasoning is not None:
             dropped = yield from self.reasoning.read(answer, starts_inside=starts_inside)
-        calls = self.calls if tools else None
-        if calls is not None and calls.bare:
-            yield from calls.read(answer, "", tools)
-        starts = [] if calls is None else [answer.tag(start) for start in calls.starts]
-        thoughts = [] if self.reasoning is None else filter(answer.is_token, self.reasoning.openings)
-        openings = [answer.tag(opening) for opening in thoughts]
+            openings = [answer.tag(opening) for opening in self.reasoning.openings if answer.is_token(opening)]
+        calls = None
+        starts: list[str] = []
+        if tools and self.calls is not None:
+            calls = self.calls
+            starts = [answer.tag(start) for start in calls.starts]
+            if calls.bare:
+                yield from calls.read(answer, "", tools)
+        tags = starts + openings + list(dropped)
         write = partial(answer.write, "answer")
-        while tag := (yield from answer.copy_until(write, *starts, *openings, *dropped)):
+        while tag := (yield from answer.copy_until(write, *tags)):
             if tag in dropped:
                 answer.drop(tag)
             elif self.reasoning is not None and tag in openings:

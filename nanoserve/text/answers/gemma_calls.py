@@ -61,7 +61,8 @@ class GemmaCalls:
             key = ""
             if inner.closing == "}":
                 key = yield from self._read_key(answer, quote)
-            if not (value := (yield from answer.peek())):
+            value = yield from answer.peek()
+            if not value:
                 return
             answer.write("arguments", inner.before_next + key)
             inner.before_next = ", "

@@ -22,7 +22,7 @@ _BETWEEN_MESSAGES = "\n\n"
 class HarmonyAnswers:
     """Answers in Harmony, with reasoning and calls."""
 
-    markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+    markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN) + _ENDS
     call_opening: ClassVar[str] = ""
     call_key: ClassVar[str] = "arguments"
 
@@ -35,8 +35,10 @@ class HarmonyAnswers:
 
     def answer_opening(self, prompt: str) -> str:
         """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
-        begun = f"{_ENDS[0]}{_START}assistant" if prompt.endswith(_MESSAGE) else ""
-        return f"{begun}{_CHANNEL}final{_MESSAGE}"
+        opening = f"{_CHANNEL}final{_MESSAGE}"
+        if prompt.endswith(_MESSAGE):  # the message that the prompt begins has to end first
+            opening = f"{_ENDS[0]}{_START}assistant{opening}"
+        return opening
 
     def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
         """Read the messages of an answer."""
@@ -49,19 +51,20 @@ class HarmonyAnswers:
 
     def _message(self, answer: AnswerReader, tools: Tools, parts: set[Part]) -> Steps[None]:
         """Read a header and the message after it. Text where a header should be is the answer's."""
-        if (yield from answer.comes_next(*map(answer.tag, _ENDS))):
+        ends = [answer.tag(end) for end in _ENDS]
+        if (yield from answer.comes_next(*ends)):
             return
-        begun = yield from answer.comes_next(*map(answer.tag, (_START, _CHANNEL)), "to=")
+        begun = yield from answer.comes_next(answer.tag(_START), answer.tag(_CHANNEL), "to=")
         if not begun:
             yield from self._next_of("answer", answer, parts)
             return
         header: list[str] = [begun]
-        tags = [answer.tag(tag) for tag in (_MESSAGE, *_ENDS)]
-        found = yield from answer.copy_until(header.append, *tags)
+        end_of_header = answer.tag(_MESSAGE)
+        found = yield from answer.copy_until(header.append, end_of_header, *ends)
         if not found:
             return
         answer.drop(found)
-        if found != tags[0]:
+        if found != end_of_header:
             return
         head = "".join(header)
         call = _RECIPIENT.search(head)
@@ -82,8 +85,8 @@ class HarmonyAnswers:
 
     def _body(self, answer: AnswerReader, part: Part) -> Steps[None]:
         """Read a message up to its end, or up to the header of another one that nothing separates."""
-        ends = [answer.tag(tag) for tag in _ENDS]
-        others = [answer.tag(tag) for tag in (_START, _CHANNEL)]
-        found = yield from answer.copy_until(partial(answer.write, part), *ends, *others, trim=untouched)
+        ends = [answer.tag(end) for end in _ENDS]
+        tags = ends + [answer.tag(_START), answer.tag(_CHANNEL)]
+        found = yield from answer.copy_until(partial(answer.write, part), *tags, trim=untouched)
         if found in ends:
             answer.drop(found)

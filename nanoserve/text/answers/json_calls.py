@@ -32,9 +32,11 @@ class Braces:
                 self._escaped = character == "\\" and not self._escaped
             elif character == '"':
                 self._in_string = True
-            elif character in "{}":
-                self._open += 1 if character == "{" else -1
-                if character == "}" and self._open == left:
+            elif character == "{":
+                self._open += 1
+            elif character == "}":
+                self._open -= 1
+                if self._open == left:
                     return position
         return None
 
@@ -42,8 +44,12 @@ class Braces:
         """Read until only `left` objects are open, or the answer ends; pass it on as arguments if it is `shown`."""
         while True:
             end = self.end(answer.held, left)
-            text = answer.take(len(answer.held) if end is None else end)
-            answer.write("arguments", text if shown else "")
+            if end is None:
+                text = answer.take(len(answer.held))
+            else:
+                text = answer.take(end)
+            if shown:
+                answer.write("arguments", text)
             if end is not None or answer.ended:
                 return
             yield
@@ -72,11 +78,12 @@ class ObjectCalls:
     @property
     def markers(self) -> tuple[str, ...]:
         """The spellings that may be marker tokens."""
-        return (*self.starts, self.end)
+        return self.starts + (self.end,)
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
         """Read the calls after a tag. False, and nothing is read, if what follows is no call of a known tool."""
-        if (head := (yield from self._head(answer, tag, tools))) is None:
+        head = yield from self._head(answer, tag, tools)
+        if head is None:
             return False
         while head is not None:
             answer.write("call", head.name)
@@ -96,15 +103,20 @@ class ObjectCalls:
         while True:
             body = answer.after(tag).lstrip(" \t\r\n[")
             undecided = not body or body.startswith("{")
-            head, end = None, 0
-            if match := _NAME_FIRST.match(body):
-                head, end, undecided = _Head(match[1], match[0]), match.end(), False
+            head = None
+            end = 0
+            match = _NAME_FIRST.match(body)
+            if match:
+                head = _Head(match[1], match[0])
+                end = match.end()
+                undecided = False
             elif undecided and "}" in body:  # the name may come later in the object
                 with suppress(ValueError, RecursionError):
                     call, end = json.JSONDecoder().raw_decode(body)
                     arguments = json.dumps(call.get("arguments", call.get("parameters")), ensure_ascii=False)
                     name = call.get("name", call.get("tool_name"))
-                    head, undecided = _Head(str(name), body[:end], arguments), False
+                    head = _Head(str(name), body[:end], arguments)
+                    undecided = False
             if head is not None and head.name in tools and head.arguments[:1] in ("", "{"):
                 answer.held = body[end:]
                 return head

@@ -134,10 +134,10 @@ class AnswerReader:
         beginning of a tag at the end of the answer is text, unless `keep_partial_tag` is false.
         """
         while True:
-            found = [(place, -len(tag), tag) for tag in tags if (place := self.held.find(tag)) >= 0]
-            if found:
-                place, _, tag = min(found)
-                write(self.take(len(trim(self.held[:place]))))
+            tag = self._first_tag(tags)
+            if tag:
+                text = self.held[: self.held.index(tag)]
+                write(self.take(len(trim(text))))
                 return tag
             if not tags or (self.ended and keep_partial_tag):
                 write(self.take(len(self.held)))
@@ -148,6 +148,19 @@ class AnswerReader:
                 self.held = ""
                 return ""
             yield
+
+    def _first_tag(self, tags: Sequence[str]) -> str:
+        """The tag that stands first in the held text, the longest of several at one place; an empty text for none."""
+        first = ""
+        first_place = len(self.held)
+        for tag in tags:
+            place = self.held.find(tag)
+            if place < 0 or place > first_place:
+                continue
+            if place < first_place or len(tag) > len(first):
+                first = tag
+                first_place = place
+        return first
 
     def drop(self, tag: str) -> None:
         """Drop the tag that `copy_until` found, and what it held back before it."""
@@ -165,18 +178,21 @@ class AnswerReader:
         """The one of the names that stands after the tag that `copy_until` found, and the one of the ends that follows
         it. Both are read. If anything else stands there, both are empty, and nothing is read."""
         while True:
-            body, undecided = self.after(tag).lstrip(), False
+            body = self.after(tag).lstrip()
+            undecided = False
             for name in names:
                 start = before + name
                 if not body.startswith(start):
-                    undecided = undecided or start.startswith(body)
+                    if start.startswith(body):
+                        undecided = True
                     continue
                 rest = body[len(start) :].lstrip()
                 for end in ends:
                     if rest.startswith(end):
                         self.held = rest[len(end) :]
                         return name, end
-                    undecided = undecided or end.startswith(rest)
+                    if end.startswith(rest):
+                        undecided = True
             if self.ended or not undecided:
                 return "", ""
             yield

@@ -21,7 +21,7 @@ class ReasoningTags:
     @property
     def markers(self) -> tuple[str, ...]:
         """The spellings that may be marker tokens. Gemma's opening is a token and a word."""
-        return (*self.openings, self.closing, "<|channel>")
+        return self.openings + (self.closing, "<|channel>")
 
     def opens(self, prompt: str) -> bool:
         """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
@@ -29,7 +29,9 @@ class ReasoningTags:
 
     def answer_opening(self, prompt: str) -> str:
         """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
-        return f"\n{self.closing}\n\n" if self.opens(prompt) else ""
+        if not self.opens(prompt):
+            return ""
+        return f"\n{self.closing}\n\n"
 
     def read(self, answer: AnswerReader, *, starts_inside: bool) -> Steps[tuple[str, ...]]:
         """Read the reasoning if the answer begins with some. Returns the tags that end the text after it."""

@@ -28,13 +28,15 @@ def thinking_switch(template: str) -> ThinkingSwitch | None:
         if name in variables:
             return ThinkingSwitch({name: True}, {name: False})
     if "reasoning_effort" in variables:
-        has_none = "'none'" in template or '"none"' in template
-        return ThinkingSwitch({}, {"reasoning_effort": "none" if has_none else "low"})
+        lowest = "low"
+        if "'none'" in template or '"none"' in template:
+            lowest = "none"
+        return ThinkingSwitch({}, {"reasoning_effort": lowest})
     return None
 
 
 def _variables(template: str) -> set[str]:
-    """The names that a template uses, without those of attributes and what stands in quotes."""
+    """The variables that a template uses; names of attributes and quoted words are none."""
     return {name for block in _BLOCK.findall(template) for name in _NAME.findall(_QUOTED.sub("''", block))}
 
 
@@ -50,8 +52,12 @@ def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
     without = {name: value for name, value in message.items() if name != "reasoning_content"}
     if ".thinking" in template:
         # gpt-oss's template refuses reasoning beside text in a message with calls.
-        return without if content and message.get("tool_calls") else message
+        if content and message.get("tool_calls"):
+            return without
+        return message
     if "['thinking']" in template:
-        text = [{"type": "text", "text": content}] if content else []
-        return without | {"content": [{"type": "thinking", "thinking": reasoning}, *text]}
+        chunks = [{"type": "thinking", "thinking": reasoning}]
+        if content:
+            chunks.append({"type": "text", "text": content})
+        return without | {"content": chunks}
     return without

@@ -28,12 +28,14 @@ class _Arguments:
         if types == {"string"}:
             answer.write("arguments", '"')
             found = yield from answer.copy_until(self._write_string, closing, trim=trim, keep_partial_tag=False)
+            rest = '"'
         else:
             texts: list[str] = []
             found = yield from answer.copy_until(texts.append, closing, trim=trim)
+            rest = value_as_json("".join(texts), types)
         if not found:
             return False
-        answer.write("arguments", '"' if types == {"string"} else value_as_json("".join(texts), types))
+        answer.write("arguments", rest)
         answer.drop(closing)
         return True
 
@@ -42,7 +44,9 @@ class _Arguments:
 
     def end(self) -> None:
         """Close the object."""
-        self._answer.write("arguments", "{}" if self._next == "{" else "}")
+        if self._next == "{":  # no argument has opened it
+            self._answer.write("arguments", "{")
+        self._answer.write("arguments", "}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class ParameterCalls:
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
         """Read a call as `ObjectCalls` does."""
-        before = "" if tag == "<function=" else "<function="
+        before = "<function="
+        if tag == before:  # the model has left the outer tag out
+            before = ""
         name, _ = yield from answer.name_after(tag, tools, ends=(">",), before=before)
         if not name:
             return False
@@ -105,8 +111,12 @@ class KeyValueCalls:
 
     starts: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     markers: ClassVar[tuple[str, ...]] = (
-        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
-        *("<arg_value>", "</arg_value>"),
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
     )
     opening: ClassVar[str] = ""
     key: ClassVar[str] = "arguments"

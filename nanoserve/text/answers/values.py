@@ -53,7 +53,9 @@ def _refuse(name: str) -> None:
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
     """The types that a tool's JSON schema allows for one argument; all of them if it does not say."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return _ANY
+    properties = schema.get("properties")
     if not isinstance(properties, Mapping) or name not in properties:
         return _ANY
     return _allowed(properties[name], schema, set())
@@ -64,21 +66,29 @@ def _allowed(schema: Any, root: Mapping[str, Any], met: set[str]) -> frozenset[s
     allowed = _ANY
     if not isinstance(schema, Mapping):
         return allowed
-    if isinstance(declared := schema.get("type"), str):
+    declared = schema.get("type")
+    if isinstance(declared, str):
         allowed &= {declared}
     elif isinstance(declared, list):
         allowed &= {kind for kind in declared if isinstance(kind, str)}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = schema.get("enum")
+    if "const" in schema:
+        values = [schema["const"]]
     if isinstance(values, list):
-        allowed &= {kind for value in values if (kind := _kind_of(json.dumps(value))) is not None}
+        allowed = allowed.intersection(_kind_of(json.dumps(value)) for value in values)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in met:
         met.add(reference)
         allowed &= _allowed(_referred(reference, root), root, met)
     for word in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(word), list):
-            allowed &= frozenset[str]().union(*(_allowed(option, root, met) for option in options))
-    if isinstance(parts := schema.get("allOf"), list):
+        options = schema.get(word)
+        if isinstance(options, list):
+            of_any = frozenset[str]()
+            for option in options:
+                of_any |= _allowed(option, root, met)
+            allowed &= of_any
+    parts = schema.get("allOf")
+    if isinstance(parts, list):
         for part in parts:
             allowed &= _allowed(part, root, met)
     return allowed
@@ -87,5 +97,7 @@ def _allowed(schema: Any, root: Mapping[str, Any], met: set[str]) -> frozenset[s
 def _referred(reference: str, root: Any) -> Any:
     """The part of the schema that a reference such as "#/$defs/City" names, or None."""
     for step in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+        if not isinstance(root, Mapping):
+            return None
+        root = root.get(step.replace("~1", "/").replace("~0", "~"))
     return root

@@ -103,11 +103,17 @@ def main() -> None:
         assert compiler.vocabulary
     except NanoserveError as error:
         failure = {"error": str(error)}
+
+    def answer(request: dict[str, Any]) -> dict[str, str]:
+        if failure is not None:
+            return failure
+        return check(compiler, request)
+
     take_questions()
-    answer_requests(lambda request: failure or check(compiler, request))
+    answer_requests(answer)
 
 
-# ---- checks beyond those of llguidance: it accepts schemas that no finite text meets, and some that it cannot enforce
+# ---- checks beyond llguidance's: it accepts schemas that no finite text meets, and some that it cannot enforce
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
@@ -120,7 +126,8 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     while to_do:
         for node in _subschemas(to_do.pop()):
             _check_property_count(node)
-            if isinstance(ref := node.get("$ref"), str) and ref not in targets:
+            ref = node.get("$ref")
+            if isinstance(ref, str) and ref not in targets:
                 targets[ref] = _resolve(schema, ref)
                 to_do.append(targets[ref])
     # The least fixed point: a reference has a finite value only if its target has one by the references known so far.
@@ -134,23 +141,30 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 def _check_property_count(node: Mapping[str, Any]) -> None:
     """Refuse a large minProperties: a grammar does not know the names so far, so it can enforce only one free name."""
     required = node.get("required")
-    names = len(set(required)) if isinstance(required, list) else 0
-    if isinstance(least := node.get("minProperties"), int | float) and least > names + 1:
+    names = 0
+    if isinstance(required, list):
+        names = len(set(required))
+    least = node.get("minProperties")
+    if isinstance(least, int | float) and least > names + 1:
         raise UsageError(f"JSON schema: minProperties {least} is not supported: at most one more than are required")
 
 
 def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all schemas within it, except those that are only reached through a reference."""
+    """The schema and all schemas within it; schemas that only a reference reaches are left out."""
     if not isinstance(schema, dict):
         return
     yield schema
     children: list[Any] = []
     for word in _BY_NAME:
-        if isinstance(value := schema.get(word), dict):
-            children += value.values()
+        named = schema.get(word)
+        if isinstance(named, dict):
+            children += named.values()
     for word in _PARTS:
-        value = schema.get(word)
-        children += value if isinstance(value, list) else [value]
+        part = schema.get(word)
+        if isinstance(part, list):
+            children += part
+        else:
+            children.append(part)
     for child in children:
         yield from _subschemas(child)
 
@@ -163,7 +177,10 @@ def _resolve(schema: Any, reference: str) -> Any:
     for part in unquote(reference[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         try:
-            target = target[int(name)] if isinstance(target, list) else target[name]
+            if isinstance(target, list):
+                target = target[int(name)]
+            else:
+                target = target[name]
         except (KeyError, IndexError, ValueError, TypeError):
             return None
     return target
@@ -184,21 +201,24 @@ def _is_finite(schema: Any, endless: set[str]) -> bool:
 
 
 def _is_own_type_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
-    types = schema.get("type", "string")
     if "const" in schema or "enum" in schema:
         return True
+    types = schema.get("type", "string")
+    if isinstance(types, str):
+        types = [types]
     checks = {"object": _is_object_finite, "array": _is_array_finite}
-    kinds = [types] if isinstance(types, str) else types
-    return any(kind not in checks or checks[kind](schema, endless) for kind in kinds)
+    return any(kind not in checks or checks[kind](schema, endless) for kind in types)
 
 
 def _is_object_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties")
     return all(_is_finite(properties.get(name, others), endless) for name in schema.get("required", ()))
 
 
 def _is_array_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
-    least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
-    return all(_is_finite(item, endless) for item in first[: int(least)]) and (
-        least <= len(first) or _is_finite(schema.get("items"), endless)
-    )
+    least = schema.get("minItems", 0)
+    first = schema.get("prefixItems", [])
+    if not all(_is_finite(item, endless) for item in first[: int(least)]):
+        return False
+    return least <= len(first) or _is_finite(schema.get("items"), endless)

@@ -43,12 +43,13 @@ class Vocabulary:
     end_token: int  # the token whose bit llguidance sets when a text may end; the model's end tokens may be others
 
     def allowed(self, mask: bytes) -> Allowed:
-        """What a mask of llguidance allows."""
+        """Read a mask of llguidance: its bits for ordinary tokens, and the bit of the end token."""
         bits = np.frombuffer(mask, np.uint8)
         tokens = np.zeros_like(self.ordinary)
         count = min(len(bits), len(tokens))
         np.bitwise_and(bits[:count], self.ordinary[:count], out=tokens[:count])
-        return Allowed(tokens, bool(bits[self.end_token // 8] >> (self.end_token % 8) & 1))
+        byte, bit = divmod(self.end_token, 8)
+        return Allowed(tokens, bool(bits[byte] >> bit & 1))
 
 
 def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
@@ -193,5 +194,7 @@ class GrammarCompiler:
 def _first_line(message: str) -> str:
     """The first line of a message of llguidance; the others hold a regular expression or the parser's state."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
-    text = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
+    if not lines:
+        return ""
+    text = next((line for line in lines if line.startswith("error:")), lines[0])
     return text.removeprefix("error: ").partition(_ADVICE)[0][:_LONGEST_MESSAGE]
