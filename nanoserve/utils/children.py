@@ -1,4 +1,4 @@
-"""Child processes that run nanoserve's code, and those among them that do untrusted work.
+"""Child processes that run nanoserve's code, and children with limits for untrusted work.
 
 If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a module whose `main`
 sets its limits with `limit_resources`, calls `take_questions` when it has loaded what it needs, and then
@@ -35,7 +35,8 @@ _PACKAGES = str(Path(__file__).parents[2])
 def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> list[str]:
     """The command of a Python process that finds the same packages; `arguments` are its sys.argv[2:]."""
     prepare = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
+    search_path = [_PACKAGES] + sys.path
+    return [sys.executable, *flags, "-c", prepare + program, json.dumps(search_path), *arguments]
 
 
 def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
@@ -106,7 +107,8 @@ class LimitedProcess:
     def close(self) -> None:
         """End the process for good. The question that it is answering fails, and so does every later one."""
         self._closed = True
-        if (process := self._process) is not None:
+        process = self._process
+        if process is not None:
             process.kill()  # before waiting for the lock, which the question holds
         with self._lock:
             self._discard()
@@ -127,7 +129,8 @@ class LimitedProcess:
     def _discard(self) -> None:
         if self._process is not None:
             self._finalizer()
-            self._process, self._takes_questions = None, False
+            self._process = None
+            self._takes_questions = False
 
     def _ask(self, line: str) -> dict[str, Any] | None:
         process = self._running()
@@ -136,8 +139,11 @@ class LimitedProcess:
                 raise RuntimeFailure(f"{self._purpose} does not start: it ended with code {process.returncode}")
             self._takes_questions = True
         send_line(process, line.encode())
-        answer = self._read_line(process)
-        return json.loads(answer) if answer else None
+        line_of_answer = self._read_line(process)
+        if not line_of_answer:
+            return None
+        answer: dict[str, Any] = json.loads(line_of_answer)
+        return answer
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
         """The next line of the child; empty if it died without one, by its own limits. Raises _Killed if it was killed
@@ -165,10 +171,15 @@ def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
     answered = threading.Event()
 
     def watch() -> None:
-        computed, looks = processor_seconds(process.pid), 0
+        computed = processor_seconds(process.pid)
+        looks = 0  # times in a row that it has computed nothing
         while looks < _LOOKS and not answered.wait(SILENCE_SECONDS / _LOOKS):
-            before, computed = computed, processor_seconds(process.pid)
-            looks = looks + 1 if computed == before else 0
+            before = computed
+            computed = processor_seconds(process.pid)
+            if computed == before:
+                looks += 1
+            else:
+                looks = 0
         if not answered.is_set():
             process.kill()
 
@@ -184,9 +195,10 @@ def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def processor_seconds(process: int) -> float:
     """Processor time of a process so far. Always 0 where there is no /proc (macOS), so that it seems not to compute."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0.0
+    fields = text.rpartition(")")[2].split()
     return (int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -221,7 +233,7 @@ def limit_time(seconds: float) -> None:
 
 
 def take_questions() -> None:
-    """Tell the parent that this process takes questions. If it dies from here on, that is an answer to one."""
+    """Tell the parent that this process takes questions. From here on, its death answers the question."""
     _say({})
 
 

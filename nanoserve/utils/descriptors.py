@@ -11,7 +11,9 @@ def allow_descriptors(wanted: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = wanted
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(wanted, hard)
     with suppress(OSError, ValueError):  # on macOS the system may allow fewer than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         return allowed

@@ -1,4 +1,4 @@
-"""Reading the small files of a model directory and writing those of results, with errors that name the file."""
+"""Read the small files of a model directory and write files of results, with errors that name the file."""
 
 import json
 import os
@@ -32,15 +32,14 @@ def unwritable_as_failure(path: Path) -> Iterator[None]:
 def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     """The file's content. Raises ``failure`` naming the file when it cannot be read."""
     try:
-        regular = path.is_file() or not path.exists()
-        content = path.read_bytes() if regular else b""
+        if path.is_file() or not path.exists():  # for a missing file, reading raises the system's own error
+            return path.read_bytes()
     except OSError as error:
         raise failure(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:  # a path with a NUL in it
         raise failure(f"cannot read {shown(str(path))}: {error}") from error
-    if not regular:  # a directory, or a pipe or device that might never end
-        raise failure(f"{path} is not a regular file")
-    return content
+    # A directory, or a pipe or device that might never end.
+    raise failure(f"{path} is not a regular file")
 
 
 def read_text(path: Path, failure: type[NanoserveError] = ModelError) -> str:
@@ -74,7 +73,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_optional_json_object(path: Path) -> dict[str, Any]:
     """Like `read_json_object`, but a missing file is an empty object."""
-    return read_json_object(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return read_json_object(path)
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -93,15 +94,16 @@ def unusable_file(path: Path, message: str) -> ModelError:
 def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file atomically, with this mode less the umask; an error leaves nothing behind. Raises RuntimeFailure if
     it cannot be written."""
-    data = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
     draft = path.parent / f".{path.name}.{os.getpid()}"
     with unwritable_as_failure(path):
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
-            path.write_bytes(data)
+            path.write_bytes(content)
             return
         try:
             with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
-                file.write(data)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # a crash leaves the old content or the new
             draft.replace(path)

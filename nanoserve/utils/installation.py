@@ -18,7 +18,9 @@ def install_command(extra: str, place: Path = PLACE) -> str:
     source = _source(place)
     if source is None:
         return f"pip install 'nanoserve[{extra}]'"
-    return f"pip install {'-e ' if source == place else ''}'{source}[{extra}]'"
+    if source == place:
+        return f"pip install -e '{source}[{extra}]'"
+    return f"pip install '{source}[{extra}]'"
 
 
 def commit(place: Path = PLACE) -> str | None:
@@ -29,16 +31,19 @@ def commit(place: Path = PLACE) -> str | None:
     source = _source(place)
     if source is None:
         recorded = _direct_url(place).get("vcs_info", {}).get("commit_id")
-        return recorded[:12] if isinstance(recorded, str) else None
+        if not isinstance(recorded, str):
+            return None
+        return recorded[:12]
     if not (source / ".git").exists():
         return None
-    tree = (f"--git-dir={source / '.git'}", f"--work-tree={place}")
     try:
-        revision = _git(place, *tree, "rev-parse", "--short=12", "HEAD")
-        changed = _git(place, *tree, "diff", "--name-only", "HEAD", "--", *_PACKAGES)
+        revision = _git(source, place, ["rev-parse", "--short=12", "HEAD"])
+        changed = _git(source, place, ["diff", "--name-only", "HEAD", "--"] + list(_PACKAGES))
     except (OSError, subprocess.SubprocessError):
         return None
-    return revision + ("+changes" if changed else "")
+    if changed:
+        return f"{revision}+changes"
+    return revision
 
 
 def _source(place: Path) -> Path | None:
@@ -47,7 +52,9 @@ def _source(place: Path) -> Path | None:
         return place
     url = urlsplit(_direct_url(place).get("url", ""))
     source = Path(unquote(url.path))
-    return source if url.scheme == "file" and (source / "pyproject.toml").is_file() else None
+    if url.scheme == "file" and (source / "pyproject.toml").is_file():
+        return source
+    return None
 
 
 def _direct_url(place: Path) -> dict[str, Any]:
@@ -58,6 +65,9 @@ def _direct_url(place: Path) -> dict[str, Any]:
     return {}
 
 
-def _git(place: Path, *arguments: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(place), *arguments]  # reading a clone must not change it
+def _git(source: Path, place: Path, arguments: list[str]) -> str:
+    """The output of a git command about the files of `place`, by the repository of `source`."""
+    command = ["git", "--no-optional-locks"]  # reading a clone must not change it
+    command += ["-C", str(place), f"--git-dir={source / '.git'}", f"--work-tree={place}"]
+    command += arguments
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -5,7 +5,7 @@ time while all others wait. A request that kills alone fails alone. Everything f
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 SUSPICIOUS_DEATHS = 2  # a request that was in flight at this many deaths is suspected
@@ -20,8 +20,8 @@ class Quarantine:
         self._times_in_flight = Counter[str]()
         self._running = 0.0
         # Each death is a time on the clock, and the seconds that workers had run until then.
-        self._deaths: list[tuple[float, float]] = []  # without a culprit
-        self._lone_deaths: list[tuple[float, float]] = []  # of culprits, one after the other
+        self._deaths: deque[tuple[float, float]] = deque(maxlen=MAX_DEATHS)  # without a culprit
+        self._lone_deaths: deque[tuple[float, float]] = deque(maxlen=MAX_CULPRITS)  # of culprits in a row
 
     @property
     def suspect(self) -> str | None:
@@ -33,15 +33,20 @@ class Quarantine:
         return self.suspect in (None, request_id)
 
     def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
-        """Workers died after running for ``ran`` seconds; returns the request at fault, if a suspect ran alone."""
+        """Note that workers died after running for ``ran`` seconds. Returns the request at fault, if a suspect ran
+        alone."""
         self._running += ran
-        death, suspect, requests = (now, self._running), self.suspect, list(in_flight)
+        death = (now, self._running)
+        suspect = self.suspect
+        requests = list(in_flight)
         if suspect is not None and requests == [suspect]:
-            self._lone_deaths = [*self._lone_deaths, death][-MAX_CULPRITS:]
-            self._deaths = self._lone_deaths if len(self._lone_deaths) == MAX_CULPRITS else []
+            self._lone_deaths.append(death)
+            self._deaths.clear()
+            if len(self._lone_deaths) == MAX_CULPRITS:  # the machine is at fault
+                self._deaths.extend(self._lone_deaths)
             return suspect
         self._times_in_flight.update(requests)
-        self._deaths = [*self._deaths, death][-MAX_DEATHS:]
+        self._deaths.append(death)
         return None
 
     @property
@@ -49,14 +54,15 @@ class Quarantine:
         """How often the workers died and in which time, once that is too often."""
         if len(self._deaths) < MAX_DEATHS:
             return None
-        (first, ran_before), (last, ran) = self._deaths[0], self._deaths[-1]
+        first, ran_before = self._deaths[0]
+        last, ran = self._deaths[-1]
         if ran - ran_before >= DEATHS_SECONDS:
             return None
         return f"{MAX_DEATHS} times within {max(1, math.ceil(last - first))} s"
 
     def on_answer(self) -> None:
         """A request has received its whole answer: the machine works."""
-        self._lone_deaths = []
+        self._lone_deaths.clear()
 
     def forget(self, request_id: str) -> None:
         self._times_in_flight.pop(request_id, None)

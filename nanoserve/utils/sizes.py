@@ -19,10 +19,13 @@ def parse_size(size: str | int) -> int:
     Raises UsageError if it is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(str(size))
-    unit = _UNITS.get(match[2].lower()) if match else None
+    unit = None
+    if match:
+        unit = _UNITS.get(match[2].lower())
     if match is None or unit is None or len(match[1]) > 30:
         raise UsageError(f"{shown(str(size), 60)} is not a size; write it like 512MiB, 2GB or 1.5g")
-    if (number := int(Decimal(match[1]) * unit)) < 1:
+    number = int(Decimal(match[1]) * unit)
+    if number < 1:
         raise UsageError(f"a size must be at least one byte, not {shown(size)}")
     return number
 
@@ -30,6 +33,8 @@ def parse_size(size: str | int) -> int:
 def format_size(number: int) -> str:
     """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size reported as needed is enough."""
     for unit, power in (("GiB", 3), ("MiB", 2), ("KiB", 1)):
-        if number >= 1024**power:
-            return f"{-(-number * 10 // 1024**power) / 10:.1f} {unit}"
+        size = 1024**power
+        if number >= size:
+            tenths = -(-number * 10 // size)  # rounded up
+            return f"{tenths / 10:.1f} {unit}"
     return f"{number} B"

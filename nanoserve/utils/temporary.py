@@ -55,7 +55,8 @@ def remove_directory(directory: Path | None) -> None:
         directory.rename(gone)
     for name in (gone, directory):
         shutil.rmtree(name, ignore_errors=True)
-    if (lock := _locks.pop(directory, None)) is not None:
+    lock = _locks.pop(directory, None)
+    if lock is not None:
         os.close(lock)
 
 
@@ -68,7 +69,8 @@ def remove_directories() -> None:
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
     """A directory for this process alone. Raises RuntimeFailure if it cannot be made."""
-    make_directory(directory := choose_directory())
+    directory = choose_directory()
+    make_directory(directory)
     try:
         yield directory
     finally:

@@ -43,7 +43,10 @@ def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -
     Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number counts.
     """
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    together = int(first) if first.isascii() and first.isdigit() else physical_cores()
+    if first.isascii() and first.isdigit():
+        together = int(first)
+    else:
+        together = physical_cores()
     return max(1, together // workers)
 
 
@@ -59,7 +62,9 @@ def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
 
 def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
     """The processors that this process may use, grouped by core, in the order of their numbers."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    allowed = set(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
     cores: dict[str, list[int]] = {}
     for number in sorted(allowed):
         siblings = str(number)

@@ -75,9 +75,10 @@ class TiedChild:
 
     def let_go(self) -> None:
         """Close its pipes: it kills itself and all that it has started."""
-        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def end(self, seconds: float = 0.0) -> None:
         """Wait for its end for this time, then kill it and all that it has started."""
@@ -115,14 +116,18 @@ class LoggedChild(TiedChild):
 
     @property
     def lines(self) -> list[str]:
-        """What it has written to stderr."""
+        """The lines that it has written to stderr."""
         descriptor = self._log.fileno()  # not seek and read: the child writes at the position of the same file
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
+        written = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return written.decode(errors="replace").strip().splitlines()
 
     def last_words(self) -> str:
         """The last line of its stderr, or its exit code; waits for its end."""
         self.end(GRACE_SECONDS)
-        return self.lines[-1] if self.lines else f"exit code {self.process.returncode}"
+        lines = self.lines
+        if not lines:
+            return f"exit code {self.process.returncode}"
+        return lines[-1]
 
 
 def follow_parent() -> None:
@@ -132,15 +137,17 @@ def follow_parent() -> None:
 
 
 class ParentWatchdog:
-    """The child's side: a thread that ends the group that this process leads with its parent, and those that its own
-    dead children led, and writes heartbeats.
+    """The child's side: a thread that writes heartbeats. When the parent ends, it kills the process group that this
+    process leads, and the groups that its own dead children led.
 
     The descriptor `parent` reads end-of-file when the parent is gone. Then `directory` is removed with its content, and
     so are the directories that this process has made.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
-        self._parent, self._pulse, self.directory = parent, pulse, directory
+        self._parent = parent
+        self._pulse = pulse
+        self.directory = directory
         os.set_blocking(pulse, False)  # a parent that hangs must not block the thread
 
     @classmethod
@@ -152,7 +159,10 @@ class ParentWatchdog:
         os.dup2(nowhere, 0)
         os.dup2(2, 1)
         os.close(nowhere)
-        return cls(parent, pulse, Path(sys.argv[2]) if sys.argv[2] else None)
+        directory = None
+        if sys.argv[2]:
+            directory = Path(sys.argv[2])
+        return cls(parent, pulse, directory)
 
     def read_line(self) -> bytes:
         """A line from the parent. If that is gone, the process removes the directory and ends."""
