@@ -48,7 +48,9 @@ class TokenText:
     def name(self) -> str:
         """The text, or `bytes:\\xf0\\x9f` for a part of a character: several of them have the same text."""
         is_part = "\ufffd" in self.text and self.text.encode() != self.bytes
-        return f"bytes:{repr(self.bytes)[2:-1]}" if is_part else self.text
+        if is_part:
+            return f"bytes:{repr(self.bytes)[2:-1]}"
+        return self.text
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], TokenText]:
@@ -113,31 +115,40 @@ class ChatFormat(CompletionFormat):
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
         content = self._content(index, output)
-        for call in content.get("tool_calls", ()) if name == "message" else ():
-            del call["index"]  # for chunks
-        entries: list[msgspec.Raw] = []
-        async for piece in in_pieces(output.logprobs or ()):
-            for one in piece:
-                top = {"top_logprobs": [self._entry(*other) for other in one.top]}
-                entries.append(_as_json(self._entry(one.token, one.logprob) | top))
-        logprobs = None if output.logprobs is None else {"content": entries}
-        reason = "tool_calls" if output.finish_reason == "stop" and self._calls[index] else output.finish_reason
+        if name == "message":
+            for call in content.get("tool_calls", ()):
+                del call["index"]  # for chunks
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = {"content": await self._entries(output.logprobs)}
+        reason = output.finish_reason
+        if reason == "stop" and self._calls[index]:
+            reason = "tool_calls"
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
 
     def _content(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """The message, or what is new of it."""
         ended = output.finish_reason is not None
         pieces = self._parsers[index].push(output.text, output.marks, ended=ended)
-        answer, thoughts = ("".join(one for kind, one in pieces if kind == part) for part in ("answer", "thinking"))
+        answer = "".join(text for kind, text in pieces if kind == "answer")
+        thoughts = "".join(text for kind, text in pieces if kind == "thinking")
         calls = self._call_parts(index, pieces)
         if not (answer or thoughts or calls or ended):
             return {}
-        content: dict[str, Any] = {"content": answer} if answer else {}
+        content: dict[str, Any] = {}
         if index not in self._offsets:  # the role comes with the first text: clients time the first chunk
-            content = {"role": "assistant", "content": answer or (None if thoughts or calls else "")}
+            content["role"] = "assistant"
+            content["content"] = answer
+            if not answer and (thoughts or calls):
+                content["content"] = None
+        elif answer:
+            content["content"] = answer
         self._offsets[index] += len(output.text)
-        content |= {"reasoning_content": thoughts} if thoughts else {}
-        return content | ({"tool_calls": calls} if calls else {})
+        if thoughts:
+            content["reasoning_content"] = thoughts
+        if calls:
+            content["tool_calls"] = calls
+        return content
 
     def _call_parts(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """The parts of calls in OpenAI's form, one for each call that something is new of."""
@@ -154,6 +165,16 @@ class ChatFormat(CompletionFormat):
                 part = parts.setdefault(place, {"index": place, "function": {"arguments": ""}})
                 part["function"]["arguments"] += text
         return [part for place, part in parts.items() if self._parallel or place == 0]
+
+    async def _entries(self, logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
+        """The entry of each token, with the likeliest tokens at its place."""
+        entries: list[msgspec.Raw] = []
+        async for piece in in_pieces(logprobs):
+            for one in piece:
+                entry = self._entry(one.token, one.logprob)
+                entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in one.top]
+                entries.append(_as_json(entry))
+        return entries
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         shown = self._text_of(token)
@@ -175,17 +196,21 @@ class TextFormat(CompletionFormat):
     async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        echo, logprobs = self._echoes.pop(index, None), None
+        echo = self._echoes.pop(index, None)
+        logprobs = None
         if output.logprobs is not None:
-            scored: list[tuple[int, TokenLogprob | None]] = [(one.token, one) for one in output.logprobs]
+            scored: list[tuple[int, TokenLogprob | None]] = []
             continued = request.prompt_token_ids
             if echo is not None:
-                scored[:0] = zip(continued, request.prompt_logprobs or (), strict=True)
+                scored += zip(continued, request.prompt_logprobs or (), strict=True)
                 continued = ()
+            scored += [(one.token, one) for one in output.logprobs]
             if index not in self._detokenizers:
                 self._detokenizers[index] = Detokenizer(self._tokenizer, continued)
             logprobs = await self._logprobs(index, scored)
-        text = (echo or "") + output.text
+        text = output.text
+        if echo is not None:
+            text = echo + text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     async def _logprobs(self, index: int, scored: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
@@ -194,15 +219,20 @@ class TextFormat(CompletionFormat):
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         async for piece in in_pieces(scored):
             for token, one in piece:
-                logprob, top = None, None
+                name = self._text_of(token).name
+                logprob = None
+                top = None
                 if one is not None:
-                    logprob, texts = one.logprob, dict[str, float]()
-                    # The token itself is listed too. Of tokens with the same text, the likeliest counts.
-                    for other in (*one.top, (token, logprob)):
-                        texts.setdefault(self._text_of(other[0]).name, other[1])
+                    logprob = one.logprob
+                    # Of tokens with the same text, the likeliest counts.
+                    texts: dict[str, float] = {}
+                    for other, other_logprob in one.top:
+                        texts.setdefault(self._text_of(other).name, other_logprob)
+                    texts.setdefault(name, logprob)
                     top = _as_json(texts)
-                values = (self._text_of(token).name, logprob, top, self._offsets[index])
-                for name, value in zip(lists, values, strict=True):
-                    lists[name].append(value)
+                lists["tokens"].append(name)
+                lists["token_logprobs"].append(logprob)
+                lists["top_logprobs"].append(top)
+                lists["text_offset"].append(self._offsets[index])
                 self._offsets[index] += len(self._detokenizers[index].push([token]))
         return lists

@@ -53,9 +53,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, NanoserveError):
         return as_api_error(error).response()
     if isinstance(error, HTTPException):  # from the router: no such path, or not with this method
-        missing = error.status_code == 404
-        message, code = ("there is no such path", "unknown_url") if missing else (str(error.detail), None)
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        if error.status_code == 404:
+            return ApiError(404, "there is no such path", code="unknown_url", headers=error.headers).response()
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # only for a log; the connection is closed
     # A bug: Starlette raises the error again, so that its traceback goes to the log too.
@@ -78,8 +78,12 @@ class _Gate:
     connections: Connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope, dict(scope["headers"])) if scope["type"] == "http" else None
-        await (refusal.response() if refusal else self.app)(scope, receive, send)
+        answer = self.app
+        if scope["type"] == "http":
+            refusal = self._refusal(scope, dict(scope["headers"]))
+            if refusal is not None:
+                answer = refusal.response()
+        await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:
@@ -92,7 +96,8 @@ class _Gate:
             message = f"the host {shown(named)} is none of this server's names: use localhost, or start it with "
             return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
         if self.keys and scope["path"] != "/health":  # a load balancer has no key
-            key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
+            key = self._shown_key(headers.get(b"authorization", b""))
+            scope["api_key"] = key
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -105,4 +110,6 @@ class _Gate:
         """The key that the client shows, if it is valid. Comparisons take the same time, right or wrong."""
         scheme, _, given = authorization.partition(b" ")
         matches = [key for key in self.keys if hmac.compare_digest(key, given.strip())]
-        return matches[0] if matches and scheme.lower() == b"bearer" else None
+        if not matches or scheme.lower() != b"bearer":
+            return None
+        return matches[0]

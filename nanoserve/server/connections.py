@@ -39,7 +39,8 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 def most_connections() -> int:
-    """How many connections this process may have, beside its own descriptors; raises its limit of open files for them.
+    """The number of connections that this process may have beside its own descriptors. Raises its limit of open files
+    for them.
 
     Raises RuntimeFailure if too few are left.
     """
@@ -75,7 +76,7 @@ class Connections:
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some, make_protocol)
 
     def close(self) -> None:
-        """Take no more connections, and close those that wait for their client; the others stay."""
+        """Take no more connections, and close the connections that wait for their client; the others stay."""
         _cancel(self._retry)
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()

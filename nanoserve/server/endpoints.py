@@ -1,4 +1,4 @@
-"""What each path of the API does; `make_app` lists the paths."""
+"""Functions that answer the paths of the API; `make_app` lists the paths."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -57,19 +57,25 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     facts = service.facts()
     tokenizer = service.tokenizer
     use = tool_use(asked, tokenizer.answer_form)
-    opening = "" if schemas.wants_json(asked) else None
+    opening = None  # the text with which the answer has to begin
+    if schemas.wants_json(asked):
+        opening = ""
     arguments = schemas.template_arguments(asked, tokenizer)
-    if use:
+    if use is not None:
         opening = use.opening
         arguments["tools"] = msgspec.to_builtins(use.tools)
     prompt = await service.encode_chat(
         asked.messages, context=facts.max_model_len, template_arguments=arguments, answer=opening
     )
     schemas.check_token_ids(prompt, facts, "messages")
-    schema = use.call_schema() if use and use.required else None
+    schema = None
+    field = "response_format"
+    if use is not None and use.required:
+        schema = use.call_schema()
+        field = "tools"
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
-        await service.check_json_schema(params.json_schema, "tools" if schema else "response_format")
+        await service.check_json_schema(params.json_schema, field)
     parser = partial(_answer_parser, tokenizer, prompt, use, constrained=params.json_schema is not None)
     parallel = asked.parallel_tool_calls is not False
     answer = ChatFormat(service.model_name, service.text_of, parser, parallel=parallel)
@@ -79,36 +85,55 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
 def _answer_parser(
     tokenizer: Tokenizer, prompt: Sequence[int], use: ToolUse | None, *, constrained: bool
 ) -> AnswerParser:
-    """A parser for one answer to the prompt. One that a schema constrains is a call, or JSON, and nothing else."""
-    tools = use.schemas if use else {}
-    if not constrained:
-        return tokenizer.answer_parser(prompt, tools)
-    return AnswerParser(REQUIRED_CALL if use else PLAIN, tokenizer.markers, tools)
+    """A parser for one answer to the prompt. An answer that a schema constrains is a call, or JSON, and nothing
+    else."""
+    form = PLAIN
+    tools: dict[str, dict[str, Any]] = {}
+    if use is not None:
+        form = REQUIRED_CALL
+        tools = use.schemas
+    if constrained:
+        return AnswerParser(form, tokenizer.markers, tools)
+    return tokenizer.answer_parser(prompt, tools)
 
 
 async def completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.CompletionRequest)
     facts = service.facts()
-    prompts, as_given = [], _prompts(asked.prompt, service.limits.prompts)
+    as_given = _prompts(asked.prompt, service.limits.prompts)
+    prompts: list[list[int]] = []
     for given in as_given:
-        prompt = await service.encode(given, context=facts.max_model_len) if isinstance(given, str) else given
+        if isinstance(given, str):
+            prompt = await service.encode(given, context=facts.max_model_len)
+        else:
+            prompt = given
         schemas.check_token_ids(prompt, facts, "prompt")  # a tokenizer may have more tokens than the model
         prompts.append(prompt)
     each = schemas.completion_params(asked, facts, [len(prompt) for prompt in prompts])
     echoes: list[str] = []
-    for given in as_given if asked.echo else ():
-        text = given if isinstance(given, str) else await service.decode(given, skip_special_tokens=True)
-        echoes += [text] * each[0].n
+    if asked.echo:
+        for given in as_given:
+            if isinstance(given, str):
+                text = given
+            else:
+                text = await service.decode(given, skip_special_tokens=True)
+            echoes += [text] * each[0].n
     answer = TextFormat(service.model_name, service.text_of, service.tokenizer, echoes)
     return _begin(http, asked, answer, prompts, each)
 
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:
     """The prompts of a request, each a text or token ids."""
-    kinds = {str} if isinstance(given, str) else set(map(type, given))  # there may be half a million tokens
-    if int in kinds and len(kinds) > 1:
-        raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
-    prompts = [given] if isinstance(given, str) or kinds <= {int} else given
+    prompts: list[Any]
+    if isinstance(given, str):
+        prompts = [given]
+    else:
+        kinds = set(map(type, given))  # there may be half a million tokens
+        if int in kinds and len(kinds) > 1:
+            raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+        prompts = given
+        if kinds <= {int}:  # the token ids of one prompt
+            prompts = [given]
     if len(prompts) > most:
         raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt")
     if not all(prompts):
@@ -123,11 +148,15 @@ def _begin(
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
 ) -> "CompletionAnswer":
-    service, key = _service(http), http.scope.get("api_key")
-    pairs = zip(prompts, params, strict=True)
-    user = asked.user or (asked.safety_identifier if isinstance(asked, schemas.ChatRequest) else None) or ""
-    plain = [service.request(answer.answer_id, prompt, each, key) for prompt, each in pairs]
-    requests = [replace(request, priority=asked.priority or 0, user=user) for request in plain]
+    service = _service(http)
+    key = http.scope.get("api_key")
+    user = asked.user
+    if not user and isinstance(asked, schemas.ChatRequest):
+        user = asked.safety_identifier
+    requests = []
+    for prompt, each in zip(prompts, params, strict=True):
+        request = service.request(answer.answer_id, prompt, each, key)
+        requests.append(replace(request, priority=asked.priority or 0, user=user or ""))
     return CompletionAnswer(service, asked, answer, service.begin(requests))
 
 
@@ -163,7 +192,7 @@ class CompletionAnswer:
                 await emit(chunk)
                 await asyncio.sleep(0)  # a step may end thousands of samples; other requests run in between
 
-        headers = [*_EVENT_HEADERS, (b"x-request-id", self.answer.answer_id.encode())]
+        headers = _EVENT_HEADERS + [(b"x-request-id", self.answer.answer_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._in_time(emit_chunks())
@@ -182,19 +211,25 @@ class CompletionAnswer:
 
     async def whole(self) -> Event:
         outputs = await wholes(self.streams)
-        choices, tokens = [], 0
-        for place, (output, sample) in enumerate((one, sample) for one in outputs for sample in one.outputs):
-            _check(sample)
-            tokens += len(sample.token_ids)
-            # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
-            choices.append(msgspec.Raw(msgspec.json.encode(await self.answer.choice(place, output, sample))))
-            await asyncio.sleep(0)
+        choices: list[msgspec.Raw] = []
+        tokens = 0
+        for output in outputs:
+            for sample in output.outputs:
+                _check(sample)
+                tokens += len(sample.token_ids)
+                choice = await self.answer.choice(len(choices), output, sample)
+                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
+                # Thousands of samples with log probabilities take long, and other requests run in between.
+                await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
         return self.answer.envelope(self.answer.kind, choices) | {"usage": usage}
 
     async def chunks(self) -> AsyncIterator[Event]:
-        """The answer in chunks; if the client asks, with a usage: null as OpenAI's, or as vLLM's the counts so far."""
-        options, tokens, cached = self.asked.stream_options or schemas.StreamOptions(), 0, {}
+        """The answer in chunks. If the client asks for usage, each chunk has null, as OpenAI's, or the counts so far,
+        as vLLM's."""
+        options = self.asked.stream_options or schemas.StreamOptions()
+        tokens = 0
+        cached = {}
         async for place, output in deltas(self.streams):
             cached[place] = output.cached_tokens
             for sample in output.outputs:
@@ -202,15 +237,18 @@ class CompletionAnswer:
                 tokens += len(sample.token_ids)
                 index = place * self.streams[0].request.params.n + sample.index
                 choice = await self.answer.choice(index, output, sample, name="delta")
-                if any(choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")):
-                    chunk = self._chunk(choice)
-                    if options.include_usage:
-                        chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
-                    yield chunk
+                if not any(choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")):
+                    continue
+                chunk = self._chunk([choice])
+                if options.include_usage:
+                    chunk["usage"] = None
+                    if options.continuous_usage_stats:
+                        chunk["usage"] = self._usage(tokens, 0)
+                yield chunk
         if options.include_usage:
-            yield self._chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
+            yield self._chunk([]) | {"usage": self._usage(tokens, sum(cached.values()))}
 
-    def _chunk(self, *choices: Event) -> Event:
+    def _chunk(self, choices: Sequence[Event]) -> Event:
         return self.answer.envelope(self.answer.chunk_kind, choices)
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Event:
@@ -276,7 +314,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def health(http: HttpRequest) -> Response:
-    """Whether the server should be left alone; 503 when its engine keeps failing."""
+    """Answer whether the server is alive: 503 when its engine keeps failing."""
     engine = _service(http).engine
     if engine.state is EngineState.FAILED:
         raise ApiError(503, engine.describe_state(), code="engine_unavailable")
@@ -284,7 +322,7 @@ async def health(http: HttpRequest) -> Response:
 
 
 async def ready(http: HttpRequest) -> Response:
-    """Whether requests should be sent here."""
+    """Answer whether requests should be sent here: 503 while the engine cannot run them."""
     service = _service(http)
     service.facts()
     if not service.engine.serving:

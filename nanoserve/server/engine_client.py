@@ -79,7 +79,7 @@ class EngineChild:
     async def death(self) -> str:
         """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
         silence = 0.0
-        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
+        while silence < self._tolerated_silence:
             try:
                 # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
                 if not await self._beats(1.0):
@@ -89,6 +89,13 @@ class EngineChild:
                 silence += 1.0
         await asyncio.to_thread(self._process.end)
         return f"gave no sign of life for {silence:g} s and was killed"
+
+    @property
+    def _tolerated_silence(self) -> float:
+        """Seconds without a heartbeat until the process is killed."""
+        if self.ready:
+            return SILENCE_SECONDS
+        return LOADING_SILENCE_SECONDS
 
     async def end(self) -> None:
         """Have the process bury its workers and end, or kill it, and remove its socket and directory."""
@@ -141,10 +148,10 @@ class EngineClient:
         self.became_ready = asyncio.Event()  # set once the first engine is ready
         self.facts: messages.EngineFacts | None = None  # None until then
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
-        self.last = messages.StepReport()  # what the current engine said last
+        self.last = messages.StepReport()  # the last report of the current engine
         self.generated_tokens = 0  # tokens sampled by all engines
         self.trace_failure: str | None = None  # why the trace of an engine is not complete, if it is not
-        self.past: list[EngineStatus] = []  # what engines before the current one said last
+        self.past: list[EngineStatus] = []  # the last status of each engine before the current one
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     @property
@@ -159,12 +166,15 @@ class EngineClient:
     @property
     def dropped(self) -> int:
         """Undecodable messages to and from the current engine."""
-        return self.last.dropped + (self._child.mailbox.dropped if self._child else 0)
+        dropped = self.last.dropped
+        if self._child is not None:
+            dropped += self._child.mailbox.dropped
+        return dropped
 
     @property
     def total(self) -> EngineStatus:
-        """What all engines have counted."""
-        return EngineStatus.together((*self.past, self.last.status))
+        """The counts of all engines together."""
+        return EngineStatus.together(self.past + [self.last.status])
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
@@ -173,18 +183,24 @@ class EngineClient:
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
-        places, status = self.facts.max_num_seqs if self.facts else 0, self.last.status
-        free = 0 if status.waiting else max(0, places - status.running)  # others wait for free places first
-        if self._queue_length() + len(requests) > self._max_queue + free:
-            raise QueueFull(f"{self._queue_length()} requests are waiting already; try again later")
+        queued = self._queue_length()
+        if queued + len(requests) > self._max_queue + self._free_places():
+            raise QueueFull(f"{queued} requests are waiting already; try again later")
         news = asyncio.Event()
         streams = [RequestStream(request, self._tokenizer, news) for request in requests]
         self._streams |= {stream.request_id: stream for stream in streams}
         self._admit(streams)
         return streams
 
+    def _free_places(self) -> int:
+        """Places in the engine that new requests would get; none while earlier requests wait for places."""
+        status = self.last.status
+        if self.facts is None or status.waiting:
+            return 0
+        return max(0, self.facts.max_num_seqs - status.running)
+
     def _admit(self, streams: Iterable[RequestStream]) -> None:
-        """Send the engine those requests that it does not have and that the quarantine allows."""
+        """Send the engine the requests that it does not have and that the quarantine allows."""
         if self.state is EngineState.READY:
             for stream in streams:
                 if not stream.sent and self._quarantine.admits(stream.request_id):
@@ -192,8 +208,9 @@ class EngineClient:
                     self._send(stream.resumed())
 
     def _take_out(self, request_id: str) -> RequestStream | None:
-        """Remove a request that has ended, and send those that waited for it in quarantine."""
-        stream, was_suspect = self._streams.pop(request_id, None), self._quarantine.suspect == request_id
+        """Remove a request that has ended, and send the requests that waited for it in quarantine."""
+        stream = self._streams.pop(request_id, None)
+        was_suspect = self._quarantine.suspect == request_id
         self._quarantine.forget(request_id)
         if was_suspect:
             self._admit(self._streams.values())
@@ -208,19 +225,24 @@ class EngineClient:
     def describe_state(self) -> str:
         if self.state is EngineState.READY and not self.last.ready:
             return "the engine's workers are stopped, or are being restarted"
-        return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
+        if self.reason:
+            return f"{self.state.value}: {self.reason}"
+        return self.state.value
 
     def _queue_length(self) -> int:
-        """Requests without a place in the engine: its own queue, and those on their way to it."""
+        """Requests without a place in the engine: its own queue, requests on their way to it, and requests held back
+        here."""
         if self.state is not EngineState.READY:
             return len(self._streams)
-        held = sum(not stream.sent for stream in self._streams.values())
-        return self.last.status.waiting + self._sent - self.last.added + held
+        held = [stream for stream in self._streams.values() if not stream.sent]
+        on_their_way = self._sent - self.last.added
+        return self.last.status.waiting + on_their_way + len(held)
 
     def _send(self, command: messages.Command) -> None:
         if self._child is None or self.state is not EngineState.READY:
             return  # the next engine gets all unfinished requests
-        self._sent += isinstance(command, messages.Add)
+        if isinstance(command, messages.Add):
+            self._sent += 1
         self._child.mailbox.send(command)
 
     async def run(self) -> NoReturn:
@@ -247,15 +269,19 @@ class EngineClient:
 
     async def _after_death(self, death: str) -> None:
         _LOG.warning("the engine %s; another one is started", death)
-        now, ran_since = time.monotonic(), self._ready_since
-        there = [stream.request_id for stream in self._streams.values() if stream.sent]
-        culprit = self._quarantine.on_death(there, now, ran=0.0 if ran_since is None else now - ran_since)
-        if (times := self._quarantine.exhausted) is not None:
+        now = time.monotonic()
+        ran = 0.0
+        if self._ready_since is not None:
+            ran = now - self._ready_since
+        in_flight = [stream.request_id for stream in self._streams.values() if stream.sent]
+        culprit = self._quarantine.on_death(in_flight, now, ran=ran)
+        times = self._quarantine.exhausted
+        if times is not None:
             await self._rest(f"engines died {times}; the last one {death}")
             return
         self._expect_another(EngineState.RESTARTING, f"the last one {death}")
-        if culprit is not None and (stream := self._take_out(culprit)) is not None:
-            stream.fail(RuntimeFailure("the engine died too often while this request ran, at last alone"))
+        if culprit is not None:
+            self._fail(culprit, RuntimeFailure("the engine died too often while this request ran, at last alone"))
 
     async def _rest(self, reason: str) -> None:
         """After too many failures: fail all streams, and wait before the next attempt."""
@@ -266,7 +292,8 @@ class EngineClient:
     def _expect_another(self, state: EngineState, reason: str) -> None:
         if self._recent:
             _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
-        self.state, self.reason = state, reason
+        self.state = state
+        self.reason = reason
         self.past.append(self.last.status)
         self.last = messages.StepReport()
         self._recent.clear()
@@ -280,12 +307,15 @@ class EngineClient:
         try:
             await child.start(self._start)
             self._child = child
-            listener, watcher = asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())
+            listener = asyncio.create_task(self._listen(child))
+            watcher = asyncio.create_task(child.death())
             try:
                 await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
                 # The listener only ends by an error. The last messages of a dead engine may still be on their way.
                 await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
-                return (listener if listener.done() else watcher).result()
+                if listener.done():
+                    listener.result()  # raises its error
+                return watcher.result()
             finally:
                 listener.cancel()
                 watcher.cancel()
@@ -318,19 +348,26 @@ class EngineClient:
             error = error_of(message.exit_code, message.message)
             if message.request_id is None:
                 raise error
-            if (stream := self._take_out(message.request_id)) is not None:
-                stream.fail(error)
+            self._fail(message.request_id, error)
         else:
             child.ready = True
             self.facts = message
             self._ready_since = time.monotonic()
-            self.state, self.reason = EngineState.READY, ""
+            self.state = EngineState.READY
+            self.reason = ""
             self._admit(self._streams.values())  # all unfinished requests
             self.became_ready.set()
 
+    def _fail(self, request_id: str, error: NanoserveError) -> None:
+        """End one request with an error, if it has not ended."""
+        stream = self._take_out(request_id)
+        if stream is not None:
+            stream.fail(error)
+
     def _pass_on(self, update: messages.SampleUpdate) -> None:
         self.generated_tokens += len(update.tokens)
-        if (stream := self._streams.get(update.request_id)) is None:
+        stream = self._streams.get(update.request_id)
+        if stream is None:
             return
         try:
             met_stop_string = stream.take(update)

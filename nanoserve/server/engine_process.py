@@ -43,7 +43,8 @@ def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list
             size += len(data)
             for command in mailbox.decoded(data):
                 commands.append(command)
-                samples += command.request.params.n if isinstance(command, messages.Add) else 0
+                if isinstance(command, messages.Add):
+                    samples += command.request.params.n
     return commands
 
 
@@ -68,12 +69,21 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take commands, waiting for one if there is nothing to do; then make a step."""
-        commands = receive(self._mailbox, 0.0 if self._engine.has_work else WATCH_SECONDS)
-        updates = [update for command in commands for update in self._obey(command)]
-        updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
-        workers = self._engine.ready, self._engine.losses
+        patience = WATCH_SECONDS
+        if self._engine.has_work:
+            patience = 0.0
+        commands = receive(self._mailbox, patience)
+        updates: list[SequenceUpdate] = []
+        for command in commands:
+            updates += self._obey(command)
+        until = self._engine.now()
+        if self._engine.has_work:
+            until += COMMAND_SECONDS
+        updates += self._engine.step(until)
+        workers = (self._engine.ready, self._engine.losses)
         steps = [step for recent in self._recent for step in recent.take()]
-        if (updates or steps or commands or workers != self._workers) and self._engine.failure is None:
+        has_news = updates or steps or commands or workers != self._workers
+        if has_news and self._engine.failure is None:
             self._report(updates, steps)
             self._workers = workers
 
@@ -94,7 +104,7 @@ class EngineLoop:
         for update in updates:
             for piece in self._prompt_pieces(update):
                 self._send([piece], [])
-        self._send(list(map(self._as_message, updates)), steps)
+        self._send([self._as_message(update) for update in updates], steps)
 
     def _send(self, updates: list[messages.SampleUpdate], steps: list[RecentStep]) -> None:
         report = messages.StepReport(
@@ -120,14 +130,14 @@ class EngineLoop:
     def _as_message(self, update: SequenceUpdate) -> messages.SampleUpdate:
         """The update with the log probabilities of its sequence that were not reported yet."""
         sequence = update.sequence
-        reported = self._reported.pop(sequence, None)
+        reported = self._reported.pop(sequence, 0)
         if not sequence.finished:
             self._reported[sequence] = len(sequence.logprobs)
         return messages.SampleUpdate(
             request_id=update.request_id,
             index=update.index,
             tokens=update.new_tokens,
-            logprobs=tuple(sequence.logprobs[reported or 0 :]),
+            logprobs=tuple(sequence.logprobs[reported:]),
             cached_tokens=sequence.cached_tokens,
             started=sequence.first_scheduled_time,
             finish_reason=sequence.finish_reason if sequence.finished else None,
@@ -158,8 +168,9 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
             max_num_seqs=built.config.max_num_seqs * built.config.data_parallel,
         )
     )
-    for told in filter(None, (built.choice, built.gpu)):
-        print(f"nanoserve: {told}", file=sys.stderr, flush=True)
+    for told in (built.choice, built.gpu):
+        if told:
+            print(f"nanoserve: {told}", file=sys.stderr, flush=True)
     built.start_preparing()
     return built.engine
 

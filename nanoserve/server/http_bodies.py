@@ -52,7 +52,7 @@ class ApiError(NanoserveError):
         self.message = str(self)  # one line that says what to change
         self.code = code  # for programs, such as ``context_length_exceeded``
         self.param = param  # the wrong field of the request
-        self.headers = dict(headers or {})  # in addition to those of every answer
+        self.headers = dict(headers or {})  # in addition to the headers of every answer
 
     def body(self) -> dict[str, object]:
         """The JSON object that OpenAI's clients expect."""
@@ -84,7 +84,9 @@ def as_api_error(error: NanoserveError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     status, code = next((status, code) for kind, status, code in _ERRORS if isinstance(error, kind))
-    headers = {"retry-after": "1"} if status in (429, 503) else None
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = "1"
     return ApiError(status, str(error), code=code, headers=headers)
 
 

@@ -87,12 +87,13 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     index: int
-    """Which of the request's samples."""
+    """The sample's place among the samples of its request."""
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Some of the prompt's, from ``prompt_start`` on, if the request asks for them; before its first token."""
+    """Part of the prompt's log probabilities, from ``prompt_start`` on, if the request asks for them. They come before
+    the first token."""
     prompt_start: int = 0
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     started: float | None = None  # time of the first plan with the sample, in seconds of the machine's monotonic clock
@@ -108,7 +109,7 @@ class StepReport(_Message, frozen=True):
     status: EngineStatus = EngineStatus()
     steps: tuple[RecentStep, ...] = ()
     """Steps that have ended since the last report."""
-    added: int = 0  # requests received since the start; the front end subtracts them from those it sent
+    added: int = 0  # requests received since the start; the front end subtracts them from the requests that it sent
     dropped: int = 0  # messages that could not be decoded
     ready: bool = True  # whether a step would run at once; false while workers are stopped or being restarted
 
@@ -127,7 +128,8 @@ class Mailbox(Generic[M]):
         self.socket = context.socket(zmq.PAIR)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
-        self.socket.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES if receives is Command else -1)
+        if receives is Command:
+            self.socket.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
         self._decoder = msgspec.msgpack.Decoder(receives)
         self.dropped = 0  # messages that could not be decoded
 

@@ -1,6 +1,5 @@
 """Metrics for Prometheus, under vLLM's names where it has them."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +11,7 @@ from nanoserve.request import FinishReason
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
 
+# Upper bounds of the buckets; prometheus_client adds a last bucket without one.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTERS = {
@@ -39,17 +39,23 @@ class Metrics(Collector):
     """Counts how requests ended; the engine's gauges are read at each scrape."""
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._model, self._engine, labels = model_name, engine, ("model_name",)
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._model = model_name
+        self._engine = engine
+        labels = ("model_name",)
         self._counters = {
             name: Counter(name, text, labels, registry=registry).labels(model_name) for name, text in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(name, text, labels, registry=registry, buckets=(*bounds, math.inf)).labels(model_name)
+            name: Histogram(name, text, labels, registry=registry, buckets=bounds).labels(model_name)
             for name, (text, bounds) in _HISTOGRAMS.items()
         }
         self._ended = Counter(
-            "vllm:request_success", "Ended samples by the reason.", (*labels, "finished_reason"), registry=registry
+            "vllm:request_success",
+            "Ended samples by the reason.",
+            ("model_name", "finished_reason"),
+            registry=registry,
         )
         engine.on_step = self._on_step
         registry.register(self)
@@ -97,11 +103,14 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The engine's metrics, from its last report."""
-        engine, gauge, counter = self._engine, GaugeMetricFamily, CounterMetricFamily
-        status, total = engine.last.status, engine.total
+        gauge = GaugeMetricFamily
+        counter = CounterMetricFamily
+        engine = self._engine
+        status = engine.last.status
+        total = engine.total
         guesses = total.guesses
-        used = 1 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
-        used_on_host = 1 - status.free_host_blocks / status.total_host_blocks if status.total_host_blocks else 0.0
+        used = _share_in_use(status.free_blocks, status.total_blocks)
+        used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
             (gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
             (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
@@ -124,8 +133,18 @@ class Metrics(Collector):
             family = kind(name, text, labels=("model_name",))
             family.add_metric((self._model,), value)
             yield family
-        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Those by their place in the row, from 0."
-        family = counter(name, text, labels=("model_name", "position"))
+        family = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guesses that were right, by their place in the row, from 0.",
+            labels=("model_name", "position"),
+        )
         for place, accepted in enumerate(guesses.accepted):
             family.add_metric((self._model, f"{place}"), accepted)
         yield family
+
+
+def _share_in_use(free: int, total: int) -> float:
+    """The share of blocks that are not free; 0 without blocks."""
+    if total == 0:
+        return 0.0
+    return 1 - free / total

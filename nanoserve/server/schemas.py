@@ -1,4 +1,4 @@
-"""What clients may ask for, and the sampling parameters that follow within the limits of the model.
+"""The requests that clients may send, and the sampling parameters that follow within the limits of the model.
 
 A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
 fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
@@ -188,7 +188,8 @@ def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
     for name, values in _nothings(type(asked)).items():
         value = getattr(asked, name)
         if value is not None and msgspec.json.encode(value).decode() not in values:
-            message = f"{within}{name} is not supported: leave it out, or give {' or '.join((*values, 'null'))}"
+            harmless = " or ".join(values + ("null",))
+            message = f"{within}{name} is not supported: leave it out, or give {harmless}"
             raise ApiError(400, message, code="unsupported_parameter", param=within + name)
     if isinstance(asked, SamplingFields) and asked.stream_options is not None:
         _refuse_unsupported(asked.stream_options, "stream_options.")
@@ -197,26 +198,38 @@ def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
 def _explained(message: str) -> ApiError:
     """The error for a message of msgspec, which names the wrong field in its text."""
     path = _PATH.search(message)
-    param = path[2] if path else None
-    named = f"a key of {param}" if path and path[1] else param
+    param = None
+    named = None
+    if path is not None:
+        param = path[2]
+        named = param
+        if path[1]:
+            named = f"a key of {param}"
     if message.startswith("Invalid enum value"):
         return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
-    if field := _UNKNOWN_OR_MISSING.search(message):
-        name = f"{param}.{field[2]}" if param else field[2]
+    field = _UNKNOWN_OR_MISSING.search(message)
+    if field is not None:
+        name = field[2]
+        if param:
+            name = f"{param}.{name}"
         if field[1] == "missing required":
             return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
-    return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
+    if named:
+        text = f"{named}: {text}"
+    return ApiError(400, text, code="invalid_type", param=param)
 
 
-_SET_BY_NANOSERVE = (*RESERVED_ARGUMENTS, "tools", "documents", "raise_exception", "strftime_now")
+_SET_BY_NANOSERVE = RESERVED_ARGUMENTS + ("tools", "documents", "raise_exception", "strftime_now")
 
 
 def template_arguments(asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arguments that a request has for the chat template. Raises ApiError (400) for those that nanoserve sets."""
+    """The arguments that a request has for the chat template. Raises ApiError (400) for arguments that nanoserve
+    sets."""
     given = asked.chat_template_kwargs or {}
-    if reserved := sorted(set(given) & set(_SET_BY_NANOSERVE)):
+    reserved = sorted(set(given) & set(_SET_BY_NANOSERVE))
+    if reserved:
         name = f"chat_template_kwargs.{reserved[0]}"
         raise ApiError(400, f"{name} is set by nanoserve: leave it out", code="invalid_value", param=name)
     if not tokenizer.has_chat_template:
@@ -224,7 +237,8 @@ def template_arguments(asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, An
     effort: Mapping[str, Any] = {}
     if asked.reasoning_effort == "none":
         switch = tokenizer.thinking_switch
-        effort = {} if switch is None else switch.off
+        if switch is not None:
+            effort = switch.off
     elif asked.reasoning_effort is not None:
         effort = {"reasoning_effort": asked.reasoning_effort}
     return {**effort, **given}
@@ -236,7 +250,7 @@ def wants_json(asked: ChatRequest) -> bool:
 
 
 _ANY_OBJECT = '{"type":"object"}'
-_FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
+_FIELD = re.compile(r"\b(" + "|".join(SAMPLING_NAMES) + r"|logprobs)\b")
 
 
 def chat_params(asked: ChatRequest, facts: EngineFacts, length: int, call: str | None = None) -> SamplingParams:
@@ -246,8 +260,12 @@ def chat_params(asked: ChatRequest, facts: EngineFacts, length: int, call: str |
         raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
-    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    wanted = asked.max_tokens
+    if wanted is None:
+        wanted = asked.max_completion_tokens
+    logprobs = None
+    if asked.logprobs:
+        logprobs = asked.top_logprobs or 0
     schema = call or _json_schema(asked.response_format)
     return _params(asked, facts, [length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
 
@@ -260,7 +278,9 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
     if asked.type != "json_schema":
         if asked.json_schema is not None:
             raise ApiError(400, f"{field} needs response_format.type to be json_schema", param=field)
-        return _ANY_OBJECT if asked.type == "json_object" else None
+        if asked.type == "json_object":
+            return _ANY_OBJECT
+        return None
     if asked.json_schema is None:
         raise ApiError(400, f"{field} is missing", code="missing_required_parameter", param=field)
     try:
@@ -273,9 +293,18 @@ def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Seq
     """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens 0 needs echo to be true", code="invalid_value", param="max_tokens")
-    scored = asked.logprobs or 0 if asked.echo and (asked.logprobs is not None or asked.max_tokens == 0) else None
-    wanted, default = asked.max_tokens, DEFAULT_COMPLETION_TOKENS
-    return _params(asked, facts, lengths, wanted, default, logprobs=asked.logprobs, prompt_logprobs=scored)
+    prompt_logprobs = None
+    if asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
+        prompt_logprobs = asked.logprobs or 0
+    return _params(
+        asked,
+        facts,
+        lengths,
+        asked.max_tokens,
+        DEFAULT_COMPLETION_TOKENS,
+        logprobs=asked.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def _params(
@@ -293,19 +322,21 @@ def _params(
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
     check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
     check_token_ids(asked.logit_bias or (), facts, "logit_bias")
-    given = {name: value for name in SAMPLING_NAMES if (value := getattr(asked, name)) is not None}
-    settings = msgspec.structs.asdict(facts.default_params) | given
+    settings = msgspec.structs.asdict(facts.default_params)
+    for name in SAMPLING_NAMES:
+        value = getattr(asked, name)
+        if value is not None:
+            settings[name] = value
     settings |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "json_schema": json_schema}
     tokens = [_max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths]
     try:
         shared = {most: SamplingParams.from_mapping(settings | {"max_tokens": most}) for most in dict.fromkeys(tokens)}
     except UsageError as error:
-        message = str(error).removeprefix("sampling settings: ")
-        named = _FIELD.search(message)
-        of_schema = "tools" if getattr(asked, "tools", None) else "response_format"
-        param = of_schema if message.startswith("json_schema") else named and named.group()
-        raise ApiError(400, message, code="invalid_value", param=param) from None
-    told = shared[tokens[0]].n * sum(tokens if prompt_logprobs is None else (*tokens, *prompt_lengths))
+        raise _sampling_error(asked, str(error)) from None
+    told = sum(tokens)
+    if prompt_logprobs is not None:
+        told += sum(prompt_lengths)
+    told *= shared[tokens[0]].n
     if logprobs is not None and (logprobs + 1) * told > MAX_LOGPROBS_PER_REQUEST:
         message = (
             f"logprobs: {told} tokens with {logprobs + 1} log probabilities each are more than "
@@ -315,19 +346,42 @@ def _params(
     return [shared[most] for most in tokens]
 
 
+def _sampling_error(asked: SamplingFields, error: str) -> ApiError:
+    """The error for a message of SamplingParams, with the field of the request that it is about."""
+    message = error.removeprefix("sampling settings: ")
+    field = _FIELD.search(message)
+    param = None
+    if message.startswith("json_schema"):
+        param = "response_format"
+        if getattr(asked, "tools", None):
+            param = "tools"
+    elif field is not None:
+        param = field.group()
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
 def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
+    """The most tokens of an answer: the wanted number, else `default` within the context, else all that is left of the
+    context. Raises ApiError (400) if the context is too small."""
     room = context - prompt_length
-    has, param = f"the prompt has {prompt_length} tokens", "max_tokens"
-    if room < (wanted != 0):
+    fewest = 1
+    if wanted == 0:  # only the prompt is scored
+        fewest = 0
+    has = f"the prompt has {prompt_length} tokens"
+    if room < fewest:
         message = f"{has}, but the context holds {context} with at least one for the answer"
-        param = "messages" if default is None else "prompt"
-    elif wanted is not None and wanted > room:
+        param = "prompt"
+        if default is None:  # a chat
+            param = "messages"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
+    if wanted is None:
+        if default is None:
+            return room
+        return min(default, room)
+    if wanted > room:
         message = f"{has}, which leaves {room} of the context of {context}, but max_tokens asks for {wanted}"
-    elif wanted is not None:
-        return wanted
-    else:
-        return room if default is None else min(default, room)
-    raise ApiError(400, message, code="context_length_exceeded", param=param)
+        raise ApiError(400, message, code="context_length_exceeded", param="max_tokens")
+    return wanted
 
 
 def check_token_ids(tokens: Collection[int], facts: EngineFacts, name: str) -> None:

@@ -69,7 +69,8 @@ class Service:
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
 
     def facts(self) -> EngineFacts:
-        """What the engine reported of the model; raises EngineUnavailable before that, and while the server stops."""
+        """The engine's facts about the model. Raises EngineUnavailable before the engine has reported them, and while
+        the server stops."""
         if self.draining:
             raise EngineUnavailable("the server is stopping")
         if self.engine.facts is None:
@@ -79,7 +80,9 @@ class Service:
     @property
     def max_model_len(self) -> int | None:
         """Longest sequence in tokens; None before the engine is ready."""
-        return self.engine.facts.max_model_len if self.engine.facts else None
+        if self.engine.facts is None:
+            return None
+        return self.engine.facts.max_model_len
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for the name of another model."""
@@ -91,16 +94,17 @@ class Service:
         """Token ids. Raises UsageError for invalid Unicode, and early ApiError (400) if far more than ``context``."""
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
-        threads = None if len(text) <= _INLINE_CHARACTERS else self._threads
-        if context is None and len(text) > _LONG_CHARACTERS:
+        threads: ThreadPoolExecutor | None = self._threads
+        if len(text) <= _INLINE_CHARACTERS:
+            threads = None
+        elif context is None and len(text) > _LONG_CHARACTERS:
             threads = self._unbounded_thread
         return await self._tokenize(encode, "prompt", context, threads)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, context: int | None = None, **settings: Any
     ) -> list[int]:
-        """Token ids of a conversation; ``context`` as for ``encode``. The settings are those of
-        `Tokenizer.encode_chat`.
+        """Token ids of a conversation; ``context`` as for ``encode``. `Tokenizer.encode_chat` takes the settings.
 
         Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
         if there are too many of them or they are far too long.
@@ -114,7 +118,9 @@ class Service:
         encode = partial(self.tokenizer.encode_chat, given, limit=context, **settings)
         is_long = context is None and len(msgspec.json.encode([given, settings])) > _LONG_CHARACTERS
         # Rendering waits for another process, so it always runs in a thread.
-        threads = self._unbounded_thread if is_long or len(given) > LONG_CONVERSATION else self._threads
+        threads = self._threads
+        if is_long or len(given) > LONG_CONVERSATION:
+            threads = self._unbounded_thread
         return await self._tokenize(encode, "messages", context, threads)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -146,15 +152,21 @@ class Service:
 
     def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
         """One request for the engine, from a client with this API key."""
+        seed = params.seed
+        if seed is None:
+            seed = self._random.randint(0, MAX_SEED)
+        # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
+        salt = ""
+        if key is not None:
+            salt = hashlib.blake2b(key, digest_size=16).hexdigest()
         return Request(
             request_id=f"{answer_id}-{secrets.token_hex(4)}",
             prompt=tuple(prompt),
             params=params,
-            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            seed=seed,
             end_tokens=self.tokenizer.end_tokens(self.facts().end_tokens),
             arrival_time=time.monotonic(),
-            # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
-            cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),
+            cache_salt=salt,
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
@@ -166,7 +178,7 @@ class Service:
             raise
 
     def end(self, streams: Sequence[RequestStream]) -> None:
-        """Drop streams whose reader is done, and abort those that still run."""
+        """Drop streams whose reader is done, and abort the requests that still run."""
         for stream in streams:
             self.engine.forget(stream)
         self._counting = {task for task in self._counting if not task.done()}

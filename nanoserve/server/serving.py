@@ -26,14 +26,16 @@ _BACKLOG = 2048
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 takes a free port. Raises RuntimeFailure if the address cannot be used."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise RuntimeFailure(f"cannot listen on {host}: {error.strerror or error}") from None
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes IPv4 too
     try:
         listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = str(error)
+        if error.errno:
+            reason = os.strerror(error.errno)
         raise RuntimeFailure(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     return listener
@@ -70,7 +72,8 @@ async def run_server(
         await _first_of(engine, started, stopping)
         await _first_of(engine, stopping)  # once it is ready, only a signal ends the wait
         service.draining = True
-        if running := service.engine.running:
+        running = service.engine.running
+        if running:
             say(f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal ends all")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_seconds):

@@ -39,7 +39,8 @@ class RequestStream:
             return False
         if update.index not in self._samples:
             self._samples[update.index] = Sequence(update.index, self.request, update.index, list(self.request.prompt))
-        sample, now = self._samples[update.index], time.monotonic()
+        sample = self._samples[update.index]
+        now = time.monotonic()
         sample.tokens += update.tokens
         sample.logprobs += update.logprobs
         if update.prompt_logprobs:
@@ -49,8 +50,10 @@ class RequestStream:
             sample.cached_tokens = update.cached_tokens
         if update.finish_reason is not None:
             sample.move_to(Status.FINISHED)
-            sample.finish_reason, sample.stop_token = update.finish_reason, update.stop_token
-            sample.error, sample.finished_time = update.error, now
+            sample.finish_reason = update.finish_reason
+            sample.stop_token = update.stop_token
+            sample.error = update.error
+            sample.finished_time = now
         if update.tokens:
             if sample.first_token_time is None:
                 sample.first_token_time = now

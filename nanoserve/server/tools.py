@@ -1,4 +1,4 @@
-"""The tools of a chat request: how the model is told of them, and what its answer has to be when a call is required."""
+"""The tools of a chat request, and the JSON schema of an answer that must call one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,20 @@ from nanoserve.text.answers.forms import AnswerForm
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request does with its tools."""
+    """The use that a request makes of its tools."""
 
     form: AnswerForm
     tools: Sequence[Tool]
     callable: Sequence[Function]
-    """Those that the answer may call: all, or the one that is named."""
+    """The functions that the answer may call: all, or the function that `tool_choice` names."""
     required: bool
 
     @property
     def opening(self) -> str | None:
         """The text with which an answer has to begin that must be a call."""
-        return self.form.call_opening if self.required else None
+        if not self.required:
+            return None
+        return self.form.call_opening
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -43,8 +45,9 @@ class ToolUse:
             root = f'"$ref":"#/anyOf/{place}/properties/{self.form.call_key}'  # where references to "#" lead now
             moved = msgspec.json.encode(arguments).replace(b'"$ref":"#', root.encode())
             call = {"name": {"const": function.name}, self.form.call_key: msgspec.Raw(moved)}
-            strict = {"required": [*call], "additionalProperties": False}
-            options.append({"type": "object", "properties": call, **strict})
+            options.append(
+                {"type": "object", "properties": call, "required": list(call), "additionalProperties": False}
+            )
         return msgspec.json.encode({"anyOf": options}).decode()
 
 
@@ -53,9 +56,10 @@ def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
 
     Raises ApiError (400) for tools and choices that do not fit, and UsageError for a form without calls.
     """
-    tools, choice = [tool.function for tool in asked.tools or ()], asked.tool_choice or "auto"
+    tools = [tool.function for tool in asked.tools or ()]
+    choice = asked.tool_choice or "auto"
     names = [tool.name for tool in tools]
-    if len({*names}) < len(names):
+    if len(set(names)) < len(names):
         raise _wrong("two tools have the same name", "tools")
     if choice == "required" and not tools:
         raise _wrong("tool_choice required needs tools", "tool_choice")
@@ -65,7 +69,9 @@ def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
         return None
     if wants_json(asked):
         raise _wrong("response_format does not go with tools: give one of them, or tool_choice none", "response_format")
-    chosen = [tool for tool in tools if not isinstance(choice, Tool) or tool.name == choice.function.name]
+    chosen = tools
+    if isinstance(choice, Tool):
+        chosen = [tool for tool in tools if tool.name == choice.function.name]
     form.check_calls()
     return ToolUse(form, asked.tools or (), chosen, choice != "auto")
 

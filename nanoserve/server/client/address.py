@@ -28,8 +28,12 @@ class ServerAddress:
     @property
     def host_header(self) -> str:
         """The Host header: with the port only if it is not the scheme's default."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+        host = self.host
+        if ":" in host:
+            host = f"[{host}]"
+        if self.port != _PORTS[self.scheme]:
+            host = f"{host}:{self.port}"
+        return host
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host_header}{self.root}"
@@ -53,8 +57,10 @@ def parse_url(text: str) -> ServerAddress:
         raise UsageError(wanted)
     if parts.username is not None:
         raise UsageError("--url holds a name or a password; give a key with --api-key instead")
+    if port is None:
+        port = _PORTS[parts.scheme]
     root = parts.path.rstrip("/").removesuffix(_VERSION).rstrip("/")
-    return ServerAddress(parts.scheme, parts.hostname, _PORTS[parts.scheme] if port is None else port, root)
+    return ServerAddress(parts.scheme, parts.hostname, port, root)
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:

@@ -68,15 +68,14 @@ class ApiClient:
         with self._response(path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
                 raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
-            reader, finished = EventReader(), False
+            reader = EventReader()
+            finished = False
             while not reader.done and (data := response.read1(_READ_BYTES)):
                 for chunk in reader.push(data):
                     if chunk.error is not None:
-                        facts = error_facts(chunk.error)
-                        raise ServerRefused(
-                            f"{self.address}: {facts.message if facts else 'an error'}", response.status
-                        )
-                    finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
+                        raise self._broken_off(chunk.error, response.status)
+                    if any(choice.finish_reason for choice in chunk.choices or ()):
+                        finished = True
                     yield chunk
             if not (reader.done or finished):
                 raise ServerLost(f"{self.address} ended the answer half-way")
@@ -117,9 +116,13 @@ class ApiClient:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
         from http.client import HTTPException, IncompleteRead
 
-        method, content, headers = "GET", None, self.headers
+        method = "GET"
+        content = None
+        headers = self.headers
         if body is not None:
-            method, content, headers = "POST", json.dumps(body).encode(), headers | {"content-type": "application/json"}
+            method = "POST"
+            content = json.dumps(body).encode()
+            headers = headers | {"content-type": "application/json"}
         connection = self._connect()
         try:
             connection.request(method, path, content, headers)
@@ -134,13 +137,26 @@ class ApiClient:
         finally:
             connection.close()
 
+    def _broken_off(self, error: Any, status: int) -> ServerRefused:
+        """The failure for an error that the server sends within a stream."""
+        facts = error_facts(error)
+        message = "an error"
+        if facts is not None:
+            message = facts.message
+        return ServerRefused(f"{self.address}: {message}", status)
+
     def _refused(self, path: str, response: "HTTPResponse") -> ServerRefused:
         facts = read_error(response.read(_LONGEST_ERROR))
-        message = f"{self.address} answered {response.status}: "
-        message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
+        reason = f"{response.reason or 'no reason'} ({path})"
+        if facts is not None:
+            reason = facts.message
+        message = f"{self.address} answered {response.status}: {reason}"
         wait = response.getheader("retry-after", "")
-        seconds = int(wait) if re.fullmatch("[0-9]{1,6}", wait) else None  # the other form is a date
-        if hint := _HINTS.get(response.status):
+        seconds = None
+        if re.fullmatch("[0-9]{1,6}", wait):  # the other form is a date
+            seconds = int(wait)
+        hint = _HINTS.get(response.status)
+        if hint:
             message += f" ({hint})"
         elif seconds is not None:
             message += f" (it asks to wait {seconds} s)"

@@ -43,12 +43,16 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
     @property
     def answer(self) -> str:
-        return (self.delta.content if self.delta is not None else self.text) or ""
+        if self.delta is not None:
+            return self.delta.content or ""
+        return self.text or ""
 
     @property
     def thinking(self) -> str:
         """New text of the reasoning, from servers that separate it."""
-        return "" if self.delta is None else self.delta.reasoning_content or self.delta.reasoning or ""
+        if self.delta is None:
+            return ""
+        return self.delta.reasoning_content or self.delta.reasoning or ""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -62,7 +66,9 @@ class ServerUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int | None:
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+        if self.prompt_tokens_details is None:
+            return None
+        return self.prompt_tokens_details.cached_tokens
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -92,7 +98,9 @@ class EventReader:
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            payload = line[len(_DATA) :].strip() if line.startswith(_DATA) else b""
+            payload = b""
+            if line.startswith(_DATA):
+                payload = line[len(_DATA) :].strip()
             if self._begun and (not line.strip() or payload == _DONE):  # a blank line ends an event
                 yield _decode(b"\n".join(self._begun))
                 self._begun = []
@@ -114,8 +122,10 @@ def _decode(data: bytes) -> Chunk:
     try:
         return _CHUNKS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        broken = _Incomplete if type(error) is msgspec.DecodeError else BrokenStream
-        raise broken(f"the server sent a chunk that makes no sense: {error}") from None
+        message = f"the server sent a chunk that makes no sense: {error}"
+        if type(error) is msgspec.DecodeError:  # JSON of a wrong shape raises a subclass
+            raise _Incomplete(message) from None
+        raise BrokenStream(message) from None
 
 
 class ErrorFacts(msgspec.Struct, frozen=True):
@@ -127,7 +137,9 @@ class ErrorFacts(msgspec.Struct, frozen=True):
 
 def error_facts(body: Any) -> ErrorFacts | None:
     """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}, or None."""
-    error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    error = body
+    if isinstance(body, dict):
+        error = body.get("error", body.get("detail", body))
     if isinstance(error, str):
         return ErrorFacts(error[:_LONGEST_MESSAGE])
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
