@@ -19,13 +19,14 @@ from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
 
 PIECE = 128
-"""Entries of a long list that are made at a time: log probabilities take up to 0.1 ms each."""
+"""Entries of a long list that are made without a break: log probabilities take up to 0.1 ms each."""
 
 T = TypeVar("T")
 
 
 async def in_pieces(entries: Sequence[T]) -> AsyncIterator[Sequence[T]]:
-    """Some entries at a time. Other requests run in between: an answer may have a million log probabilities."""
+    """Yield some entries at a time, so that other requests run in between: an answer may have a million log
+    probabilities."""
     for start in range(0, len(entries), PIECE):
         if start:
             await asyncio.sleep(0)
@@ -33,7 +34,7 @@ async def in_pieces(entries: Sequence[T]) -> AsyncIterator[Sequence[T]]:
 
 
 def _as_json(value: object) -> msgspec.Raw:
-    """The value as JSON. An answer that is put together of such parts is written at once, however large it is."""
+    """Encode the value as JSON now, so that encoding the whole answer later only copies the parts."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
@@ -85,11 +86,11 @@ class CompletionFormat(ABC):
     async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        """One choice of a request, or what is new of it; a chat has its text in the field ``name``. Other requests run
-        while a long one is made."""
+        """Make one choice of a request, or the new part of it; a chat has its text in the field ``name``. Other
+        requests run while a long choice is made."""
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
-        """The whole answer or a chunk of it, with these choices."""
+        """Make the whole answer or a chunk of it, with these choices."""
         head = {"id": self.answer_id, "object": kind, "created": self._created, "model": self._model}
         return head | {"choices": choices}
 
@@ -105,7 +106,7 @@ class ChatFormat(CompletionFormat):
         *,
         parallel: bool = True,
     ) -> None:
-        """``parser`` makes one for each answer. Without ``parallel`` only the first call of an answer is sent."""
+        """``parser`` makes a parser for each answer. Without ``parallel``, only an answer's first call is sent."""
         super().__init__(model, text_of)
         self._parsers = defaultdict[int, AnswerParser](parser)
         self._calls = Counter[int]()  # by choice
@@ -127,7 +128,7 @@ class ChatFormat(CompletionFormat):
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
 
     def _content(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """The message, or what is new of it."""
+        """The message, or the new part of it."""
         ended = output.finish_reason is not None
         pieces = self._parsers[index].push(output.text, output.marks, ended=ended)
         answer = "".join(text for kind, text in pieces if kind == "answer")
@@ -151,7 +152,7 @@ class ChatFormat(CompletionFormat):
         return content
 
     def _call_parts(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The parts of calls in OpenAI's form, one for each call that something is new of."""
+        """The new parts of calls in OpenAI's form, one for each call with new text."""
         parts: dict[int, dict[str, Any]] = {}
         for kind, text in pieces:
             if kind == "call":

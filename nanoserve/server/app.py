@@ -23,7 +23,7 @@ from nanoserve.server.service import Service
 
 _LOG = logging.getLogger("nanoserve.server")
 _WATCHED = ("/health", "/ready", "/metrics")
-"""Paths that tell how the server is, which has to be known when there is too much to do."""
+"""Paths that report the server's state; they are answered under overload, too."""
 
 
 def make_app(service: Service, connections: Connections) -> Starlette:

@@ -22,8 +22,8 @@ from nanoserve.utils.descriptors import allow_descriptors, open_descriptors
 MOST_CONNECTIONS = 4096
 """More than the requests that may run and wait by default, each of which has one."""
 RESERVED_DESCRIPTORS = 32
-"""For what the server itself opens: 16 while the engine and the processes of templates and grammars run, eight more
-while one of these is started again, and some for files and for a connection that is closed to make room."""
+"""Descriptors for the server itself: 16 while the engine and the processes of templates and grammars run, eight more
+while one of these processes is restarted, and some for files and for a connection that is closed to make room."""
 SPARE_CONNECTIONS = 8
 """Connections that no request may fill: the next client gets an answer in any case."""
 FEWEST_CONNECTIONS = 2 * SPARE_CONNECTIONS
@@ -84,20 +84,20 @@ class Connections:
             connection.transport.abort()
 
     def waits_for_client(self, connection: "BoundedProtocol") -> None:
-        """The connection has nothing to answer: from now on it may make room for another one."""
+        """Note that the connection has nothing to answer: from now on it may make room for another connection."""
         if connection in self._open:
             self._answering.discard(connection)
             self._waiting.pop(connection, None)
             self._waiting[connection] = asyncio.get_running_loop().time()
 
     def is_answering(self, connection: "BoundedProtocol") -> None:
-        """The connection has a whole request."""
+        """Note that the connection has a whole request."""
         self._waiting.pop(connection, None)
         if connection in self._open:
             self._answering.add(connection)
 
     def forget(self, connection: "BoundedProtocol") -> None:
-        """The connection is closed."""
+        """Note that the connection is closed."""
         self._open.discard(connection)
         self._answering.discard(connection)
         self._waiting.pop(connection, None)
@@ -141,7 +141,7 @@ class Connections:
         task.add_done_callback(check)
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client, if it is long enough."""
+        """Close the connection that has waited longest for its client, if it has waited long enough."""
         self._notice("%d connections are open, the most that can be: those whose clients send nothing end", self._most)
         longest, since = next(iter(self._waiting.items()), (None, 0.0))
         if longest is None or asyncio.get_running_loop().time() - since < _PATIENCE_SECONDS:

@@ -29,7 +29,7 @@ RETRY_SECONDS = 15.0  # time to the next attempt when engines keep dying
 
 _LAST_MESSAGES_SECONDS = 0.2
 _LOGGED_STEPS = 8
-"""Steps before the death of an engine that the log names."""
+"""Number of last steps that the log shows when an engine dies."""
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -98,12 +98,13 @@ class EngineChild:
         return LOADING_SILENCE_SECONDS
 
     async def end(self) -> None:
-        """Have the process bury its workers and end, or kill it, and remove its socket and directory."""
+        """Let the process end its workers and itself, or kill it. Then remove its socket and directory."""
         self.mailbox.close(linger=0)
         await asyncio.to_thread(end_children, [self._process], self._directory)
 
     async def _beats(self, seconds: float) -> bool:
-        """True at a sign of life, false if the process is dead. Raises TimeoutError if neither comes in time."""
+        """Wait for a sign of life. Returns False if the process is dead. Raises TimeoutError if neither comes in
+        time."""
         readable, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
@@ -284,7 +285,7 @@ class EngineClient:
             self._fail(culprit, RuntimeFailure("the engine died too often while this request ran, at last alone"))
 
     async def _rest(self, reason: str) -> None:
-        """After too many failures: fail all streams, and wait before the next attempt."""
+        """Fail all streams after too many failures, and wait before the next attempt."""
         self._expect_another(EngineState.FAILED, reason)
         self._fail_all(EngineUnavailable(self.describe_state()))
         await asyncio.sleep(RETRY_SECONDS)

@@ -23,17 +23,18 @@ from nanoserve.utils.sockets import connect
 from nanoserve.utils.watchdog import ParentWatchdog
 
 COMMAND_BYTES, COMMAND_SAMPLES = 64 << 10, 256
-"""Size of the commands that are taken between two steps, and the samples that they ask for, or one larger command: a
-large request delays no other."""
+"""Limits of the commands that are taken between two steps: their bytes, and the samples that they ask for. The command
+that reaches a limit is the last. So a large request does not delay the others."""
 COMMAND_SECONDS = 0.1
 """Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
 PROMPT_PIECE = 1024
-"""Log probabilities of a prompt in one message. The front end takes 3 us for each, times as many likeliest tokens."""
+"""Log probabilities of a prompt in one message. The front end takes 3 us for each of its likeliest tokens."""
 WATCH_SECONDS = 1.0  # interval at which an idle engine checks that its workers live
 
 
 def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list[messages.Command]:
-    """The commands that are there, up to COMMAND_BYTES and COMMAND_SAMPLES; waits up to `seconds` for the first one."""
+    """Take the commands that have arrived, up to COMMAND_BYTES and COMMAND_SAMPLES. Waits up to `seconds` for the first
+    command."""
     commands: list[messages.Command] = []
     size = samples = 0
     mailbox.socket.poll(int(1000 * seconds))
@@ -118,8 +119,8 @@ class EngineLoop:
         self._mailbox.send(report)
 
     def _prompt_pieces(self, update: SequenceUpdate) -> Iterator[messages.SampleUpdate]:
-        """The log probabilities of the prompt, with the first update of its sequence: the front end takes in a message
-        at once, and there may be a million."""
+        """Split the prompt's log probabilities, which come with the first update of their sequence. There may be a
+        million, and the front end does nothing else while it takes in a message."""
         if update.sequence in self._reported:
             return
         logprobs = update.sequence.prompt_logprobs

@@ -1,4 +1,4 @@
-"""Bodies over HTTP: JSON that is read within limits, and JSON answers, of which errors have OpenAI's form."""
+"""Bodies over HTTP: JSON that is read within limits, and JSON answers. Errors have OpenAI's form."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
@@ -117,7 +117,7 @@ async def read_json_body(request: Request, longest: int, seconds: float) -> byte
 
 
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the client goes. Raises ClientDisconnect if it went."""
+    """Return the result of the work, or cancel it when the client disconnects. Then raises ClientDisconnect."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -134,7 +134,7 @@ class Mailbox(Generic[M]):
         self.dropped = 0  # messages that could not be decoded
 
     def send(self, message: Command | EngineMessage) -> None:
-        """Queue a message. It is dropped if the other side is gone, which the process that ends or beats tells."""
+        """Queue a message. It is dropped if the other process is gone, which its missing heartbeats tell."""
         self.socket.send(msgspec.msgpack.encode(message))
 
     def decoded(self, data: bytes) -> Iterator[M]:

@@ -1,7 +1,7 @@
 """The requests that clients may send, and the sampling parameters that follow within the limits of the model.
 
 A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
-fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
+fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send them too.
 """
 
 import re
@@ -88,7 +88,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    """Each answer begins with its prompt, and its log probabilities with those of the prompt."""
+    """Each answer begins with its prompt, and its log probabilities begin with the prompt's."""
     suffix: Annotated[Any, _nothing('""')] = None
     best_of: Annotated[Any, _nothing("1")] = None
 
@@ -111,7 +111,7 @@ class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # the JSON schema of its arguments
     strict: bool | None = None
-    """A call that is required follows its schema, whatever this says; one that the model chose to make may not."""
+    """A required call follows its schema, whatever this says. A call that the model chose to make may not."""
 
 
 class Tool(_Strict, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[_Name, bool | int | float | str | None] | None = None
-    """vLLM's: arguments for the model's chat template. What it does not know changes nothing."""
+    """vLLM's: arguments for the model's chat template. An argument that the template does not know changes nothing."""
     functions: Annotated[Any, _nothing("[]")] = None
     function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
     modalities: Annotated[Any, _nothing('["text"]')] = None

@@ -33,7 +33,7 @@ _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """How much of the server one client may use."""
+    """Limits on one client's use of the server."""
 
     body_bytes: int = 1 << 20  # longest body of a request
     client_seconds: float = 30.0  # time in which a client must send its request, or must read more of its answer

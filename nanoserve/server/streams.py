@@ -16,7 +16,7 @@ class RequestStream:
     """A running request. The engine client adds updates; an endpoint reads the outputs."""
 
     def __init__(self, request: Request, tokenizer: TokenDecoder, news: asyncio.Event) -> None:
-        self.request = request  # as it was given to the first engine
+        self.request = request  # the request that the first engine was given
         self.request_id = request.request_id
         self.sent = False  # whether the current engine has it
         self.gaps: list[float] = []  # seconds from one token to the next, in all samples
@@ -72,7 +72,7 @@ class RequestStream:
         self.news.set()
 
     def resumed(self) -> Add:
-        """The command that makes a new engine continue the request where the last one died."""
+        """The command that makes a new engine continue the request where the last engine died."""
         if not self._samples:
             return Add(self.request)
         known = {index: tuple(sample.output_tokens) for index, sample in self._samples.items()}

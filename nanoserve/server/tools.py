@@ -23,7 +23,7 @@ class ToolUse:
 
     @property
     def opening(self) -> str | None:
-        """The text with which an answer has to begin that must be a call."""
+        """The text with which the answer has to begin if a call is required."""
         if not self.required:
             return None
         return self.form.call_opening

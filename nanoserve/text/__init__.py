@@ -1,1 +1,1 @@
-"""Text in, text out: tokenizers, chat templates, detokenizing, stop strings, reasoning blocks. Never imports torch."""
+"""Text and tokens: tokenizers, chat templates, answer formats, and grammars of JSON schemas. Never imports torch."""

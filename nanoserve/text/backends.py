@@ -26,8 +26,8 @@ _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`): most stand
-    for themselves, and characters from U+0100 on for the others, in order."""
+    """The character of each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`). Printable bytes keep their
+    character; the other bytes get the characters from U+0100 on, in order."""
     printable = set(range(ord("!"), ord("~") + 1))
     printable |= set(range(ord("¡"), ord("¬") + 1))
     printable |= set(range(ord("®"), ord("ÿ") + 1))
@@ -78,7 +78,7 @@ class ControlTokens:
         return marked
 
     def mark_all(self, value: Any, mark: str) -> Any:
-        """`mark` applied to every string in a JSON value, names of fields included."""
+        """Apply `mark` to every string in a JSON value, names of fields included."""
         if isinstance(value, str):
             return self.mark(value, mark)
         if isinstance(value, Mapping):
@@ -144,13 +144,14 @@ def _is_markup(spelling: str, template: str) -> bool:
 
 
 def _source(path: Path, settings: Mapping[str, Any]) -> Path:
-    """The file to name in errors: the one from which the tokenizer's files were made, or else its own."""
+    """The file to name in errors: the file from which the tokenizer's files were made, or else the tokenizer's own."""
     return Path(settings.get("made_from", path))
 
 
 def _as_model_error(error: BaseException, what: str) -> BaseException:
-    """A failure of the `tokenizers` library in one line; other exceptions, such as KeyboardInterrupt, as they are. The
-    library raises plain `Exception`, and for a panic of its Rust code a BaseException of a class that it hides."""
+    """Convert a failure of the `tokenizers` library to a ModelError of one line. Other exceptions, such as
+    KeyboardInterrupt, are returned unchanged. The library raises plain `Exception`, and for a panic of its Rust code a
+    BaseException of a class that it hides."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ModelError(f"{what}: {one_line(str(error), _LONGEST_REASON)}")
     return error
@@ -278,7 +279,7 @@ class TokenizersBackend:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or token_id in self._skipped:
             return b""
-        if self._is_byte_level:  # as the library decodes, which looks at the whole piece
+        if self._is_byte_level:  # the library looks at the whole piece, too
             if not _BYTE_LEVEL.keys() >= set(piece):
                 return piece.encode()
             return bytes(_BYTE_LEVEL[character] for character in piece)
@@ -347,8 +348,8 @@ class SentencePieceBackend:
             self._after.append(eos)
 
     def _halves_of_markup(self) -> dict[int, list[int]]:
-        """The ids by which ordinary text is encoded instead of each markup token that sentencepiece finds in any text:
-        those of the token's first character and of the rest."""
+        """Ids of each markup token's first character and of its rest. sentencepiece finds such a token in any text; in
+        ordinary text, these ids replace it."""
         return {
             number: self.encode_within(text[0]) + self.encode_within(text[1:])
             for text, number in self.markup_ids.items()
@@ -356,7 +357,7 @@ class SentencePieceBackend:
         }
 
     def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
-        """The id of BOS or EOS: of the token that the settings name, else of the model's own."""
+        """The id of BOS or EOS: the token that the settings name, else the model's own."""
         if name in named_tokens:
             return self.token_id(named_tokens[name])
         own: int = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id()}[name]

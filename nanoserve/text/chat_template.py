@@ -1,4 +1,4 @@
-"""Conversations: their check, and the chat template that turns one into the string a model was trained to continue."""
+"""Check conversations, and render them with a chat template to the string that a model was trained to continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,12 @@ _PROBES: tuple[tuple[str, ...], ...] = (("user",), ("system", "user", "assistant
 
 
 _Place: TypeAlias = "str | tuple[_Place, str | int]"
-"""Where a value stands: a name, or the place of what holds it with its key or number there."""
+"""The path of a value: a name, or the path of its container with the value's key or number in it."""
 
 
 def _spelled(place: _Place) -> str:
-    """The name of a place. Only errors need it: of deep places with long keys, names are longer than all the rest."""
+    """Spell a path. Only errors need the text, and building it for every deep value with long keys would cost more than
+    the check itself."""
     parts: list[str] = []
     while not isinstance(place, str):
         place, part = place
@@ -81,7 +82,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, place: _Place) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{_spelled(place)} must be an object with role and content, not {type(message).__name__}")
-    message = {field: value for field, value in message.items() if value is not None}  # as clients write absent ones
+    message = {field: value for field, value in message.items() if value is not None}  # clients write absent fields so
     role = message.get("role")
     if isinstance(role, str):
         role = _ROLE_ALIASES.get(role, role)
@@ -103,8 +104,8 @@ def _check_message(message: Any, place: _Place) -> dict[str, Any]:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool call with its arguments as templates expect them, as an object. OpenAI's clients send the object's text.
-    A model may have written other text, or less than an object: that counts as no arguments."""
+    """Give a tool call its arguments as an object, as templates expect; OpenAI's clients send them as text. Text that
+    is not an object, or is cut off, counts as no arguments."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return call
@@ -138,7 +139,8 @@ def _check_content(message: Mapping[str, Any], place: _Place) -> str:
 
 
 def _check_value(value: Any, place: _Place, levels: int = MAX_NESTING) -> Any:
-    """A JSON value with its strings checked. Raises UsageError for what JSON cannot hold, and for deep nesting."""
+    """Check the strings of a JSON value and return it. Raises UsageError for values that are not JSON, and for deep
+    nesting."""
     if levels == 0:
         raise UsageError(f"{_spelled(place)} is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, str):
@@ -167,7 +169,7 @@ class ChatTemplate:
     notice: str | None = None  # what a user should know about the format, if anything
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
-        """`sources`: templates by name. Raises ModelError when one is malformed, hostile or never ends."""
+        """`sources`: templates by name. Raises ModelError for a template that is too long."""
         self._special_tokens = dict(special_tokens)
         self._texts = dict(sources)
         self._origin = origin

@@ -1,4 +1,4 @@
-r"""How much work a regular expression may be, read from its text.
+r"""Estimate the work that a regular expression may cause, from its text.
 
 Oniguruma tries one way to match after the other, until one succeeds. `\s*[\r\n]+` has one way for each blank that it
 gives back. `(a+)+$` has twice as many for each further `a`: after forty of them and a `b`, none succeeds within an
@@ -29,14 +29,14 @@ class PatternError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How a part of a pattern matches at one place of a text."""
+    """Properties of a part of a pattern, matched at one place of a text."""
 
     ways: float = 1.0  # ways in which it can match. All are tried if what follows fails
     tried: float = 1.0  # ways that are tried before it has matched once, or has failed
     fails: bool = False  # whether it can fail; what can match nothing never does
     shortest: int = 0  # fewest characters that match
     properties: tuple[str, ...] | None = None
-    """The general categories of Unicode of a row of single characters, perhaps repeated, if all have one."""
+    """Unicode general categories, if the part is a row of single characters by category, perhaps repeated."""
     begins: bool = False  # whether such a row begins with a character that must be there
 
 
@@ -129,7 +129,7 @@ class _Reader:
         return _CHARACTER
 
     def _skip_class(self) -> None:
-        """Go behind a class of characters, which may hold others."""
+        """Go to the end of a class of characters, which may hold other classes."""
         depth = 0
         first = True
         while self._at < len(self._pattern):
@@ -185,7 +185,7 @@ def _joined(whole: Measure, part: Measure) -> Measure:
 
 
 def _repeated(part: Measure, quantifier: str) -> Measure:
-    """The part as often as the quantifier says."""
+    """Measure the part when it is repeated by this quantifier."""
     least, most = _bounds(quantifier)
     ways = _ways_to_repeat(part, least, most)
     # If one of the repetitions that must be there fails, the ones before it are tried in other ways.

@@ -50,12 +50,12 @@ class Refusal(Exception):
 
 
 class GenerationTag(Extension):
-    """The statement `generation`, with which training code finds the assistant's text. It writes what stands in it."""
+    """The statement `generation`, by which training code finds the assistant's text. It writes its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A call of the block, because training code makes one: variables that are set inside end with it."""
+        """Parse it to a call of the block, as in training code, so that variables set inside end with it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
@@ -65,7 +65,7 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2. What it hides is an error at once, where jinja2 would show an empty value."""
+    """The sandbox of jinja2. A hidden attribute is an error at once; jinja2 would give an empty value."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Raise SecurityError for an attribute that is Python's own, or that would change a value."""
@@ -152,7 +152,7 @@ def describe(error: Exception) -> str:
 
 
 def check_names(tree: nodes.Template) -> None:
-    """Raise SecurityError for a template that names Python's own attributes, even where it would not come to that."""
+    """Raise SecurityError for a template that names Python's own attributes, even in code that would not run."""
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Const)):
         words = (getattr(node, "name", None), getattr(node, "attr", None), getattr(node, "value", None))
         for word in words:
@@ -161,7 +161,7 @@ def check_names(tree: nodes.Template) -> None:
 
 
 def load_files() -> None:
-    """Load what jinja2, Python and the C library would load while a template runs, when no file can be opened."""
+    """Load modules and files that a running template would need; later no file can be opened."""
     for module in _LATE_MODULES:
         importlib.import_module(module)
     codecs.lookup("unicode_escape")  # decodes the strings of templates

@@ -32,8 +32,8 @@ class PromptTooLong(UsageError):
 
 
 class Tokenizer:
-    """One interface over the tokenizing libraries. Text from users never turns into control tokens, and in a
-    conversation into no token that structures it."""
+    """One interface over the tokenizing libraries. Text from users never becomes a control token. In a conversation it
+    never becomes a token that structures the prompt either."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Tokenizer:
         return self._backend.token_id(spelling)
 
     def end_tokens(self, configured: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that end an answer: those of the model's configuration, EOS, and the control token that the chat
-        template writes after what an assistant says. Files often lack the last one: their configuration may be that of
-        the model before it learned to chat."""
+        """The tokens that end an answer: the configured tokens, EOS, and the control token that the chat template
+        writes after an assistant's message. Model files often lack the last token, because their configuration may date
+        from before the model was trained to chat."""
         ends = list(configured)
         for token in (self.eos_token_id, self._turn_end):
             if token is not None:
@@ -80,7 +80,7 @@ class Tokenizer:
         return tuple(dict.fromkeys(ends))
 
     def _find_turn_end(self) -> int | None:
-        """The control token that the template writes straight after the last message, if an assistant wrote it."""
+        """Find the control token that the template writes straight after an assistant's last message."""
         if not self.has_chat_template:
             return None
         mark = choose_mark([self._template.source])

@@ -27,8 +27,8 @@ _FIXED_GROWTH = {"ByteLevel": 4.0, "Metaspace": 2.0, "BertNormalizer": 3.0}
 
 
 def check_tokenizer(tokenizer: Any) -> float:
-    """How many times its length a text may have before it is divided into tokens. Raises ModelError, one line, for a
-    tokenizer of the `tokenizers` library with a step whose work has no bound, or that would fail with every text."""
+    """Check a tokenizer of the `tokenizers` library. Returns the largest factor by which a text may grow before it is
+    divided into tokens. Raises ModelError, one line, for a step with unbounded work, or that fails with every text."""
     before = _steps_of(tokenizer.normalizer)
     words = _steps_of(tokenizer.pre_tokenizer)
     after = _steps_of(tokenizer.post_processor)
@@ -70,7 +70,7 @@ def _steps(step: Step) -> Iterator[Step]:
 
 
 def _growth(step: Step) -> float:
-    """How many characters a step may make of one."""
+    """The most characters that a step may make of one character."""
     kind = step["type"]
     pattern = step.get("pattern")
     shortest = 1
@@ -98,7 +98,7 @@ def _shortest_match(pattern: str) -> int:
 
 
 def _longest_replacement(encoded: str) -> int:
-    """The most characters that a character map of sentencepiece puts for others: it has the size of its index, the
+    """Length of the longest replacement in a character map of sentencepiece. The map is the size of its index, the
     index, and all replacements, each with a NUL at its end."""
     table = base64.b64decode(encoded)
     index = int.from_bytes(table[:4], "little")
@@ -109,7 +109,7 @@ def _longest_replacement(encoded: str) -> int:
 
 
 def _check_post_processor(step: Step, tokenizer: Any) -> None:
-    """The post-processor takes the text once, and adds only tokens that exist."""
+    """Check that the post-processor takes the text once, and adds only tokens that exist."""
     added: Sequence[int] = ()
     if step["type"] in ("BertProcessing", "RobertaProcessing"):
         added = [step["sep"][1], step["cls"][1]]

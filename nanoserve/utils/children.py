@@ -48,9 +48,9 @@ def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
-    """Run a module with these arguments and variables; the JSON object on the last line of its stdout.
+    """Run a module with these arguments and variables. Returns the JSON object on the last line of its stdout.
 
-    Raises RuntimeFailure with the last line of its stderr, behind `failing`, if it fails.
+    If it fails, raises RuntimeFailure with `failing` and the last line of its stderr.
     """
     command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
@@ -92,7 +92,8 @@ class LimitedProcess:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """The child's answer; None if it died over the question, and the next question starts another child.
+        """Ask a question and return the answer, or None if the child died over it. Then the next question starts
+        another child.
 
         Raises ProcessUnavailable if it cannot be started, was killed from outside or stopped in every attempt, or is
         closed, and RuntimeFailure if it dies before it takes questions.
@@ -166,8 +167,8 @@ class LimitedProcess:
 
 @contextlib.contextmanager
 def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process that computes nothing for SILENCE_SECONDS within. On a busy machine it may take minutes for what
-    takes seconds alone, so the clock decides nothing as long as it gets on."""
+    """Kill a process that uses no processor time for SILENCE_SECONDS inside the block. On a busy machine, seconds of
+    work may take minutes, so a process that still computes is left alone."""
     answered = threading.Event()
 
     def watch() -> None:

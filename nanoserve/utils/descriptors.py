@@ -1,4 +1,4 @@
-"""How many files and sockets this process may have open at once."""
+"""The number of files and sockets that this process may have open at once."""
 
 import os
 import resource
@@ -6,8 +6,8 @@ from contextlib import suppress
 
 
 def allow_descriptors(wanted: int) -> int:
-    """Raise this process's own limit of open files to `wanted`, as far as the system lets it. Returns how many of them
-    it may have."""
+    """Raise this process's limit of open files to `wanted`, as far as the system allows. Returns the number of files
+    that it may open, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -21,5 +21,5 @@ def allow_descriptors(wanted: int) -> int:
 
 
 def open_descriptors() -> int:
-    """How many files and sockets are open now."""
+    """Count the files and sockets that are open now."""
     return len(os.listdir("/dev/fd")) - 1  # one is open to list them

@@ -82,8 +82,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def unusable_file(path: Path, message: str) -> ModelError:
-    """The error for a file of a model that is not in its format, with this message. Another message says what to do if
-    only a pointer to the file was downloaded."""
+    """Make the error for a model's file in a wrong format, with this message. If only a Git-LFS pointer was downloaded,
+    the message says how to get the file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             remedy = "run `git lfs pull` in its directory, or download it again"

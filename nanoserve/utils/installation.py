@@ -1,4 +1,4 @@
-"""Where this package comes from: the checkout that holds it, a clone that it was installed from, or neither."""
+"""The origin of this package: the checkout that holds it, a clone that it was installed from, or neither."""
 
 import subprocess
 from contextlib import suppress

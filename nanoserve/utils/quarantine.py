@@ -1,4 +1,4 @@
-"""Quarantine: which requests are suspected of killing worker processes, and when the machine is at fault instead.
+"""Quarantine: find the requests that kill worker processes, and tell when the machine is at fault instead.
 
 A dying worker takes all requests that run there with it. So requests that were in flight at two deaths run one at a
 time while all others wait. A request that kills alone fails alone. Everything fails if deaths go on without a culprit.
@@ -51,7 +51,7 @@ class Quarantine:
 
     @property
     def exhausted(self) -> str | None:
-        """How often the workers died and in which time, once that is too often."""
+        """The number of deaths and their time span in words, once workers died too often; None before."""
         if len(self._deaths) < MAX_DEATHS:
             return None
         first, ran_before = self._deaths[0]
@@ -61,7 +61,7 @@ class Quarantine:
         return f"{MAX_DEATHS} times within {max(1, math.ceil(last - first))} s"
 
     def on_answer(self) -> None:
-        """A request has received its whole answer: the machine works."""
+        """Note that a request has received its whole answer, so the machine works."""
         self._lone_deaths.clear()
 
     def forget(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The processor of this machine, and how many threads torch gets and how they wait.
+"""The processor of this machine, and the number of torch's threads and their way of waiting.
 
 Threads are decided before torch is imported, when OpenMP reads its variables.
 """
@@ -22,8 +22,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OpenMP's variables, and torch's for large tensors on huge pages, which are read a fifth to a third faster,
-    for this process and its children, unless the user has set them.
+    """Set OpenMP's variables for this process and its children, and torch's variable for large tensors on huge pages,
+    which are read a fifth to a third faster. A variable that the user has set stays.
 
     `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
     already imported is not affected.

@@ -57,16 +57,16 @@ class TiedChild:
 
     @property
     def pulse(self) -> int:
-        """Descriptor of its heartbeats, which ends with it."""
+        """Descriptor of the child's heartbeats, which ends with the child."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     def beats(self) -> bool:
-        """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
+        """Read the pulse once it is readable. Returns False if the child is dead."""
         return bool(os.read(self.pulse, 65536))
 
     def ending(self) -> str:
-        """How it ended, in words; waits for the end."""
+        """Wait for the child's end and describe it in words."""
         code = self.process.wait()
         if code >= 0:
             return f"ended with exit code {code}"
@@ -92,8 +92,8 @@ class TiedChild:
 
 
 def end_children(children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS) -> None:
-    """Let all children go, kill those that live after this time, and remove their directory and what they have made
-    beside it."""
+    """Let all children go, and kill the children that still live after this time. Remove their directory, and the
+    directories that they have made beside it."""
     for child in children:
         child.let_go()
     until = time.monotonic() + seconds
@@ -198,8 +198,8 @@ class ParentWatchdog:
 
 
 def _groups_of_dead_children() -> list[int]:
-    """The process groups of children that are dead and were not waited for, on Linux. The others see for themselves
-    that this process is gone; a worker that was killed cannot end what it has started."""
+    """The process groups of dead children that were not waited for, on Linux. A living child ends its own group when
+    this process is gone; a child that was killed cannot."""
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         for process in map(int, children.read_text().split()):

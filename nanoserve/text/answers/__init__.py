@@ -1,1 +1,1 @@
-"""How families of models write an answer: reasoning, text and tool calls, told apart while the answer arrives."""
+"""Answers of each family of models: split into reasoning, text and tool calls while the answer arrives."""

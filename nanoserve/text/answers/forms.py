@@ -1,4 +1,4 @@
-"""The form in which a model writes its answers, found from its chat template, and the parser of one answer."""
+"""The format of a model's answers, found from its chat template, and the parser of one answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nanoserve.text.answers.tagged_calls import KeyValueCalls, ParameterCalls
 
 
 class CallForm(Protocol):
-    """How a family of models writes a tool call."""
+    """The format in which a family of models writes a tool call."""
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -38,11 +38,12 @@ class CallForm(Protocol):
         """The name of the arguments in that object."""
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
-        """Read the call after a tag, or several. False, and nothing is read, if no call of a known tool follows."""
+        """Read one or several calls after a tag. Returns False, and reads nothing, if no call of a known tool
+        follows."""
 
 
 class AnswerForm(Protocol):
-    """How a family of models writes an answer."""
+    """The format in which a family of models writes an answer."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -159,17 +160,18 @@ _CALLS: dict[str, CallForm] = {
     '"parameters": ': _LLAMA,
     "<|observation|>": LineCalls(),
 }
-"""The forms of calls by what a chat template spells: GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3,
-Cohere, Hermes, Qwen and Granite 4, Mistral, Llama 3, and GLM-4. The first one counts."""
+"""Format of tool calls by a string in the chat template; the first string that the template holds decides. In order:
+GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3, Cohere, Hermes with Qwen and Granite 4, Mistral, Llama 3
+(two strings), and GLM-4."""
 
 REQUIRED_CALL = TaggedAnswers(None, ObjectCalls(bare=True))
-"""The form of an answer that a grammar makes a call: a JSON object alone."""
+"""Format of an answer that a grammar forces to be a call: a JSON object alone."""
 PLAIN = TaggedAnswers(None, None)
-"""The form of an answer that a grammar makes JSON: it holds neither reasoning nor calls."""
+"""Format of an answer that a grammar forces to be JSON: it holds neither reasoning nor calls."""
 
 
 def answer_form(template: str) -> AnswerForm:
-    """The form of answers that a chat template shows."""
+    """Find the format of a model's answers from its chat template."""
     if all(sign in template for sign in _HARMONY):
         return HarmonyAnswers()
     calls = None
@@ -179,9 +181,9 @@ def answer_form(template: str) -> AnswerForm:
 
 
 class AnswerParser:
-    """Takes one answer as it arrives, and tells its reasoning, its text and its tool calls apart.
+    """Splits one answer, as it arrives, into reasoning, text and tool calls.
 
-    A call counts if its tool is one of `tools`; anything else is text. All pieces joined do not depend on how the
+    A call counts only if its tool is one of `tools`; any other call is text. The joined pieces do not depend on how the
     answer was cut.
     """
 
@@ -198,7 +200,8 @@ class AnswerParser:
         self._steps = form.read(self._reader, tools or {}, starts_inside=starts_inside)
 
     def push(self, text: str, marks: Marks = (), *, ended: bool = False) -> list[Piece]:
-        """The pieces that are certain now; with `ended` the rest too. `marks` are the marker tokens in the text."""
+        """Add text and return the pieces that are certain now. With `ended`, the rest of the answer is returned too.
+        `marks` are the marker tokens in the text."""
         self._reader.feed(text, marks, ended=ended)
         next(self._steps, None)
         return self._reader.take_pieces()

@@ -43,7 +43,7 @@ class GemmaCalls:
         return True
 
     def _read_values(self, answer: AnswerReader, end: str) -> Steps[None]:
-        """Read an object that is open, with all that is in it, up to its closing brace, or up to `end` without it."""
+        """Read an open object and its values up to its closing brace. If `end` comes first, close all open values."""
         quote = answer.tag('<|"|>')
         opened = [_Open("}")]
         while opened and (following := (yield from answer.peek())):

@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss: an answer is a row of messages, each with a header that says where it goes.
+"""Harmony, the answer format of gpt-oss: a sequence of messages, each with a header that names its channel.
 
 ``<|channel|>analysis<|message|>`` begins reasoning and ``<|channel|>final<|message|>`` the answer;
 ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`` begins a tool call. ``<|end|>`` ends a message,
@@ -50,7 +50,7 @@ class HarmonyAnswers:
             yield from self._message(answer, tools, parts)
 
     def _message(self, answer: AnswerReader, tools: Tools, parts: set[Part]) -> Steps[None]:
-        """Read a header and the message after it. Text where a header should be is the answer's."""
+        """Read a header and its message. Text in place of a header belongs to the answer."""
         ends = [answer.tag(end) for end in _ENDS]
         if (yield from answer.comes_next(*ends)):
             return
@@ -77,14 +77,14 @@ class HarmonyAnswers:
             yield from self._next_of("answer", answer, parts)
 
     def _next_of(self, part: Part, answer: AnswerReader, parts: set[Part]) -> Steps[None]:
-        """Read a message of a part that may have had messages before."""
+        """Read a message of this part, after a separator if the part has had messages before."""
         if part in parts:
             answer.write(part, _BETWEEN_MESSAGES)
         parts.add(part)
         yield from self._body(answer, part)
 
     def _body(self, answer: AnswerReader, part: Part) -> Steps[None]:
-        """Read a message up to its end, or up to the header of another one that nothing separates."""
+        """Read a message up to its end tag, or up to the next message's header if there is no end tag."""
         ends = [answer.tag(end) for end in _ENDS]
         tags = ends + [answer.tag(_START), answer.tag(_CHANNEL)]
         found = yield from answer.copy_until(partial(answer.write, part), *tags, trim=untouched)

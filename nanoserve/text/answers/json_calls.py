@@ -25,7 +25,8 @@ class Braces:
         self.end(text, -1)
 
     def end(self, text: str, left: int) -> int | None:
-        """The number of characters of this piece until only `left` objects are open, or None if more stay open."""
+        """Count the characters of this piece up to the brace that leaves only `left` objects open. None if more objects
+        stay open."""
         for position, character in enumerate(text, 1):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -41,7 +42,7 @@ class Braces:
         return None
 
     def copy(self, answer: AnswerReader, *, left: int, shown: bool = True) -> Steps[None]:
-        """Read until only `left` objects are open, or the answer ends; pass it on as arguments if it is `shown`."""
+        """Read until only `left` objects are open, or the answer ends. If `shown`, pass the text on as arguments."""
         while True:
             end = self.end(answer.held, left)
             if end is None:
@@ -56,11 +57,11 @@ class Braces:
 
 
 class _Head(NamedTuple):
-    """The beginning of a call: it is certain from here on."""
+    """The beginning of a call, which tells for certain that it is a call."""
 
     name: str
     text: str  # of the call's object, up to the arguments
-    arguments: str = ""  # if the name came after them, so that they had to be waited for
+    arguments: str = ""  # complete arguments, if the name came after them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class ObjectCalls:
         return self.starts + (self.end,)
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
-        """Read the calls after a tag. False, and nothing is read, if what follows is no call of a known tool."""
+        """Read the calls after a tag. Returns False, and reads nothing, if no call of a known tool follows."""
         head = yield from self._head(answer, tag, tools)
         if head is None:
             return False
@@ -99,7 +100,7 @@ class ObjectCalls:
         return True
 
     def _head(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[_Head | None]:
-        """The beginning of a call, which is read then; None for anything else, as soon as that is certain."""
+        """Read the beginning of a call. Returns None, and reads nothing, as soon as other text is certain."""
         while True:
             body = answer.after(tag).lstrip(" \t\r\n[")
             undecided = not body or body.startswith("{")
@@ -125,7 +126,7 @@ class ObjectCalls:
             yield
 
     def _between(self, answer: AnswerReader) -> Steps[None]:
-        """Drop what stands between a call and the next one, or text."""
+        """Drop the closing tag and separators after a call."""
         end = answer.tag(self.end)
         while True:
             answer.held = answer.held.lstrip(_BETWEEN).removeprefix(end).lstrip(_BETWEEN)

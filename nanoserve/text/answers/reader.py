@@ -1,7 +1,7 @@
-"""The part of an answer that has arrived and is not read yet, and the pieces that are read from it.
+"""The buffer of an answer: text that has arrived and is not read yet, and the pieces that were read from it.
 
-A form of answers reads with generators. They yield wherever they need text that has not arrived, so that a form is
-written as if the whole answer were there, and hands on each piece as soon as it is certain.
+Answer formats read with generators, which yield wherever they need text that has not arrived. So a format is written as
+if the whole answer were there, and each piece is passed on as soon as it is certain.
 """
 
 import re
@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 
 Part = Literal["thinking", "answer", "call", "arguments"]
 Piece = tuple[Part, str]
-"""A part of an answer and new text of it. A call begins with its tool's name; what follows of it is JSON."""
+"""A part of an answer, and new text of this part. A call is its tool's name; its arguments follow as JSON."""
 Marks = Collection[tuple[int, int]]
-"""Places in a text at which a marker token stands, each with the token's id, in order."""
+"""Marker tokens in a text, in order: the position and the token id of each."""
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 Tools = Mapping[str, Mapping[str, object]]
@@ -45,11 +45,11 @@ def untouched(text: str) -> str:
 
 
 class AnswerReader:
-    """Text that is held until it is certain what it belongs to. Marker tokens are told apart from text that spells
-    them; a marker token that no form expects where it stands is dropped."""
+    """Holds text until its part of the answer is certain. A marker token differs from text that spells it. A marker
+    token in a place where the format expects none is dropped."""
 
     def __init__(self, markers: Mapping[int, str]) -> None:
-        """`markers`: the spellings of the marker tokens, by id. Tags that are no such token are looked for in text."""
+        """`markers`: the spellings of the marker tokens, by id. All other tags are searched for as text."""
         self._signs = {token: chr(_FIRST_SIGN + place) for place, token in enumerate(markers)}
         self._markers = markers
         self._pieces: list[Piece] = []
@@ -57,7 +57,7 @@ class AnswerReader:
         self.ended = False
 
     def tag(self, spelling: str) -> str:
-        """A tag as it stands in the held text: its marker tokens, if it has some, are one character each."""
+        """Spell a tag as in the held text, where each marker token is one character."""
         for token, sign in self._signs.items():
             spelling = spelling.replace(self._markers[token], sign)
         return spelling
@@ -67,7 +67,7 @@ class AnswerReader:
         return _SIGN.match(self.tag(spelling)) is not None
 
     def feed(self, text: str, marks: Marks, *, ended: bool) -> None:
-        """Hold what has arrived; `ended` if nothing follows."""
+        """Append text that has arrived; `ended` if nothing follows."""
         done = 0
         for place, token in marks:
             self.held += text[done:place] + self._signs[token]
@@ -85,12 +85,12 @@ class AnswerReader:
         self._pieces.append((part, text))
 
     def take_pieces(self) -> list[Piece]:
-        """The pieces since the last call."""
+        """Return the pieces since the last time, and forget them."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, length: int) -> str:
-        """The first characters that are held; they are read then."""
+        """Remove the first characters of the held text and return them."""
         taken, self.held = self.held[:length], self.held[length:]
         return taken
 
@@ -100,7 +100,7 @@ class AnswerReader:
             yield
 
     def peek(self) -> Steps[str]:
-        """The first character that is no blank; an empty text at the end. Blanks before it are dropped."""
+        """Return the next character that is not blank, or an empty text at the end. Drops the blanks before it."""
         yield from self.skip_blanks()
         return self.held[:1]
 
@@ -109,8 +109,8 @@ class AnswerReader:
         return self.held
 
     def comes_next(self, *tags: str) -> Steps[str]:
-        """The tag that comes next, after blanks; it and the blanks are read. An empty text if none of them does, and
-        then nothing is read."""
+        """Read the tag that comes next, with the blanks before it, and return it. If none of the tags comes next,
+        return an empty text and read nothing."""
         while True:
             start = self.held.lstrip()
             for tag in tags:
@@ -128,10 +128,10 @@ class AnswerReader:
         trim: Callable[[str], str] = str.rstrip,
         keep_partial_tag: bool = True,
     ) -> Steps[str]:
-        """Pass text on until one of the tags, and return it; an empty text at the end of the answer.
+        """Pass text on up to the first of the tags, and return this tag; an empty text at the end of the answer.
 
-        `trim` drops what does not count before a tag, such as blanks. It stays held, with the tag: see `drop`. The
-        beginning of a tag at the end of the answer is text, unless `keep_partial_tag` is false.
+        `trim` cuts text that is not passed on before a tag, such as blanks. The cut text and the tag stay held: see
+        `drop`. At the end of the answer, half a tag counts as text, unless `keep_partial_tag` is false.
         """
         while True:
             tag = self._first_tag(tags)
@@ -150,7 +150,8 @@ class AnswerReader:
             yield
 
     def _first_tag(self, tags: Sequence[str]) -> str:
-        """The tag that stands first in the held text, the longest of several at one place; an empty text for none."""
+        """Find the first tag in the held text, and the longest if several begin there. An empty text if there is
+        none."""
         first = ""
         first_place = len(self.held)
         for tag in tags:
@@ -163,7 +164,7 @@ class AnswerReader:
         return first
 
     def drop(self, tag: str) -> None:
-        """Drop the tag that `copy_until` found, and what it held back before it."""
+        """Drop the tag that `copy_until` found, and the text that `trim` cut before it."""
         self.take(self.held.index(tag) + len(tag))
 
     def after(self, tag: str) -> str:
@@ -171,12 +172,12 @@ class AnswerReader:
         return self.held[self.held.index(tag) + len(tag) :]
 
     def show(self, tag: str) -> None:
-        """Pass on the tag that `copy_until` found as ordinary text, with what it held back before it."""
+        """Pass on the tag that `copy_until` found as ordinary text, with the text that `trim` cut before it."""
         self.write("answer", self.take(self.held.index(tag) + len(tag)))
 
     def name_after(self, tag: str, names: Collection[str], *, ends: Sequence[str], before: str = "") -> Steps[_Name]:
-        """The one of the names that stands after the tag that `copy_until` found, and the one of the ends that follows
-        it. Both are read. If anything else stands there, both are empty, and nothing is read."""
+        """Read the name after the tag that `copy_until` found, and the end that follows the name; return both. If
+        anything else stands there, return two empty texts and read nothing."""
         while True:
             body = self.after(tag).lstrip()
             undecided = False

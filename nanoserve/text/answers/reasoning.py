@@ -65,9 +65,11 @@ _REASONING = {
     "my thought process:": _GRANITE_PHRASES,
     "<response>": ReasoningTags(around_answer=("<response>", "</response>")),
 }
-"""By what a chat template spells: Gemma 4, Mistral, Cohere, and Granite 3.2 and 3.3. The first one counts."""
+"""Tags by a string in the chat template; the first string that the template holds decides. In order: Gemma 4, Mistral,
+Cohere, and Granite 3.2 and 3.3."""
 
 
 def reasoning_tags(template: str) -> ReasoningTags:
-    """The tags that a chat template shows. Templates that show none may be of models that think all the same."""
+    """Find the reasoning tags in a chat template. Without any, the default tags: some models reason although their
+    template shows no tags."""
     return next((tags for sign, tags in _REASONING.items() if sign in template), ReasoningTags())

@@ -12,16 +12,16 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSwitch:
-    """The arguments of a chat template with which a model reasons, and without which it does not."""
+    """Arguments of a chat template that switch a model's reasoning on and off."""
 
     on: Mapping[str, Any]
     off: Mapping[str, Any]
 
 
 def thinking_switch(template: str) -> ThinkingSwitch | None:
-    """The switch for reasoning that a chat template has, found from the variables that it reads.
+    """Find the switch for reasoning among the variables of a chat template.
 
-    A model whose reasoning has only degrees is told the lowest one.
+    If the template only has levels of effort, reasoning is switched off by the lowest level.
     """
     variables = _variables(template)
     for name in ("enable_thinking", "thinking"):
@@ -41,7 +41,7 @@ def _variables(template: str) -> set[str]:
 
 
 def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message with its reasoning where a chat template looks for it: in a chunk of the content, or in a field.
+    """Put a message's reasoning where a chat template looks for it: in a chunk of the content, or in a field.
 
     `ChatTemplate` gives the field both names that templates know.
     """

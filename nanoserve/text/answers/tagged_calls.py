@@ -20,7 +20,7 @@ class _Arguments:
         self._next = "{"
 
     def value(self, key: str, closing: str, trim: Callable[[str], str]) -> Steps[bool]:
-        """Read an argument's value and its closing tag. False if the answer ends before the tag."""
+        """Read an argument's value and its closing tag. Returns False if the answer ends before the tag."""
         answer = self._answer
         answer.write("arguments", f'{self._next}"{escaped(key)}": ')
         self._next = ", "
@@ -80,7 +80,7 @@ class ParameterCalls:
         return True
 
     def _parameters(self, answer: AnswerReader, schema: object, closing: str) -> Steps[None]:
-        """Read all parameters, and the end of the function. Nothing is left of the answer if it ends before."""
+        """Read all parameters and the end of the function, or up to the end of the answer."""
         arguments = _Arguments(answer, schema)
         while found := (yield from answer.copy_until(ignore, "<parameter=", "</function>", closing)):
             answer.drop(found)

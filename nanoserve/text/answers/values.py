@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes without JSON's quotes, made into JSON by the schema of the tool."""
+"""Convert argument values that a model writes without JSON's quotes to JSON, by the schema of the tool."""
 
 import json
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ def escaped(text: str) -> str:
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value of one of these types that was written as text.
+    """Convert a value that was written as text to JSON.
 
-    It is what the text says as JSON, or in Python's words, if one of the types allows that. Else it is a string, unless
-    only the types stand against what the text says.
+    JSON of an allowed type other than string is passed on, and so are Python's words for such values. Any other text
+    becomes a string, unless it is JSON and the types allow no string.
     """
     literal = text.strip()
     literal = _PYTHON_WORDS.get(literal, literal)
@@ -52,7 +52,7 @@ def _refuse(name: str) -> None:
 
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
-    """The types that a tool's JSON schema allows for one argument; all of them if it does not say."""
+    """The types that a tool's JSON schema allows for one argument; all types if it names none."""
     if not isinstance(schema, Mapping):
         return _ANY
     properties = schema.get("properties")

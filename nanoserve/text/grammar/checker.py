@@ -1,4 +1,4 @@
-"""Whether a JSON schema may be sent to the engine, and the process that finds out.
+"""Check whether a JSON schema may be sent to the engine, in a process that may fail over it.
 
 A schema is a small program from an untrusted client. llguidance does not limit all that it may cost: a few thousand
 references in a row overflow the stack, and a large `multipleOf` computes for minutes. In a process of its own, either
@@ -93,7 +93,7 @@ def check(compiler: "GrammarCompiler", request: dict[str, Any]) -> dict[str, str
 
 
 def main() -> None:
-    """Serve checks until stdin closes. The time to load the vocabulary is none of the first check's."""
+    """Serve checks until stdin closes. Loading the vocabulary does not count as time of the first check."""
     from nanoserve.text.grammar.compiler import GrammarCompiler  # numpy and the tokenizer: for this process alone
 
     limit_resources(MEMORY_LIMIT, STACK_LIMIT)

@@ -1,4 +1,4 @@
-"""From a JSON schema to the tokens that may come next, with llguidance.
+"""Compile JSON schemas to grammars that tell which tokens may come next, with llguidance.
 
 The first grammar imports llguidance and builds the vocabulary; nothing happens before.
 """
@@ -117,7 +117,7 @@ class Matcher:
         self._check()
 
     def allowed_ahead(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens could be appended; the text stays as it is."""
+        """Count the leading tokens that the grammar would accept; the text stays as it is."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     @property
