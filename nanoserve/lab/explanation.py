@@ -12,6 +12,7 @@ import msgspec
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad
 from nanoserve.scheduler.plan import Answer, Copy, Row, Tier
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
@@ -54,6 +55,19 @@ MEANINGS = {
 AT_MOST = ("prefill_tokens", "decodes", "swap_out", "swap_in", "guesses")
 """Fields of a Decision that are upper bounds: the scheduler takes what there is."""
 NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
+NAMES = {
+    (LayoutsLoad, "current"): "layout",
+    (LayoutsLoad, "count"): "layouts",
+    (HostLoad, "decodes"): "host_decodes",
+    (HostLoad, "ready"): "ready_host",
+    (HostLoad, "context_tokens"): "host_context_tokens",
+    (HostLoad, "free_blocks"): "host_free_blocks",
+    (HostLoad, "total_blocks"): "host_blocks",
+    (HostDecision, "decodes"): "host_decodes",
+    (HostDecision, "preempt"): "preempt_to_host",
+    (Decision, "draft_tokens"): "guesses",
+}
+"""Names under which a step shows a field, where they are not the field's own."""
 Texts = Callable[[Sequence[int]], tuple[str, ...]]  # the texts of tokens, one by one
 
 
@@ -209,14 +223,16 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown, row.guesses)
 
 
-def _shown(value: Load | Decision | None) -> dict[str, Any]:
-    """The fields that differ from their defaults, in plain types."""
+def _shown(value: Load | Decision | LayoutsLoad | HostLoad | HostDecision | None) -> dict[str, Any]:
+    """The fields that differ from their defaults, in plain types; those of the optional members beside the others."""
     shown: dict[str, Any] = {}
     if value is not None:
         for one in fields(value):
             own = getattr(value, one.name)
-            if own != one.default and one.name not in NOT_SHOWN:
-                shown[one.name] = own
+            if isinstance(own, LayoutsLoad | HostLoad | HostDecision):
+                shown |= _shown(own)
+            elif own != one.default and one.name not in NOT_SHOWN:
+                shown[NAMES.get((type(value), one.name), one.name)] = own
     plain: dict[str, Any] = msgspec.to_builtins(shown)
     return plain
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nanoserve.record.events import Corrected, Event, Forecast
-from nanoserve.scheduler.load import Cohort, Decision, Load
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.optional import Cohort
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 from nanoserve.scheduler.predictor import LearningPredictor, Predictor
 from nanoserve.scheduler.scheduler import Scheduler

@@ -253,12 +253,18 @@ def facts_of(plan: StepPlan, forecast: Forecast | None, result: StepResult) -> d
         facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
     if forecast is not None:
         decision = forecast.decision
-        names = ("prefill_tokens", "decodes", "host_decodes", "swap_out", "swap_in", "park")
         facts["predicted_ms"] = round(forecast.predicted * _MILLI, 3)
-        facts["decided"] = {name: getattr(decision, name) for name in names}
+        facts["decided"] = {
+            "prefill_tokens": decision.prefill_tokens,
+            "decodes": decision.decodes,
+            "host_decodes": decision.host.decodes,
+            "swap_out": decision.host.swap_out,
+            "swap_in": decision.host.swap_in,
+            "park": decision.host.park,
+        }
         facts["alternatives"] = {
             one.strategy: f"{one.seconds * _MILLI:.3f} ms, {one.per_second:.4g} sequences/s"
-            for one in decision.alternatives
+            for one in decision.host.alternatives
         }
     return facts
 

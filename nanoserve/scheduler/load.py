@@ -13,19 +13,8 @@ from typing import Any, ClassVar, Self
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
 from nanoserve.request import Request
+from nanoserve.scheduler.optional import DEVICE_ONLY, NO_HOST, ONE_LAYOUT, HostDecision, HostLoad, LayoutsLoad
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.work import Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A strategy that was compared."""
-
-    strategy: Strategy
-    seconds: float
-    """Predicted time of the step."""
-    per_second: float
-    """Sequences that it advances per second, as the policy counts prompts and host sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +27,19 @@ class Decision:
     """Most running sequences to decode, one token each."""
     whole_prompts: bool = False
     """Take prompts whole or not at all. The first may exceed ``prefill_tokens``, or it could never run."""
-    strategy: Strategy = "device"
-    """How sequences in host memory take part in this step."""
-    host_decodes: tuple[int, int] = (0, 0)
-    """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced first, then ready
-    ones, and finishes their tokens within the step. "overlap" has one batch: this many ready sequences begin a token,
-    and all that are under way advance without being counted."""
-    swap_out: int = 0
-    """Ready decodes to move from device to host memory, the last in order first, as far as the host has room."""
-    swap_in: int = 0
-    """Ready host sequences to move to the device, in order. Each of its decodes keeps a block to grow into."""
-    park: bool = False
-    """Prompts that this step completes move to host memory. A prompt whose blocks the host cannot hold is not begun."""
-    preempt_to_host: bool = False
-    """Preempted sequences move to host memory if it has room, instead of being recomputed."""
+    host: HostDecision = DEVICE_ONLY
+    """With a host tier: which sequences move, and how those in host memory take part."""
     admission_reserve: bool = True
     """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
     Otherwise they only have to hold the prompt, and the newest is soon preempted and recomputed, over and over."""
-    guesses: int | None = None
-    """Where tokens are guessed: how many each row checks at most, 7 if it is more. None chooses by predicted times."""
+    draft_tokens: int | None = None
+    """With speculation: how many draft tokens each row checks at most, 7 if it is more. None chooses by predicted
+    times."""
     layout: int = 0
     """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
     until a token was answered since the last drain began."""
-    alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
-    """What ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
     bound: str = field(default="", compare=False)
     """Which part of the policy's formula gave the numbers, for whoever looks at the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cohort:
-    """Host sequences that began a token in the same step, as the executor last reported them."""
-
-    layers: int
-    """Layers behind them, from 0 to the model's."""
-    sequences: int
-    context_tokens: int
-    """Keys that their attention reads in each layer."""
 
 
 @dataclass(slots=True)
@@ -112,22 +77,10 @@ class Load:
     expected_growth: int = 0
     """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
     from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
-    layout: int = 0
-    """The current parallel layout, from 0. A transition is over when this has changed."""
-    layouts: int = 1
-    host_decodes: int = 0
-    """Sequences whose KV is in host memory, in flight or not."""
-    ready_host: int = 0
-    """Host sequences that may enter the next plan, or move to the device."""
-    host_context_tokens: int = 0
-    """Tokens in the KV cache of all host sequences."""
-    moving: int = 0
-    """Sequences that are being swapped."""
-    host_free_blocks: int = 0
-    host_blocks: int = 0
-    """All blocks of the host tier; 0 without one."""
-    cohorts: tuple[Cohort, ...] = ()
-    """Host sequences whose token is under way, the most advanced first."""
+    layouts: LayoutsLoad = ONE_LAYOUT
+    """Which of several parallel layouts runs."""
+    host: HostLoad = NO_HOST
+    """Host memory and the sequences there."""
     longest_remaining: int = 0
     """Tokens until the last of the running decodes ends; estimated like ``expected_growth``."""
     predictor: Predictor | None = None
@@ -168,26 +121,9 @@ class Load:
         return -(-self.first_waiting_tokens // self.block_size)
 
     @property
-    def first_parked_blocks(self) -> int:
-        """Host blocks that the next prompt takes when it is parked, with room for its first token."""
-        return self.first_waiting_tokens // self.block_size + 1
-
-    @property
     def decode_share(self) -> int:
         """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4), at least one if any is ready."""
         return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
-
-    @property
-    def host_sequence_blocks(self) -> int:
-        """Blocks of a host sequence of mean length; at least one."""
-        return max(1, -(-self.host_context_tokens // (max(1, self.host_decodes) * self.block_size)))
-
-    @property
-    def fitting_host(self) -> int:
-        """Ready host sequences that fit the device beside the expected growth; one if it is idle."""
-        fitting = max(0, self.free_blocks - self.expected_growth) // self.host_sequence_blocks
-        idle = self.running_decodes == self.steps_in_flight == self.moving == 0
-        return min(max(fitting, int(idle)), self.ready_host)
 
 
 def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: str = "") -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.utils.files import read_bytes
 
 
@@ -28,14 +29,23 @@ def _check(decision: Any) -> None:
     """Raises ValueError for what no scheduler could carry out."""
     if not isinstance(decision, Decision):
         raise ValueError(f"it answers {shown(decision)}, which is no Decision")
-    for name in ("prefill_tokens", "decodes", "swap_out", "swap_in", "layout"):
-        value = getattr(decision, name)
+    if not isinstance(decision.host, HostDecision):
+        raise ValueError(f"host must be a HostDecision, not {shown(decision.host)}")
+    numbers = {
+        "prefill_tokens": decision.prefill_tokens,
+        "decodes": decision.decodes,
+        "swap_out": decision.host.swap_out,
+        "swap_in": decision.host.swap_in,
+        "layout": decision.layout,
+    }
+    for name, value in numbers.items():
         if type(value) is not int or not 0 <= value <= sys.maxsize:
             raise ValueError(f"{name} must be a whole number from 0, not {shown(value)}")
     if not isinstance(decision.bound, str):
         raise ValueError(f"bound must be text, not {shown(decision.bound)}")
-    if decision.strategy != "device" or decision.host_decodes != (0, 0) or decision.alternatives != ():
-        raise ValueError("only policies of nanoserve have the CPU attend: leave strategy and host_decodes out")
+    host = decision.host
+    if host.strategy != "device" or host.decodes != (0, 0) or host.alternatives != ():
+        raise ValueError("only policies of nanoserve have the CPU attend: leave the host's strategy and decodes out")
 
 
 @cache

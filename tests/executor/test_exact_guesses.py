@@ -87,7 +87,7 @@ class Setting(Policy):
     policy: Policy
 
     def decide(self, load: Load) -> Decision:
-        return replace(self.policy.decide(load), guesses=self.guesses)
+        return replace(self.policy.decide(load), draft_tokens=self.guesses)
 
 
 SAMPLERS = st.sampled_from(

@@ -7,6 +7,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
@@ -339,18 +340,18 @@ def test_a_decode_that_is_to_move_to_the_host_is_not_fed_until_it_can() -> None:
         engine.add(request(name, 1, 2, 3, max_tokens=12))
     step_until_two_are_in_flight(engine)
     engine.step()  # one plan is in flight, with both
-    policy.decision = Decision(64, 64, swap_out=1)
+    policy.decision = Decision(64, 64, host=HostDecision(swap_out=1))
     before = len(plans_of(engine))
     engine.step()
     engine.step()
-    policy.decision = Decision(64, 64, swap_in=1)
+    policy.decision = Decision(64, 64, host=HostDecision(swap_in=1))
     assert [row.sequence for row in plans_of(engine)[before].rows] == [0]
     assert [swap.sequence for plan in plans_of(engine)[before : before + 2] for swap in plan.swaps] == [1]
     finish(engine)
 
 
 def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_gives_way() -> None:
-    engine, _ = two_tiers(Decision(64, 64, preempt_to_host=True, swap_in=1), num_blocks=5)
+    engine, _ = two_tiers(Decision(64, 64, host=HostDecision(preempt=True, swap_in=1)), num_blocks=5)
     for name, tokens in (("old", (1, 2)), ("new", (3, 4, 5))):
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)

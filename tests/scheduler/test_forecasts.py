@@ -16,7 +16,8 @@ from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
-from nanoserve.scheduler.load import Alternative, Decision, Policy
+from nanoserve.scheduler.load import Decision, Policy
+from nanoserve.scheduler.optional import Alternative
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
@@ -207,21 +208,21 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
 def test_decisions_tell_what_was_weighed(policy: Policy) -> None:
     for load in (hosting(DECODES, 100), hosting(DECODES, 5)):
         decision = policy.decide(load)
-        by_strategy = {one.strategy: one for one in decision.alternatives}
+        by_strategy = {one.strategy: one for one in decision.host.alternatives}
         alone = by_strategy["device"]  # 10 decodes in four layers of 2 s
         assert (alone.seconds, alone.per_second) == pytest.approx((8.0, 10 / 8))
         if not isinstance(policy, ApexAlgorithm1):  # which overlaps what does not pay otherwise
-            assert max(decision.alternatives, key=lambda one: one.per_second).strategy == decision.strategy
-    assert policy.decide(DECODES).alternatives == ()  # nobody is on the host
+            assert max(decision.host.alternatives, key=lambda one: one.per_second).strategy == decision.host.strategy
+    assert policy.decide(DECODES).host.alternatives == ()  # nobody is on the host
 
 
 def test_neos_alternative_is_worked_out_by_hand() -> None:
-    weighed = AsymmetricPipelining(512).decide(hosting(DECODES, 100)).alternatives
+    weighed = AsymmetricPipelining(512).decide(hosting(DECODES, 100)).host.alternatives
     assert weighed[1] == Alternative("asymmetric", 12.0, 16 / 12)
 
 
 def test_decisions_are_equal_whatever_was_weighed() -> None:
-    assert replace(PLAN, alternatives=(Alternative("overlap", 1.0, 2.0),)) == PLAN
+    assert replace(PLAN, host=replace(PLAN.host, alternatives=(Alternative("overlap", 1.0, 2.0),))) == PLAN
 
 
 # -------------------------------------------------------------------------------------------------------- replay

@@ -290,7 +290,7 @@ class Setting(Policy):
     guesses: int
 
     def decide(self, load: Load) -> Decision:
-        return Decision(prefill_tokens=64, decodes=64, guesses=self.guesses)
+        return Decision(prefill_tokens=64, decodes=64, draft_tokens=self.guesses)
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(0, 0), (1, 1), (4, 4), (50, 7), (-1, 0)])

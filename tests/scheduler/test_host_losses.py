@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.cpu_attention.host_decoding import MOST_LOSSES
 from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import StepResult
 from tests.fakes.integrity import check_integrity, host_pool
 from tests.scheduler.lives import lives
@@ -17,7 +18,7 @@ from tests.scheduler.tiered import Bench
 
 CALLS = st.one_of(st.integers(1, 12), st.integers(1, 60))
 LOSSES = st.frozensets(CALLS, min_size=1, max_size=6)
-OVERLAP = Decision(64, 64, strategy="overlap", host_decodes=(1, 0))
+OVERLAP = Decision(64, 64, host=HostDecision(strategy="overlap", decodes=(1, 0)))
 
 # ---------------------------------------------------------------------------------------------- random lives
 
@@ -59,7 +60,7 @@ def _on_host(names: str, **settings: Any) -> Bench:
     bench = Bench(**settings)
     for name in names:
         bench.add(name, 4, 4)
-    bench.step(Decision(64, 0, park=True))
+    bench.step(Decision(64, 0, host=HostDecision(park=True)))
     assert len(bench.scheduler.extensions.host.on_host) == len(names)
     return bench
 
@@ -75,7 +76,7 @@ def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_devi
     assert [sequence.sequence_id for sequence in bench.scheduler.waiting] == [0, 1]
     assert [sequence.request.request_id for sequence in bench.scheduler.running] == ["z"]
     bench.step(Decision(64, 64))
-    assert (bench.load.cohorts, bench.load.host_decodes, bench.load.host_blocks) == ((), 0, 8)
+    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.host.total_blocks) == ((), 0, 8)
     assert bench.plans[-1].end == (0, 1)
     begins = {begin.sequence: begin.tokens for begin in bench.plans[-1].begin}
     assert all(begins[index][:4] == bench.requests[name].prompt for index, name in enumerate("ab"))
@@ -89,7 +90,7 @@ def test_an_asymmetric_step_ends_without_the_tokens_of_its_host_sequences() -> N
     bench.add("z", 4, 8)
     bench.step(Decision(64, 0))
     bench.executor.host_dies()
-    (update,) = bench.step(Decision(0, 64, strategy="asymmetric", host_decodes=(1, 1)))
+    (update,) = bench.step(Decision(0, 64, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
     assert [row.sequence for row in bench.plans[-1].rows] == [2, 0, 1]
     assert update.request_id == "z"
     assert len(bench.scheduler.waiting) == 2
@@ -114,26 +115,26 @@ def test_what_is_on_its_way_arrives_whole(direction: str) -> None:
         bench.add("a", 4, 4)
         bench.step()
     bench.executor._swap_delay = 2
-    bench.step(Decision(0, 0, swap_out=1, swap_in=1))
+    bench.step(Decision(0, 0, host=HostDecision(swap_out=1, swap_in=1)))
     bench.executor.host_dies()
     bench.step()
-    assert bench.load.moving == 1
-    bench.finish(Decision(0, 64, strategy="overlap", host_decodes=(1, 0)))
+    assert bench.load.host.moving == 1
+    bench.finish(Decision(0, 64, host=HostDecision(strategy="overlap", decodes=(1, 0))))
     assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (1, 0)
 
 
 def test_after_three_losses_there_is_no_host_tier() -> None:
     bench = _on_host("a")
     bench.add("c", 5, 3)
-    bench.step(Decision(3, 0, park=True))  # a place on the host is reserved for it
+    bench.step(Decision(3, 0, host=HostDecision(park=True)))  # a place on the host is reserved for it
     bench.add("b", 4, 4)
     for _ in range(MOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
         check_integrity(bench.scheduler)
     bench.executor.host_dies()  # for the memory's sake; nobody is there to be lost
     swaps = len(bench.swapped())
-    bench.step(Decision(64, 64, park=True, preempt_to_host=True, swap_out=9))
-    assert (bench.load.host_blocks, bench.load.host_free_blocks, bench.load.host_decodes) == (0, 0, 0)
+    bench.step(Decision(64, 64, host=HostDecision(park=True, preempt=True, swap_out=9)))
+    assert (bench.load.host.total_blocks, bench.load.host.free_blocks, bench.load.host.decodes) == (0, 0, 0)
     assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.finish()
     assert len(bench.swapped()) == swaps
@@ -143,7 +144,7 @@ def test_what_arrives_on_a_host_that_was_given_up_is_computed_again() -> None:
     bench = Bench(swap_delay=1)
     bench.add("a", 4, 4)
     bench.step()
-    bench.step(Decision(0, 0, swap_out=1))
+    bench.step(Decision(0, 0, host=HostDecision(swap_out=1)))
     for _ in range(MOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
     while bench.scheduler.awaits_results:

@@ -21,4 +21,4 @@ def test_the_cpu_is_asked_for_no_more_than_it_serves_until_the_next_plan_ends() 
     # Five decodes with half of the keys: 4 (1 + 0.5) = 6 s from stage to stage, but a plan ends every 3 s, in which the
     # CPU serves six sequences of half a second each. A cohort gets a quarter of that, so that others begin behind it.
     decision = HybridByPrediction(512).decide(hosting(STAGES, 40))
-    assert (decision.strategy, decision.host_decodes) == ("overlap", (1, 0))
+    assert (decision.host.strategy, decision.host.decodes) == ("overlap", (1, 0))

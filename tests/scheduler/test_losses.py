@@ -11,6 +11,7 @@ from nanoserve.errors import WorkersFailed
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
@@ -172,13 +173,13 @@ def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
     bench = tiered.Bench()
     for name in "ab":
         bench.add(name, 4, 4)
-    bench.step(Decision(64, 0, park=True))
-    bench.step(Decision(64, 64, strategy="overlap", host_decodes=(1, 0)))
+    bench.step(Decision(64, 0, host=HostDecision(park=True)))
+    bench.step(Decision(64, 64, host=HostDecision(strategy="overlap", decodes=(1, 0))))
     bench.executor.die()
     bench.step()
     assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.step()
-    assert (bench.load.cohorts, bench.load.host_decodes, bench.load.running_decodes) == ((), 0, 0)
+    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.running_decodes) == ((), 0, 0)
     bench.finish()
 
 

@@ -265,7 +265,7 @@ def test_policies_import_nothing_but_the_load() -> None:
     for path in folder.glob("[a-z]*.py"):
         modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         modules -= {"abc", "bisect", "dataclasses", "functools", "typing"}
-        assert modules <= {"nanoserve.scheduler.load", placement, predictor}
+        assert modules <= {"nanoserve.scheduler.load", "nanoserve.scheduler.optional", placement, predictor}
 
 
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:

@@ -16,6 +16,7 @@ from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 HEAD = "from dataclasses import dataclass\nfrom nanoserve.scheduler import Decision, Load, Policy, parameter\n"
+HEAD += "from nanoserve.scheduler.optional import HostDecision\n"
 MINE = f"""{HEAD}
 @dataclass(frozen=True)
 class Mine(Policy):
@@ -25,6 +26,7 @@ class Mine(Policy):
     def decide(self, load: Load) -> Decision:
         return Decision(int(self.token_budget * self.share), load.ready_decodes)
 """
+OVERLAP = "Decision(1, 1, host=HostDecision(strategy='overlap'))"
 PLAIN = f"{HEAD}class Mine(Policy):\n    def decide(self, load):\n        return "
 
 
@@ -91,7 +93,8 @@ def test_a_mistake_is_told_in_one_line_before_anything_runs(
         (f"{PLAIN}Decision(-1, 0)\n", "prefill_tokens must be a whole number from 0, not -1"),
         (f"{PLAIN}Decision(0, float('nan'))\n", "decodes must be a whole number from 0, not nan"),
         (f"{PLAIN}Decision(1.5, 1)\n", "prefill_tokens must be a whole number from 0, not 1.5"),
-        (f"{PLAIN}Decision(1, 1, strategy='overlap')\n", "only policies of nanoserve have the CPU attend"),
+        (f"{PLAIN}{OVERLAP}\n", "only policies of nanoserve have the CPU attend"),
+        (f"{PLAIN}Decision(1, 1, host=3)\n", "policy Mine.decide: ValueError: host must be a HostDecision, not 3"),
         (f"{PLAIN}Decision(10**30, 1)\n", "prefill_tokens must be a whole number from 0, not 1000000"),
         (f"{PLAIN}Decision(1, 1, bound=7)\n", "policy Mine.decide: ValueError: bound must be text, not 7"),
         (f"{PLAIN}exit(0)\n", "policy Mine.decide: SystemExit: 0"),

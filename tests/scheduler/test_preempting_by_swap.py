@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.policies.placement import PreemptingBySwap
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import lives
@@ -16,7 +17,14 @@ from tests.scheduler.tier_lives import SECONDS, TIERS, Times, check
 from tests.scheduler.tiered import Bench
 
 ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
-FULL = replace(IDLE, running_decodes=4, ready_decodes=4, context_tokens=400, free_blocks=0, host_blocks=50)
+FULL = replace(
+    IDLE,
+    running_decodes=4,
+    ready_decodes=4,
+    context_tokens=400,
+    free_blocks=0,
+    host=replace(IDLE.host, total_blocks=50),
+)
 """Four decodes of 100 tokens each, and no block for any of them to grow into."""
 
 
@@ -39,11 +47,11 @@ def test_who_attends_on_the_host_is_left_alone() -> None:
 def test_it_moves_where_that_is_cheaper_than_one_step_that_computes_it_again(swap_token: float, way: str) -> None:
     predictor = LinearPredictor(linear=2.0, row=0.03, prompt_token=0.0475, overhead=1.0, swap_token=swap_token)
     decision = swapping("sarathi", 64).decide(replace(FULL, predictor=predictor))
-    assert decision.preempt_to_host is (way == "moves")
+    assert decision.host.preempt is (way == "moves")
 
 
 def test_without_a_predictor_everything_is_computed_again() -> None:
-    assert not swapping("sarathi", 64).decide(FULL).preempt_to_host
+    assert not swapping("sarathi", 64).decide(FULL).host.preempt
 
 
 def test_while_there_is_room_nobody_asks() -> None:
@@ -53,7 +61,7 @@ def test_while_there_is_room_nobody_asks() -> None:
             raise AssertionError
 
     load = replace(FULL, free_blocks=5, predictor=NotToBeAsked())
-    assert not swapping("sarathi", 64).decide(load).preempt_to_host
+    assert not swapping("sarathi", 64).decide(load).host.preempt
 
 
 def test_no_new_prompt_while_sequences_are_on_the_host_or_on_their_way() -> None:
@@ -61,22 +69,24 @@ def test_no_new_prompt_while_sequences_are_on_the_host_or_on_their_way() -> None
     policy = swapping("sarathi", 64)
     assert policy.decide(waiting).prefill_tokens == 60
     for away in (
-        replace(waiting, host_decodes=1, ready_host=1, host_context_tokens=80),
-        replace(waiting, moving=1),
+        replace(waiting, host=replace(waiting.host, decodes=1, ready=1, context_tokens=80)),
+        replace(waiting, host=replace(waiting.host, moving=1)),
     ):
-        assert policy.decide(away) == replace(Decision(0, 4), swap_in=away.ready_host)
+        assert policy.decide(away) == Decision(0, 4, host=HostDecision(swap_in=away.host.ready))
         partly = policy.decide(replace(away, ready_prefills=1))
         assert partly.prefill_tokens == 30, "the one that is partly computed goes on"
 
 
 def test_a_policy_that_would_stop_for_a_prompt_decodes_instead() -> None:
-    load = replace(FULL, free_blocks=50, waiting_tokens=90, first_waiting_tokens=30, moving=1)
+    load = replace(FULL, free_blocks=50, waiting_tokens=90, first_waiting_tokens=30, host=replace(FULL.host, moving=1))
     assert swapping("prefill-first", 64).decide(load) == Decision(0, 4, whole_prompts=False)
 
 
 def test_as_many_come_back_as_fit_beside_the_growth_expected() -> None:
-    load = replace(FULL, free_blocks=20, host_decodes=3, ready_host=3, host_context_tokens=3 * 80, expected_growth=9)
-    assert swapping("throttling", 64).decide(load).swap_in == 2, "five blocks each, eleven to be had"
+    load = replace(
+        FULL, free_blocks=20, host=replace(FULL.host, decodes=3, ready=3, context_tokens=3 * 80), expected_growth=9
+    )
+    assert swapping("throttling", 64).decide(load).host.swap_in == 2, "five blocks each, eleven to be had"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ golden.py has the spelling; swaps are device>host or device<host.
 from dataclasses import dataclass
 
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from tests.scheduler.golden import Prompt, play
 
 
@@ -13,9 +14,11 @@ class PrefillHereDecodeThere(Policy):
     """The outline of Seesaw: prompts in layout 0, parked; when none waits, decodes in layout 1."""
 
     def decide(self, load: Load) -> Decision:
-        if load.waiting_tokens or (load.layout == 0 and load.running_decodes + load.moving):
-            return Decision(prefill_tokens=4, decodes=0, park=True)
-        return Decision(prefill_tokens=0, decodes=load.ready_decodes, swap_in=load.ready_host, layout=1)
+        if load.waiting_tokens or (load.layouts.current == 0 and load.running_decodes + load.host.moving):
+            return Decision(prefill_tokens=4, decodes=0, host=HostDecision(park=True))
+        return Decision(
+            prefill_tokens=0, decodes=load.ready_decodes, host=HostDecision(swap_in=load.host.ready), layout=1
+        )
 
 
 def test_prompts_are_parked_and_come_back_in_another_layout() -> None:
@@ -47,13 +50,13 @@ class Then(Policy):
     decisions: list[Decision]
 
     def decide(self, load: Load) -> Decision:
-        if load.waiting_tokens or load.running_decodes or load.moving:
-            return Decision(prefill_tokens=9, decodes=0, park=True)
+        if load.waiting_tokens or load.running_decodes or load.host.moving:
+            return Decision(prefill_tokens=9, decodes=0, host=HostDecision(park=True))
         return self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
 
 
 def test_a_host_sequence_takes_as_many_overlapped_steps_as_there_are_layers_and_one() -> None:
-    go_on = Decision(0, 0, strategy="overlap", host_decodes=(1, 0))
+    go_on = Decision(0, 0, host=HostDecision(strategy="overlap", decodes=(1, 0)))
     assert play(Then([go_on]), [Prompt((1, 2), 2), Prompt((3, 4), 2)], num_blocks=4, host_blocks=4, num_layers=3) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
@@ -71,8 +74,8 @@ def test_a_host_sequence_takes_as_many_overlapped_steps_as_there_are_layers_and_
 
 
 def test_an_asymmetric_step_finishes_first_those_that_are_under_way() -> None:
-    begin_two = Decision(0, 0, strategy="overlap", host_decodes=(2, 0))
-    finish = Decision(0, 0, strategy="asymmetric", host_decodes=(1, 2))
+    begin_two = Decision(0, 0, host=HostDecision(strategy="overlap", decodes=(2, 0)))
+    finish = Decision(0, 0, host=HostDecision(strategy="asymmetric", decodes=(1, 2)))
     prompts = [Prompt((1, 2), 2), Prompt((3, 4), 2), Prompt((5, 6), 2)]
     assert play(Then([begin_two, finish]), prompts, num_blocks=4, host_blocks=6, num_layers=3) == [
         "step 0: begin 0 begin 1 begin 2",

@@ -22,7 +22,9 @@ def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, memory: d
 @given(life=lives(WINDOWS), memory=TIERS, decided=DECIDED)
 def test_windows_are_parked_and_swapped_and_change_layouts(life: dict, memory: dict, decided: list[Decision]) -> None:
     """Attention on the CPU takes no cache groups, so the host only keeps."""
-    check(AtRandom([replace(decision, host_decodes=(0, 0)) for decision in decided]), life, memory)
+    check(
+        AtRandom([replace(decision, host=replace(decision.host, decodes=(0, 0))) for decision in decided]), life, memory
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)

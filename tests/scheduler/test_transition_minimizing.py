@@ -6,6 +6,7 @@ import pytest
 
 from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
@@ -14,7 +15,9 @@ from tests.scheduler.tiered import Bench
 SEESAW = TransitionMinimizing(512)
 PREFILL, DECODE = 0, 1
 
-EMPTY = replace(IDLE, layouts=2, host_blocks=400, host_free_blocks=400)
+EMPTY = replace(
+    IDLE, layouts=replace(IDLE.layouts, count=2), host=replace(IDLE.host, total_blocks=400, free_blocks=400)
+)
 BACKLOG = replace(EMPTY, waiting_tokens=50_000, first_waiting_tokens=159)  # ten blocks each, the first answer included
 
 
@@ -22,10 +25,13 @@ def pooled(load: Load, sequences: int, *, ready: int | None = None) -> Load:
     """With so many sequences of ten blocks in the pool."""
     return replace(
         load,
-        host_decodes=sequences,
-        ready_host=sequences if ready is None else ready,
-        host_context_tokens=160 * sequences,
-        host_free_blocks=400 - 10 * sequences,
+        host=replace(
+            load.host,
+            decodes=sequences,
+            ready=sequences if ready is None else ready,
+            context_tokens=160 * sequences,
+            free_blocks=400 - 10 * sequences,
+        ),
     )
 
 
@@ -33,7 +39,7 @@ def decoding(load: Load, sequences: int) -> Load:
     """In the decode layout, with so many sequences of ten blocks on the device."""
     return replace(
         load,
-        layout=DECODE,
+        layouts=replace(load.layouts, current=DECODE),
         running_decodes=sequences,
         ready_decodes=sequences,
         context_tokens=160 * sequences,
@@ -42,7 +48,7 @@ def decoding(load: Load, sequences: int) -> Load:
 
 
 def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
-    expected = Decision(512, 0, park=True, preempt_to_host=True, layout=PREFILL)
+    expected = Decision(512, 0, host=HostDecision(park=True, preempt=True), layout=PREFILL)
     assert SEESAW.decide(BACKLOG) == expected
     assert SEESAW.decide(pooled(BACKLOG, 39)) == expected  # far more than the 10 that the device holds
     assert SEESAW.decide(pooled(BACKLOG, 40)) == Decision(0, 0, layout=DECODE)
@@ -65,7 +71,9 @@ def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
 def test_prompts_are_computed_in_the_steps_that_are_through_a_pipeline_soonest(
     waiting: int, pool: int, depth: int, budget: int, tokens: int
 ) -> None:
-    load = replace(BACKLOG, waiting_tokens=waiting, first_waiting_tokens=50, host_free_blocks=pool)
+    load = replace(
+        BACKLOG, waiting_tokens=waiting, first_waiting_tokens=50, host=replace(BACKLOG.host, free_blocks=pool)
+    )
     load = replace(load, pipeline_depth=depth)
     policy, predictor = TransitionMinimizing(budget), LinearPredictor(num_layers=1, linear=100.0, row=1.0)
     assert policy.decide(replace(load, predictor=predictor)).prefill_tokens == tokens
@@ -81,13 +89,15 @@ def test_prompts_that_have_begun_are_ended_before_the_turn() -> None:
 
 def test_decoding_begins_too_when_nothing_is_left_to_prefill() -> None:
     assert SEESAW.decide(pooled(EMPTY, 3)).layout == DECODE
-    assert SEESAW.decide(replace(EMPTY, moving=1)).layout == DECODE  # the last one is on its way
+    last_on_its_way = replace(EMPTY, host=replace(EMPTY.host, moving=1))
+    assert SEESAW.decide(last_on_its_way).layout == DECODE
     assert SEESAW.decide(EMPTY).layout == PREFILL  # nothing to decode either
 
 
 def test_prompts_that_wait_for_slots_are_computed_before_the_turn() -> None:
     """All slots are held by sequences that move to the pool, which has room for more."""
-    moving = replace(pooled(BACKLOG, 0), moving=256, free_slots=0, first_waiting_tokens=0)
+    moving = replace(pooled(BACKLOG, 0), free_slots=0, first_waiting_tokens=0)
+    moving = replace(moving, host=replace(moving.host, moving=256))
     assert SEESAW.decide(moving).layout == PREFILL
     assert SEESAW.decide(replace(moving, waiting_tokens=0)).layout == DECODE
 
@@ -104,18 +114,18 @@ def test_few_slots_do_not_bring_many_transitions() -> None:
 def test_decoding_takes_in_what_fits_and_shares_the_decodes_among_the_stages() -> None:
     load = replace(pooled(decoding(BACKLOG, 6), 30), pipeline_depth=4, expected_growth=15)
     # four times ten blocks are free, fifteen of them spoken for: two; and a step of six decodes is two of them
-    assert SEESAW.decide(load) == Decision(0, 2, swap_in=2, preempt_to_host=True, layout=DECODE)
+    assert SEESAW.decide(load) == Decision(0, 2, host=HostDecision(swap_in=2, preempt=True), layout=DECODE)
     assert SEESAW.decide(replace(load, ready_decodes=1)).decodes == 1
-    assert SEESAW.decide(replace(load, ready_host=1)).swap_in == 1
+    assert SEESAW.decide(replace(load, host=replace(load.host, ready=1))).host.swap_in == 1
     idle = replace(pooled(decoding(BACKLOG, 0), 30), expected_growth=99)
-    assert SEESAW.decide(idle).swap_in == 1  # nobody there who could grow
+    assert SEESAW.decide(idle).host.swap_in == 1  # nobody there who could grow
 
 
 def test_prefill_comes_back_when_the_pool_and_the_device_are_empty_and_something_waits() -> None:
     done = decoding(BACKLOG, 0)
     assert SEESAW.decide(done).layout == PREFILL
     assert SEESAW.decide(pooled(done, 1)).layout == DECODE
-    assert SEESAW.decide(replace(done, moving=1)).layout == DECODE
+    assert SEESAW.decide(replace(done, host=replace(done.host, moving=1))).layout == DECODE
     assert SEESAW.decide(decoding(EMPTY, 0)).layout == DECODE  # nothing waits: no transition for its own sake
 
 
@@ -136,33 +146,38 @@ def test_who_decodes_on_when_turning_back_would_gain_nothing() -> None:
     assert SEESAW.decide(full).layout == DECODE  # B = b
     lone = replace(load, waiting_tokens=16, first_waiting_tokens=16)  # B = 5.1: 2 % of a step are wasted
     assert SEESAW.decide(lone).layout == DECODE
-    small_pool = replace(load, host_blocks=59, host_free_blocks=59)  # 50 blocks on the device and 10 for the prompt
+    # 50 blocks on the device and 10 for the prompt
+    small_pool = replace(load, host=replace(load.host, total_blocks=59, free_blocks=59))
     assert SEESAW.decide(small_pool).layout == DECODE
 
 
 def test_a_pool_smaller_than_the_device_brings_fewer_back() -> None:
     # The pool of 60 blocks holds B = 6: T(6) = 4 * 1.96 = 7.84, so a step wastes 7.2 - 7.84 / 1.2 = 0.67 s, not 2.0.
     predictor = LinearPredictor(swap_token=0.1, transition=20.0)
-    load = replace(decoding(BACKLOG, 5), predictor=predictor, host_blocks=60, host_free_blocks=60)
+    load = replace(decoding(BACKLOG, 5), predictor=predictor)
+    load = replace(load, host=replace(load.host, total_blocks=60, free_blocks=60))
     layouts = [SEESAW.decide(replace(load, longest_remaining=steps)).layout for steps in (299, 301)]
     assert layouts == [DECODE, PREFILL]
 
 
 def test_a_transition_under_way_is_carried_through() -> None:
-    turning = replace(pooled(decoding(BACKLOG, 3), 2), previous=Decision(0, 0, layout=PREFILL), moving=2)
+    turning = replace(pooled(decoding(BACKLOG, 3), 2), previous=Decision(0, 0, layout=PREFILL))
+    turning = replace(turning, host=replace(turning.host, moving=2))
     assert SEESAW.decide(turning) == Decision(0, 0, layout=PREFILL)
     assert SEESAW.decide(replace(turning, previous=Decision(0, 3, layout=DECODE))).layout == DECODE
 
 
 def test_what_the_pool_could_never_hold_is_decoded_where_it_was_computed() -> None:
-    huge = replace(BACKLOG, first_waiting_tokens=900, host_blocks=50, host_free_blocks=50)
-    assert SEESAW.decide(huge) == Decision(512, 0, park=False, preempt_to_host=True, layout=PREFILL)
+    huge = replace(BACKLOG, first_waiting_tokens=900, host=replace(BACKLOG.host, total_blocks=50, free_blocks=50))
+    assert SEESAW.decide(huge) == Decision(512, 0, host=HostDecision(park=False, preempt=True), layout=PREFILL)
     computed = replace(huge, waiting_tokens=0, first_waiting_tokens=0, running_decodes=1, ready_decodes=1)
-    assert SEESAW.decide(computed) == Decision(0, 1, swap_out=1, park=True, preempt_to_host=True, layout=PREFILL)
+    assert SEESAW.decide(computed) == Decision(
+        0, 1, host=HostDecision(swap_out=1, park=True, preempt=True), layout=PREFILL
+    )
 
 
 def test_one_layout_or_no_pool_is_prefill_first() -> None:
-    for alone in ({"layouts": 1}, {"host_blocks": 0, "host_free_blocks": 0}):
+    for alone in ({"layouts": IDLE.layouts}, {"host": IDLE.host}):
         load = replace(BACKLOG, running_decodes=4, ready_decodes=4, **alone)
         assert SEESAW.decide(load) == Decision(512, 0, whole_prompts=True)
         full = replace(load, free_blocks=9)

@@ -7,6 +7,7 @@ import pytest
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import StepPlan
 from tests.scheduler.tiered import Bench
 
@@ -33,10 +34,14 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
     bench.step()
     assert bench.plans[-1] == StepPlan(2, end=bench.plans[-1].end, transition=1)
     bench.step()
-    assert (bench.load.layout, bench.load.total_blocks, bench.scheduler.extensions.layouts.current) == (1, 5, 1)
+    assert (bench.load.layouts.current, bench.load.total_blocks, bench.scheduler.extensions.layouts.current) == (
+        1,
+        5,
+        1,
+    )
     assert bench.plans[-1].layout == 1
     assert bench.scheduler.table.preemptions == 2
-    bench.finish(Decision(64, 64, layout=1, swap_in=1))
+    bench.finish(Decision(64, 64, layout=1, host=HostDecision(swap_in=1)))
     assert _transitions(bench) == [1]
 
 
@@ -55,7 +60,7 @@ def test_nothing_new_is_planned_until_what_is_in_flight_has_ended() -> None:
 def test_a_policy_that_changes_its_mind_while_the_device_drains_goes_on_where_it_was() -> None:
     bench = _running(swap_delay=2)
     bench.step(TO_1)
-    bench.step(Decision(64, 64, swap_in=1))
+    bench.step(Decision(64, 64, host=HostDecision(swap_in=1)))
     assert bench.plans[-1].rows
     bench.finish()
     assert _transitions(bench) == []
@@ -77,10 +82,10 @@ def test_a_transition_forgets_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [lambda load, asked: asked % 2, lambda load, asked: 1 - load.layout, lambda load, asked: asked // 3 % 2],
+    [lambda load, asked: asked % 2, lambda load, asked: 1 - load.layouts.current, lambda load, asked: asked // 3 % 2],
     ids=["by turns", "always the other", "three and three"],
 )
-@pytest.mark.parametrize("moves", [Decision(64, 64), Decision(1, 1, park=True), Decision(0, 0)])
+@pytest.mark.parametrize("moves", [Decision(64, 64), Decision(1, 1, host=HostDecision(park=True)), Decision(0, 0)])
 @pytest.mark.parametrize("host_blocks", [0, 3, 16])
 def test_a_policy_that_keeps_changing_its_layout_lets_everything_finish(
     wanted: Callable[[Load, int], int], moves: Decision, host_blocks: int
@@ -91,7 +96,9 @@ def test_a_policy_that_keeps_changing_its_layout_lets_everything_finish(
         def decide(self, load: Load) -> Decision:
             bench.policy.loads.append(load)
             layout = wanted(load, len(bench.policy.loads))
-            return Decision(moves.prefill_tokens, moves.decodes, park=moves.park, swap_in=1, layout=layout)
+            return Decision(
+                moves.prefill_tokens, moves.decodes, host=HostDecision(park=moves.host.park, swap_in=1), layout=layout
+            )
 
     bench.scheduler.policy = Restless()
     for name in "abcd":
@@ -104,7 +111,7 @@ def test_a_layout_there_is_not_is_passed_over() -> None:
     bench.add("a", 4, 3)
     bench.finish(Decision(64, 64, layout=7))
     assert _transitions(bench) == []
-    assert bench.load.layouts == 2
+    assert bench.load.layouts.count == 2
 
 
 def test_what_does_not_fit_the_smallest_layout_is_refused() -> None:
@@ -135,6 +142,6 @@ def test_a_prompt_that_is_given_up_while_the_device_drains_delays_nothing() -> N
     bench.step(TO_1)
     bench.give_up("a")
     bench.give_up("c")
-    bench.finish(Decision(64, 64, layout=1, swap_in=1))
+    bench.finish(Decision(64, 64, layout=1, host=HostDecision(swap_in=1)))
     assert _transitions(bench) == [1]
     assert FinishReason.ABORT not in {sequence.finish_reason for sequence in bench.scheduler.running}

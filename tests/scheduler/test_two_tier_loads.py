@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
+from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import Cohort, HostLoad, LayoutsLoad
 from tests.fakes.linear_predictor import LinearPredictor
 
 RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}
@@ -66,15 +67,16 @@ def _loads(draw: st.DrawFn) -> Load:
         steps_in_flight=draw(st.integers(0, 3)),
         pipeline_depth=draw(st.integers(1, 4)),
         expected_growth=draw(st.integers(0, total - 1)),
-        layout=draw(st.integers(0, layouts - 1)),
-        layouts=layouts,
-        host_decodes=ready_host + under_way,
-        ready_host=ready_host,
-        host_context_tokens=(ready_host + under_way) * draw(st.integers(1, 500)),
-        moving=draw(st.integers(0, 3)) if host_blocks else 0,
-        host_free_blocks=draw(st.integers(0, host_blocks)),
-        host_blocks=host_blocks,
-        cohorts=tuple(cohorts),
+        layouts=LayoutsLoad(current=draw(st.integers(0, layouts - 1)), count=layouts),
+        host=HostLoad(
+            decodes=ready_host + under_way,
+            ready=ready_host,
+            context_tokens=(ready_host + under_way) * draw(st.integers(1, 500)),
+            moving=draw(st.integers(0, 3)) if host_blocks else 0,
+            free_blocks=draw(st.integers(0, host_blocks)),
+            total_blocks=host_blocks,
+            cohorts=tuple(cohorts),
+        ),
         longest_remaining=draw(st.integers(0, 1000)),
         predictor=draw(PREDICTOR_OR_NONE),
     )
@@ -89,21 +91,21 @@ def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int
     assert policy.decide(load) == decision, "a policy is a pure function"
     assert 0 <= decision.prefill_tokens <= budget
     assert 0 <= decision.decodes <= load.ready_decodes
-    assert 0 <= decision.swap_out <= load.ready_decodes
-    assert 0 <= decision.swap_in <= load.ready_host
-    assert 0 <= decision.layout < load.layouts
-    first, second = decision.host_decodes
-    under_way = sum(cohort.sequences for cohort in load.cohorts)
+    assert 0 <= decision.host.swap_out <= load.ready_decodes
+    assert 0 <= decision.host.swap_in <= load.host.ready
+    assert 0 <= decision.layout < load.layouts.count
+    first, second = decision.host.decodes
+    under_way = sum(cohort.sequences for cohort in load.host.cohorts)
     assert min(first, second) >= 0
-    assert first + second + decision.swap_in <= load.ready_host + under_way
-    if decision.strategy == "overlap":
-        assert second == 0 and first + decision.swap_in <= load.ready_host
-    if decision.strategy == "device":
-        assert decision.host_decodes == (0, 0)
-    if not load.host_blocks:
-        assert not decision.park and not decision.preempt_to_host and decision.strategy == "device"
+    assert first + second + decision.host.swap_in <= load.host.ready + under_way
+    if decision.host.strategy == "overlap":
+        assert second == 0 and first + decision.host.swap_in <= load.host.ready
+    if decision.host.strategy == "device":
+        assert decision.host.decodes == (0, 0)
+    if not load.host.total_blocks:
+        assert not decision.host.park and not decision.host.preempt and decision.host.strategy == "device"
     if load.predictor is None:
-        assert decision.strategy == "device"
+        assert decision.host.strategy == "device"
 
 
 @pytest.mark.parametrize("name", TWO_TIERED)
@@ -114,13 +116,17 @@ def test_an_idle_device_is_given_something_to_do(name: str, load: Load, hosted: 
     idle = replace(
         load,
         **dict.fromkeys(("running_decodes", "ready_decodes", "ready_prefills", "context_tokens"), 0),
-        **dict.fromkeys(("moving", "steps_in_flight", "expected_growth"), 0),
-        host_decodes=hosted,
-        ready_host=hosted,
-        host_context_tokens=100 * hosted,
-        host_blocks=2000,
-        cohorts=(),
+        **dict.fromkeys(("steps_in_flight", "expected_growth"), 0),
+        host=replace(
+            load.host,
+            decodes=hosted,
+            ready=hosted,
+            context_tokens=100 * hosted,
+            moving=0,
+            total_blocks=2000,
+            cohorts=(),
+        ),
     )
     decision = _policy(name, 512).decide(idle)
-    turns = decision.layout != idle.layout
-    assert decision.swap_in or sum(decision.host_decodes) or decision.prefill_tokens or turns
+    turns = decision.layout != idle.layouts.current
+    assert decision.host.swap_in or sum(decision.host.decodes) or decision.prefill_tokens or turns

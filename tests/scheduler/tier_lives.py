@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from nanoserve.engine.engine import Engine
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.windows import most_tokens
@@ -24,12 +25,15 @@ DECISIONS = st.builds(
     prefill_tokens=st.sampled_from([0, 1, 3, 8, 64]),
     decodes=COUNTS,
     whole_prompts=st.booleans(),
-    strategy=st.sampled_from(["device", "asymmetric", "overlap"]),
-    host_decodes=st.tuples(COUNTS, COUNTS),
-    swap_out=COUNTS,
-    swap_in=COUNTS,
-    park=st.booleans(),
-    preempt_to_host=st.booleans(),
+    host=st.builds(
+        HostDecision,
+        strategy=st.sampled_from(["device", "asymmetric", "overlap"]),
+        decodes=st.tuples(COUNTS, COUNTS),
+        swap_out=COUNTS,
+        swap_in=COUNTS,
+        park=st.booleans(),
+        preempt=st.booleans(),
+    ),
     layout=st.sampled_from([0, 0, 0, 1, 2]),
 )
 DECIDED = st.lists(DECISIONS, min_size=1, max_size=6)
@@ -55,14 +59,17 @@ class AlsoUsingTheHost(Policy):
 
     def decide(self, load: Load) -> Decision:
         decision = self.inner.decide(load)
-        halves = (load.ready_host // 2, load.ready_host // 4)
+        halves = (load.host.ready // 2, load.host.ready // 4)
         return replace(
             decision,
-            strategy="overlap" if load.free_blocks % 2 else "asymmetric",
-            host_decodes=halves,
-            swap_in=load.ready_host // 2,
-            park=load.free_fraction < 0.5,
-            preempt_to_host=True,
+            host=replace(
+                decision.host,
+                strategy="overlap" if load.free_blocks % 2 else "asymmetric",
+                decodes=halves,
+                swap_in=load.host.ready // 2,
+                park=load.free_fraction < 0.5,
+                preempt=True,
+            ),
         )
 
 

@@ -23,7 +23,7 @@ class _FixedLookahead(Policy):
     policy: Policy
 
     def decide(self, load: Load) -> Decision:
-        return replace(self.policy.decide(load), guesses=LOOKAHEAD)
+        return replace(self.policy.decide(load), draft_tokens=LOOKAHEAD)
 
 
 class Drafted(NamedTuple):

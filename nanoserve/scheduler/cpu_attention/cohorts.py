@@ -4,7 +4,7 @@ so its token takes L + 1 plans at least."""
 from collections.abc import Mapping
 
 from nanoserve.request import Sequence
-from nanoserve.scheduler.load import Cohort
+from nanoserve.scheduler.optional import Cohort
 from nanoserve.scheduler.plan import StepPlan
 
 

@@ -1,5 +1,7 @@
 """HostDecoding: host sequences decode where their KV is, in two sub-batches of a step or beside several steps."""
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from nanoserve.request import PlannedRow, Sequence
@@ -36,20 +38,20 @@ class HostDecoding(Extension):
 
     def survey(self, load: Load) -> None:
         if self.cohorts:
-            load.cohorts = tuple(self.cohorts.under_way.values())
+            load.host = dataclasses.replace(load.host, cohorts=tuple(self.cohorts.under_way.values()))
 
     def after_decodes(self, builder: PlanBuilder) -> None:
-        decision = builder.decision
+        decision = builder.decision.host
         self._decided = decision.strategy
         if decision.strategy == "overlap":
-            for sequence in self._host.ready[: decision.host_decodes[0]]:
+            for sequence in self._host.ready[: decision.decodes[0]]:
                 self._add_row(builder, sequence, 0)
         elif decision.strategy == "asymmetric":
             self._finish_tokens(builder)
 
     def _finish_tokens(self, builder: PlanBuilder) -> None:
         """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
-        first, second = builder.decision.host_decodes
+        first, second = builder.decision.host.decodes
         for sequence in self._under_way()[: first + second]:
             row = Row(
                 sequence=sequence.sequence_id,

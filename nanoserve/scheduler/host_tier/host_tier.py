@@ -7,6 +7,7 @@ from nanoserve.scheduler.extension import Extension
 from nanoserve.scheduler.host_tier.host_blocks import HostBlocks
 from nanoserve.scheduler.host_tier.swaps import Swaps
 from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.optional import HostLoad
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
@@ -48,19 +49,24 @@ class HostTier(Extension):
 
     def survey(self, load: Load) -> None:
         self.ready = [sequence for sequence in self.on_host if not sequence.in_flight]
-        load.host_decodes = len(self.on_host)
-        load.ready_host = len(self.ready)
-        load.host_context_tokens = sum([sequence.computed for sequence in self.on_host])
-        load.moving = len(self._table.busy)
+        free_blocks = total_blocks = 0
         if not self.blocks.is_closed:
-            load.host_free_blocks = self.pool.free_blocks // self.pool.groups
-            load.host_blocks = self.pool.num_blocks // self.pool.groups
+            free_blocks = self.pool.free_blocks // self.pool.groups
+            total_blocks = self.pool.num_blocks // self.pool.groups
+        load.host = HostLoad(
+            decodes=len(self.on_host),
+            ready=len(self.ready),
+            context_tokens=sum([sequence.computed for sequence in self.on_host]),
+            moving=len(self._table.busy),
+            free_blocks=free_blocks,
+            total_blocks=total_blocks,
+        )
 
     def before_rows(self, builder: PlanBuilder, decodes: list[Sequence], prefills: list[Sequence]) -> list[Sequence]:
-        if builder.decision.swap_out:
+        if builder.decision.host.swap_out:
             decodes = self._swap_out(builder, decodes)
         self._swap_in(builder)
-        if builder.decision.park:
+        if builder.decision.host.park:
             builder.prompts_must_fit = False  # decodes keep room for the next one
             self._keep_room_for_prompts(builder, prefills)
         return decodes
@@ -69,7 +75,7 @@ class HostTier(Extension):
         """Move decodes to the host as decided, the last first; returns those that may enter the plan. One that has
         computed no token since it came from there stays, or it could go to and fro endlessly. One in flight cannot move
         before its token, but does not enter the plan either."""
-        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: builder.decision.swap_out]
+        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: builder.decision.host.swap_out]
         for sequence in chosen:
             if not sequence.in_flight and not self.move_out(builder, sequence):
                 break
@@ -81,7 +87,7 @@ class HostTier(Extension):
         into, so that nothing has to leave again at once."""
         table, pool = self._table, self._device.pool
         moved = 0
-        for sequence in self.ready[: builder.decision.swap_in]:
+        for sequence in self.ready[: builder.decision.host.swap_in]:
             growing = len(table.running) + len(table.busy)
             needed = self.blocks.blocks_to_return(sequence) + growing * pool.groups
             if table.free_slots <= 0 or needed > pool.free_blocks:
@@ -117,7 +123,7 @@ class HostTier(Extension):
         return leaving > 0 and count <= self._device.capacity(sequence) + positions
 
     def rescue(self, builder: PlanBuilder, victim: Sequence) -> bool:
-        return builder.decision.preempt_to_host and self.move_out(builder, victim)
+        return builder.decision.host.preempt and self.move_out(builder, victim)
 
     def run_first(self, builder: PlanBuilder, first: Sequence | None) -> bool:
         candidate = self.on_host.first
@@ -150,11 +156,11 @@ class HostTier(Extension):
         return self.blocks.can_reserve(prompt, len(prompt.tokens) + 1)
 
     def may_admit(self, builder: PlanBuilder, prompt: Sequence) -> bool:
-        return not builder.decision.park or self._can_park(prompt)
+        return not builder.decision.host.park or self._can_park(prompt)
 
     def after_prompt_row(self, builder: PlanBuilder, prompt: Sequence) -> None:
         """A prompt to be parked reserves host blocks and moves after its last row, unless one token is left to come."""
-        if not builder.decision.park:
+        if not builder.decision.host.park:
             self.blocks.release(prompt)
             return
         if self._can_park(prompt):

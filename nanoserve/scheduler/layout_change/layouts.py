@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from nanoserve.scheduler.extension import Extension
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.optional import LayoutsLoad
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
@@ -49,8 +50,7 @@ class Layouts(Extension):
         return self._target is not None
 
     def survey(self, load: Load) -> None:
-        load.layout = self.current
-        load.layouts = len(self._capacities)
+        load.layouts = LayoutsLoad(self.current, len(self._capacities))
         if self._scheduler.predictors:
             load.predictor = self._scheduler.predictors[self.current]
 

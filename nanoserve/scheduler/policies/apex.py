@@ -5,7 +5,8 @@ NG and NC are the sequences whose decode attention device and CPU compute per se
 
 from dataclasses import dataclass, replace
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
+from nanoserve.scheduler.load import Decision, Load, parameter
+from nanoserve.scheduler.optional import Alternative
 from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy
 
 
@@ -33,8 +34,10 @@ class AsymmetricPipelining(HybridPolicy):
         weighed = Alternative("device", step.step_seconds, alone), Alternative("asymmetric", seconds, pipelined)
         if pipelined > alone:
             bound = "NEO: two sub-batches advance more sequences a second"
-            return replace(plan, strategy="asymmetric", host_decodes=sizes, alternatives=weighed, bound=bound)
-        return replace(plan, alternatives=weighed, bound="NEO: the device alone advances more sequences a second")
+            host = replace(plan.host, strategy="asymmetric", decodes=sizes, alternatives=weighed)
+            return replace(plan, host=host, bound=bound)
+        host = replace(plan.host, alternatives=weighed)
+        return replace(plan, host=host, bound="NEO: the device alone advances more sequences a second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,10 @@ class AsynchronousOverlap(HybridPolicy):
 
 
 def _overlapped(load: Load, plan: Decision, cohorts: int, bound: str) -> Decision:
-    begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
-    if begin == 0 and not load.cohorts:
+    begin = load.host.ready - plan.host.swap_in if len(load.host.cohorts) < cohorts else 0
+    if begin == 0 and not load.host.cohorts:
         return plan
-    return replace(plan, strategy="overlap", host_decodes=(begin, 0), bound=bound)
+    return replace(plan, host=replace(plan.host, strategy="overlap", decodes=(begin, 0)), bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class ApexAlgorithm1(HybridPolicy):
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if step.host == 0:
             return plan
-        if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
+        if not load.host.cohorts and load.host.decodes < self.minimum_ratio * step.decodes:
             return plan
         tlin, tgatt, layers = step.tlin, step.tgatt, step.predictor.num_layers
         window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
@@ -91,13 +94,15 @@ class ApexAlgorithm1(HybridPolicy):
         # The inequality's rates are those of a model of one layer.
         on_device = Alternative("device", step.decode_only_seconds, alone / layers)
         in_turn = Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers)
-        plan = replace(plan, alternatives=(on_device, in_turn))
+        host = replace(plan.host, alternatives=(on_device, in_turn))
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:
-                plan = replace(plan, host_decodes=sizes)
-                return replace(plan, strategy="asymmetric", bound="inequality 5 holds")
-        return _overlapped(load, plan, 1, "inequality 5 does not hold, or the CPU would end too late")
+                host = replace(host, strategy="asymmetric", decodes=sizes)
+                return replace(plan, host=host, bound="inequality 5 holds")
+        return _overlapped(
+            load, replace(plan, host=host), 1, "inequality 5 does not hold, or the CPU would end too late"
+        )
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
+from nanoserve.scheduler.load import Decision, Load, parameter
+from nanoserve.scheduler.optional import Alternative
 from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, fitting_tokens
 
 _COHORTS = 4  # which share the CPU's time in a step
@@ -36,11 +37,12 @@ class HybridByPrediction(HybridPolicy):
     """Gain for which asymmetric steps are taken and prompts parked: the host's last sequences end late, at a cost."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
-        if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
+        if (plan.host.park or plan.host.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
             plan = device_alone(load, self.token_budget)
             step = DeviceStep.of(load, plan) or step
-        if plan.park and step.cpu_seconds(load.host_decodes + load.moving + 1) > step.decode_only_seconds:
-            plan = replace(plan, park=False, prefill_tokens=fitting_tokens(load, self.token_budget, plan))
+        if plan.host.park and step.cpu_seconds(load.host.decodes + load.host.moving + 1) > step.decode_only_seconds:
+            tokens = fitting_tokens(load, self.token_budget, plan)
+            plan = replace(plan, prefill_tokens=tokens, host=replace(plan.host, park=False))
             step = replace(step, prefill=plan.prefill_tokens)
         if step.host == 0:
             return plan
@@ -49,7 +51,7 @@ class HybridByPrediction(HybridPolicy):
         beside, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
         if step.rows == 0:
             # A host sequence that begins a token cannot come back before it is there, so none begins while others move.
-            return plan if not load.cohorts and (plan.swap_in or load.moving) else beside
+            return plan if not load.host.cohorts and (plan.host.swap_in or load.host.moving) else beside
         sizes, asymmetric_seconds = step.pipelined(step.host)
         weighed = (
             Alternative("device", step.step_seconds, advanced / step.step_seconds),
@@ -58,11 +60,11 @@ class HybridByPrediction(HybridPolicy):
         )
         alone, overlap, pipelined = (one.per_second for one in weighed)
         if pipelined > max(overlap, (1 + self.worthwhile) * alone):
-            plan = replace(plan, host_decodes=sizes)
-            plan = replace(plan, strategy="asymmetric", bound="predicted best: two sub-batches")
+            host = replace(plan.host, strategy="asymmetric", decodes=sizes)
+            plan = replace(plan, host=host, bound="predicted best: two sub-batches")
         elif overlap > alone:
             plan = replace(beside, bound="predicted best: the CPU beside the steps")
-        return replace(plan, alternatives=weighed)
+        return replace(plan, host=replace(plan.host, alternatives=weighed))
 
     def _pays(self, load: Load, step: DeviceStep) -> bool:
         """Whether there is a gain with all waiting sequences on the host, or as many as the CPU serves."""
@@ -70,7 +72,8 @@ class HybridByPrediction(HybridPolicy):
         step = replace(step, prefill=0) if step.decodes else step
         predictor, alone = step.predictor, step.decode_only_seconds
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
-        served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
+        parkable = load.host.total_blocks // load.host.blocks_to_park(load)
+        served = step.hidden(alone, min(load.host.decodes + waiting, parkable))
         sizes, seconds = step.pipelined(served)
         asymmetric = (step.step_seconds + sum(sizes) * step.token_seconds) / seconds
         joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
@@ -83,21 +86,22 @@ class HybridByPrediction(HybridPolicy):
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
         # Several cohorts: a single one that takes a little more than a step would advance in every second.
         predictor = step.predictor
-        begin = ready = load.ready_host - plan.swap_in
-        under_way = sum(cohort.sequences for cohort in load.cohorts)
+        begin = ready = load.host.ready - plan.host.swap_in
+        under_way = sum(cohort.sequences for cohort in load.host.cohorts)
         if step.rows:
-            busy = sum(predictor.host_attention_seconds(one.sequences, one.context_tokens) for one in load.cohorts)
+            busy = sum(predictor.host_attention_seconds(one.sequences, one.context_tokens) for one in load.host.cohorts)
             window = step.step_seconds / load.pipeline_depth  # of P plans in flight, one ends P times as often
             ready = step.hidden(window - busy, ready)
             if under_way + ready < self.least_gain * step.decodes * (predictor.num_layers + 1):
                 ready = 0
             begin = min(ready, max(1, step.hidden(window / _COHORTS, ready)))
-        sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
+        sizes = [cohort.sequences for cohort in load.host.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
         joining = sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
         tokens = sum(sizes) / (predictor.num_layers + 1)
         seconds = joining + step.whole_seconds(step.tlin_pref + step.tgatt_pref, round(tokens))
         seconds *= predictor.slowdown("overlap")
-        beside = replace(plan, strategy="overlap", host_decodes=(begin, 0)) if tokens else plan
-        return beside, seconds, tokens
+        if tokens:
+            plan = replace(plan, host=replace(plan.host, strategy="overlap", decodes=(begin, 0)))
+        return plan, seconds, tokens

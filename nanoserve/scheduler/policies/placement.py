@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.predictor import Predictor
 
 
@@ -32,12 +33,14 @@ class PreemptingBySwap(Policy):
 
     def decide(self, load: Load) -> Decision:
         is_cheaper = _swapping_is_cheaper(load)
-        if load.host_decodes == load.moving == 0:
-            return replace(self.inner.decide(load), preempt_to_host=is_cheaper)
+        if load.host.decodes == load.host.moving == 0:
+            decision = self.inner.decide(load)
+            return replace(decision, host=replace(decision.host, preempt=is_cheaper))
         unfinished = load.first_waiting_tokens if load.ready_prefills else 0
         decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
         prefill = min(decision.prefill_tokens, unfinished)
-        return replace(decision, prefill_tokens=prefill, swap_in=load.fitting_host, preempt_to_host=is_cheaper)
+        host = replace(decision.host, swap_in=load.host.fitting(load), preempt=is_cheaper)
+        return replace(decision, prefill_tokens=prefill, host=host)
 
     @property
     def ranking(self) -> Policy:
@@ -86,18 +89,18 @@ def device_first(load: Load, token_budget: int) -> Decision:
     """
     decodes = min(load.decode_share, token_budget)
     plan = Decision(token_budget - decodes, decodes, bound="rule 1: the device first")
-    if load.host_blocks == 0:
+    if load.host.total_blocks == 0:
         return plan
-    plan = replace(plan, swap_in=load.fitting_host, preempt_to_host=True)
+    host = HostDecision(swap_in=load.host.fitting(load), preempt=True)
     if load.predictor is None:
-        return plan
+        return replace(plan, host=host)
     prompt, is_short = load.first_waiting_blocks, _memory_is_short(load)
     kept = load.expected_growth if is_short else load.running_decodes
-    host_has_room = load.first_parked_blocks <= load.host_free_blocks
+    host_has_room = load.host.blocks_to_park(load) <= load.host.free_blocks
     bay = prompt if is_short and load.running_decodes and host_has_room else 0
     if load.running_decodes:
-        plan = replace(plan, swap_in=_returning(load, load.free_blocks - kept - bay))
-    left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
+        host = replace(host, swap_in=_returning(load, load.free_blocks - kept - bay))
+    left = load.free_blocks - host.swap_in * load.host.sequence_blocks(load)
     room = max(0, left - kept)
     park = is_short and prompt + bay > room
     if park:
@@ -106,29 +109,30 @@ def device_first(load: Load, token_budget: int) -> Decision:
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
             decodes, bound = min(decodes, load.ready_decodes - leave), "rule 1: no room for the next prompt"
-            return replace(plan, prefill_tokens=0, decodes=decodes, swap_out=leave, bound=bound)
-    return replace(plan, prefill_tokens=_prompt_tokens(load, plan.prefill_tokens, room), park=park)
+            return Decision(0, decodes, host=replace(host, swap_out=leave), bound=bound)
+    tokens = _prompt_tokens(load, plan.prefill_tokens, room)
+    return replace(plan, prefill_tokens=tokens, host=replace(host, park=park))
 
 
 def _memory_is_short(load: Load) -> bool:
     """Whether prompts wait, and the device cannot hold all of them, all host sequences and a block for each decode."""
     waiting = -(-load.waiting_tokens // load.block_size)
-    from_host = load.host_decodes * (load.host_sequence_blocks + 1)
+    from_host = load.host.decodes * (load.host.sequence_blocks(load) + 1)
     return waiting > 0 and waiting + from_host + load.running_decodes > load.free_blocks
 
 
 def device_alone(load: Load, token_budget: int) -> Decision:
     """ChunkedPrefill, while host sequences come back until one block is left for each decode."""
-    back = max(load.fitting_host, _returning(load, load.free_blocks - load.running_decodes))
+    back = max(load.host.fitting(load), _returning(load, load.free_blocks - load.running_decodes))
     decodes, bound = min(load.ready_decodes, token_budget), "the host would gain too little: the device alone"
-    plan = Decision(0, decodes, swap_in=back, preempt_to_host=True, bound=bound)
+    plan = Decision(0, decodes, host=HostDecision(swap_in=back, preempt=True), bound=bound)
     return replace(plan, prefill_tokens=fitting_tokens(load, token_budget, plan))
 
 
 def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
     """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode. A
     prompt that does not fit would not begin, so it must not count in the step's predicted time."""
-    room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
+    room = max(0, load.free_blocks - plan.host.swap_in * load.host.sequence_blocks(load) - load.running_decodes)
     if load.first_waiting_tokens == 0 or (load.first_waiting_blocks > room and not load.ready_prefills):
         return 0
     return _prompt_tokens(load, token_budget - plan.decodes, room)
@@ -141,12 +145,12 @@ def _prompt_tokens(load: Load, budget: int, room: int) -> int:
 
 def _returning(load: Load, spare: int) -> int:
     """Ready host sequences that fit into the spare blocks, each with one to grow into."""
-    return min(load.ready_host, max(0, spare) // (load.host_sequence_blocks + 1))
+    return min(load.host.ready, max(0, spare) // (load.host.sequence_blocks(load) + 1))
 
 
 def _leaving(load: Load, blocks: int) -> int:
     """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or others are moving."""
-    if load.moving or load.first_parked_blocks > load.host_free_blocks:
+    if load.host.moving or load.host.blocks_to_park(load) > load.host.free_blocks:
         return 0
     held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
     return max(0, min(-(-blocks // held), load.ready_decodes - 1))
@@ -170,12 +174,12 @@ class DeviceStep:
     @classmethod
     def of(cls, load: Load, plan: Decision) -> Self | None:
         """None where nothing can be predicted or the host has no memory."""
-        if load.predictor is None or load.host_blocks == 0:
+        if load.predictor is None or load.host.total_blocks == 0:
             return None
         prefill = min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0
         keys = load.context_tokens * plan.decodes // max(1, load.running_decodes)
-        host = load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts)
-        host_keys = load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens
+        host = load.host.ready - plan.host.swap_in + sum(cohort.sequences for cohort in load.host.cohorts)
+        host_keys = load.host.context_tokens // load.host.decodes if load.host.decodes else load.first_waiting_tokens
         return cls(load.predictor, plan.decodes, prefill, keys, host, host_keys)
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 
 _PREFILL, _DECODE = 0, 1
 _MORE_STEPS = 8
@@ -39,25 +40,26 @@ class TransitionMinimizing(Policy):
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
-        if load.layouts == 1 or load.host_blocks == 0:
+        if load.layouts.count == 1 or load.host.total_blocks == 0:
             budget = self.token_budget if load.first_waiting_fits() else 0
             decodes = 0 if budget else load.decode_share
-            back, bound = load.fitting_host, "one layout, or no pool: prompts first"
-            return Decision(budget, decodes, whole_prompts=True, swap_in=back, layout=load.layout, bound=bound)
-        if load.previous is not None and load.previous.layout != load.layout:
+            host, bound = HostDecision(swap_in=load.host.fitting(load)), "one layout, or no pool: prompts first"
+            layout = load.layouts.current
+            return Decision(budget, decodes, whole_prompts=True, host=host, layout=layout, bound=bound)
+        if load.previous is not None and load.previous.layout != load.layouts.current:
             return Decision(0, 0, layout=load.previous.layout, bound="a transition is under way")
-        return self._decode(load) if load.layout == _DECODE else self._prefill(load)
+        return self._decode(load) if load.layouts.current == _DECODE else self._prefill(load)
 
     def _prefill(self, load: Load) -> Decision:
         # A prompt that an empty pool could not hold stays on the device and is decoded there.
-        park = load.first_parked_blocks <= load.host_blocks
+        park = load.host.blocks_to_park(load) <= load.host.total_blocks
         room = self._pool_room(load) if park else load.free_blocks
-        needed = load.first_parked_blocks if park else load.first_waiting_blocks
+        needed = load.host.blocks_to_park(load) if park else load.first_waiting_blocks
         next_fits = load.first_waiting_tokens > 0 and needed <= room
         nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
         # Moving sequences occupy slots. Prompts wait for these slots, not for the other layout.
-        waits_for_slots = load.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
-        if nothing_to_do and not waits_for_slots and load.host_decodes + load.moving > 0:
+        waits_for_slots = load.host.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
+        if nothing_to_do and not waits_for_slots and load.host.decodes + load.host.moving > 0:
             return Decision(0, 0, layout=_DECODE, bound="section 4.2: the pool is full, or no prompt is left")
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
@@ -65,19 +67,17 @@ class TransitionMinimizing(Policy):
         return Decision(
             tokens,
             load.decode_share,
-            swap_out=load.ready_decodes,
-            park=park,
-            preempt_to_host=True,
+            host=HostDecision(swap_out=load.ready_decodes, park=park, preempt=True),
             layout=_PREFILL,
             bound="section 4.2: prompts until the pool is full",
         )
 
     def _decode(self, load: Load) -> Decision:
-        pool_is_empty = load.host_decodes == load.moving == 0
+        pool_is_empty = load.host.decodes == load.host.moving == 0
         if pool_is_empty and load.first_waiting_tokens > 0 and (load.running_decodes == 0 or self._turns_back(load)):
             return Decision(0, 0, layout=_PREFILL, bound="section 4.2: the pool is empty and a prompt waits")
-        back, bound = load.fitting_host, "section 5.1: #RD / PP decodes"
-        return Decision(0, load.decode_share, swap_in=back, preempt_to_host=True, layout=_DECODE, bound=bound)
+        host = HostDecision(swap_in=load.host.fitting(load), preempt=True)
+        return Decision(0, load.decode_share, host=host, layout=_DECODE, bound="section 5.1: #RD / PP decodes")
 
     def _chunk(self, load: Load, room: int) -> int:
         """Prompt tokens of a step, of those that so many blocks have room for."""
@@ -88,7 +88,7 @@ class TransitionMinimizing(Policy):
         return load.chunk(tokens, range(fewest, fewest + _MORE_STEPS))
 
     def _pool_room(self, load: Load) -> int:
-        return load.host_free_blocks
+        return load.host.free_blocks
 
     def _turns_back(self, load: Load) -> bool:
         """Whether to send what still decodes back through the pool, rather than finish it."""
@@ -102,7 +102,7 @@ class TransitionMinimizing(Policy):
 
         tokens = max(1, load.context_tokens)
         # All B pass through the pool, the present decodes included, so the pool must hold them.
-        most = min(load.total_blocks, load.host_blocks) * load.block_size
+        most = min(load.total_blocks, load.host.total_blocks) * load.block_size
         fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
         wasted = round_seconds(1.0) - round_seconds(fuller) / fuller
         one_way = predictor.swap_seconds(load.context_tokens) + predictor.transition_seconds(_PREFILL)
@@ -111,4 +111,4 @@ class TransitionMinimizing(Policy):
 
 def device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
-    return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
+    return load.total_blocks - load.free_blocks + load.host.blocks_to_park(load) <= load.host.free_blocks

@@ -26,7 +26,7 @@ class Drafts(Extension):
     def after_rows(self, builder: PlanBuilder) -> None:
         """Add guesses to the rows that are sampled, and ask for the next ones, where blocks are free for them. Each
         sequence that runs keeps a free block to grow into: no guess ever costs another sequence its blocks."""
-        wanted = builder.decision.guesses
+        wanted = builder.decision.draft_tokens
         if self.speculator.rests() and wanted is None:
             return
         sequences, places = [], []

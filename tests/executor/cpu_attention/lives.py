@@ -15,6 +15,7 @@ from nanoserve.request import FinishReason
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.work import Strategy
 from tests.executor.cpu_attention.families import BLOCK_SIZE, MAX_MODEL_LEN, Model
@@ -42,12 +43,14 @@ class ByLot(Policy):
         return Decision(
             prefill_tokens=lots.choice((0, self._token_budget, self._token_budget)),
             decodes=lots.choice((load.ready_decodes, load.ready_decodes, 1, 0)),
-            strategy=lots.choice(("overlap", "overlap", "asymmetric", "device")),
-            host_decodes=(lots.randint(0, load.host_decodes), lots.randint(0, load.host_decodes)),
-            swap_out=lots.choice((0, 0, 0, 1, 2)),
-            swap_in=lots.choice((0, 0, 0, 1, 2)),
-            park=lots.random() < 0.5,
-            preempt_to_host=lots.random() < 0.5,
+            host=HostDecision(
+                strategy=lots.choice(("overlap", "overlap", "asymmetric", "device")),
+                decodes=(lots.randint(0, load.host.decodes), lots.randint(0, load.host.decodes)),
+                swap_out=lots.choice((0, 0, 0, 1, 2)),
+                swap_in=lots.choice((0, 0, 0, 1, 2)),
+                park=lots.random() < 0.5,
+                preempt=lots.random() < 0.5,
+            ),
         )
 
 
@@ -59,9 +62,9 @@ class AllOnTheHost(Policy):
     token_budget: int
 
     def decide(self, load: Load) -> Decision:
-        everybody = (load.host_decodes + 1) // 2
-        sizes = (load.ready_host, 0) if self.strategy == "overlap" else (everybody, everybody)
-        return Decision(self.token_budget, 0, strategy=self.strategy, host_decodes=sizes, park=True)
+        everybody = (load.host.decodes + 1) // 2
+        sizes = (load.host.ready, 0) if self.strategy == "overlap" else (everybody, everybody)
+        return Decision(self.token_budget, 0, host=HostDecision(strategy=self.strategy, decodes=sizes, park=True))
 
 
 STRATEGIES = ("neo", "overlap", "apex", "hybrid", "by lot")

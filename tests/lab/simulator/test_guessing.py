@@ -27,7 +27,7 @@ class Three(Policy):
     policy: Policy
 
     def decide(self, load: Load) -> Decision:
-        return replace(self.policy.decide(load), guesses=3)
+        return replace(self.policy.decide(load), draft_tokens=3)
 
 
 def _run(

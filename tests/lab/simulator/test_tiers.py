@@ -16,6 +16,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.optional import HostDecision
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.work import Strategy
 from tests.lab.simulator.linear_times import LinearTimes
@@ -31,20 +32,20 @@ class ParkThenAttend(Policy):
 
     def decide(self, load: Load) -> Decision:
         if load.first_waiting_fits():
-            return Decision(4, 0, whole_prompts=True, park=True)
-        hosts = (load.ready_host, 0) if self.strategy == "overlap" else (0, load.host_decodes)
-        return Decision(0, load.ready_decodes, strategy=self.strategy, host_decodes=hosts)
+            return Decision(4, 0, whole_prompts=True, host=HostDecision(park=True))
+        hosts = (load.host.ready, 0) if self.strategy == "overlap" else (0, load.host.decodes)
+        return Decision(0, load.ready_decodes, host=HostDecision(strategy=self.strategy, decodes=hosts))
 
 
 class TwoLayouts(Policy):
     """Prompts in layout 0, each parked; then all answers in layout 1."""
 
     def decide(self, load: Load) -> Decision:
-        if load.layout == 0:
-            if load.waiting_tokens or load.running_decodes or load.moving:
-                return Decision(64, 0, whole_prompts=True, park=True)
+        if load.layouts.current == 0:
+            if load.waiting_tokens or load.running_decodes or load.host.moving:
+                return Decision(64, 0, whole_prompts=True, host=HostDecision(park=True))
             return Decision(0, 0, layout=1)
-        return Decision(0, load.ready_decodes, swap_in=load.ready_host, layout=1)
+        return Decision(0, load.ready_decodes, host=HostDecision(swap_in=load.host.ready), layout=1)
 
 
 def _run(policy: object, times: TierTimes, requests: int, answer: int, **settings: object) -> SimulationResult:

@@ -41,8 +41,8 @@ class DecodePrioritizing(TransitionMinimizing):
 
     def _pool_room(self, load: Load) -> int:
         """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow."""
-        held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
-        return min(load.host_free_blocks, load.total_blocks - held)
+        held = load.host.total_blocks - load.host.free_blocks + load.host.decodes + load.host.moving
+        return min(load.host.free_blocks, load.total_blocks - held)
 
     def _turns_back(self, load: Load) -> bool:
         return False

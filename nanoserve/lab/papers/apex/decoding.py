@@ -20,6 +20,7 @@ from nanoserve.lab.papers.framework import Finding, Run, Scale
 from nanoserve.lab.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 from nanoserve.record.metrics import Spread
 from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.optional import HostLoad
 from nanoserve.scheduler.plan import Answer
 from nanoserve.scheduler.policies.apex import AsymmetricPipelining
 
@@ -69,11 +70,11 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
 
     def _pipelined(self, costs: StepCosts) -> float:
         """Tokens per second of a step as NEO decides it: asymmetric, or the device alone."""
-        decision = AsymmetricPipelining(self.decodes).decide(self._load(CostPredictor(costs)))
+        decision = AsymmetricPipelining(self.decodes).decide(self._load(CostPredictor(costs))).host
         device = costs.work([self.context] * self.decodes)
         if decision.strategy == "device":
             return self.decodes / costs.stage_seconds(device, 0)
-        first, second = decision.host_decodes
+        first, second = decision.decodes
         passage = HostAttention(costs, Processor()).asymmetric(
             SubBatch(device, list(self._host(0, first).values())),
             SubBatch(costs.work(), list(self._host(first, second).values())),
@@ -107,10 +108,12 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
             total_blocks=1,
             block_size=1,
             free_slots=0,
-            host_decodes=self.host_sequences,
-            ready_host=self.host_sequences,
-            host_context_tokens=self.host_sequences * self.context,
-            host_blocks=1,
+            host=HostLoad(
+                decodes=self.host_sequences,
+                ready=self.host_sequences,
+                context_tokens=self.host_sequences * self.context,
+                total_blocks=1,
+            ),
             predictor=predictor,
         )
 
