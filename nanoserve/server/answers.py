@@ -96,7 +96,9 @@ class CompletionFormat(ABC):
 
 
 class ChatFormat(CompletionFormat):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -183,7 +185,9 @@ class ChatFormat(CompletionFormat):
 
 
 class TextFormat(CompletionFormat):
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def __init__(
         self, model: str, text_of: Callable[[int], TokenText], tokenizer: TokenDecoder, echoes: Iterable[str] = ()

@@ -105,7 +105,8 @@ class EngineChild:
     async def _beats(self, seconds: float) -> bool:
         """Wait for a sign of life. Returns False if the process is dead. Raises TimeoutError if neither comes in
         time."""
-        readable, loop = asyncio.Event(), asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
             async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may lose a cancellation
@@ -265,7 +266,8 @@ class EngineClient:
                     raise RuntimeFailure(f"the engine process {death} while it was loading the model")
                 await self._after_death(death)
         finally:
-            self.state, self.reason = EngineState.CLOSED, ""
+            self.state = EngineState.CLOSED
+            self.reason = ""
             self._fail_all(EngineUnavailable(self.state.value))
 
     async def _after_death(self, death: str) -> None:

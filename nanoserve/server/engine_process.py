@@ -22,7 +22,8 @@ from nanoserve.utils.memory import keep_what_is_loaded
 from nanoserve.utils.sockets import connect
 from nanoserve.utils.watchdog import ParentWatchdog
 
-COMMAND_BYTES, COMMAND_SAMPLES = 64 << 10, 256
+COMMAND_BYTES = 64 << 10
+COMMAND_SAMPLES = 256
 """Limits of the commands that are taken between two steps: their bytes, and the samples that they ask for. The command
 that reaches a limit is the last. So a large request does not delay the others."""
 COMMAND_SECONDS = 0.1
@@ -36,7 +37,8 @@ def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list
     """Take the commands that have arrived, up to COMMAND_BYTES and COMMAND_SAMPLES. Waits up to `seconds` for the first
     command."""
     commands: list[messages.Command] = []
-    size = samples = 0
+    size = 0
+    samples = 0
     mailbox.socket.poll(int(1000 * seconds))
     with suppress(zmq.Again):
         while size < COMMAND_BYTES and samples < COMMAND_SAMPLES:
@@ -53,7 +55,8 @@ class EngineLoop:
     """Drives an engine by the commands of a mailbox."""
 
     def __init__(self, engine: InferenceEngine, mailbox: messages.Mailbox[messages.Command]) -> None:
-        self._engine, self._mailbox = engine, mailbox
+        self._engine = engine
+        self._mailbox = mailbox
         self._recent = [RecentSteps(each.scheduler) for each in engine.engines]
         for each, recent in zip(engine.engines, self._recent, strict=True):
             each.observers.append(recent)
@@ -83,7 +86,7 @@ class EngineLoop:
         updates += self._engine.step(until)
         workers = (self._engine.ready, self._engine.losses)
         steps = [step for recent in self._recent for step in recent.take()]
-        has_news = updates or steps or commands or workers != self._workers
+        has_news = bool(updates or steps or commands) or workers != self._workers
         if has_news and self._engine.failure is None:
             self._report(updates, steps)
             self._workers = workers

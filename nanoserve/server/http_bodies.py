@@ -123,7 +123,8 @@ async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

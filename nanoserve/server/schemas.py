@@ -266,7 +266,9 @@ def chat_params(asked: ChatRequest, facts: EngineFacts, length: int, call: str |
     logprobs = None
     if asked.logprobs:
         logprobs = asked.top_logprobs or 0
-    schema = call or _json_schema(asked.response_format)
+    schema = call
+    if schema is None:
+        schema = _json_schema(asked.response_format)
     return _params(asked, facts, [length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
 
 

@@ -55,7 +55,8 @@ async def run_server(
     engine cannot start.
     """
     server, connections = _take_connections(service, listener)
-    stop, stop_now = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    stop_now = asyncio.Event()
 
     def count_signal() -> None:
         if stop.is_set():

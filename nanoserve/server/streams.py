@@ -68,7 +68,8 @@ class RequestStream:
 
     def fail(self, error: NanoserveError) -> None:
         """End the stream: the reader gets the updates so far, then the error."""
-        self.failure = self.failure or error
+        if self.failure is None:
+            self.failure = error
         self.news.set()
 
     def resumed(self) -> Add:

@@ -82,7 +82,9 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, place: _Place) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{_spelled(place)} must be an object with role and content, not {type(message).__name__}")
-    message = {field: value for field, value in message.items() if value is not None}  # clients write absent fields so
+    message = {
+        field: value for field, value in message.items() if value is not None
+    }  # clients write absent fields as null
     role = message.get("role")
     if isinstance(role, str):
         role = _ROLE_ALIASES.get(role, role)

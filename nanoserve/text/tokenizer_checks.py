@@ -39,7 +39,8 @@ def check_tokenizer(tokenizer: Any) -> float:
         raise ModelError(
             f"its steps could make a text {worst:.3g} times as long; at most {MAX_GROWTH} times is allowed"
         )
-    if sum(step["type"] == "Precompiled" for step in before) > 1:
+    precompiled = [step for step in before if step["type"] == "Precompiled"]
+    if len(precompiled) > 1:
         raise ModelError("it has more than one precompiled normalizer")
     for step in words:
         if step["type"] == "FixedLength" and step["length"] == 0:

@@ -27,7 +27,9 @@ START_SECONDS = 60.0  # processor time until it takes questions: large vocabular
 _LOOKS = 20  # times that a silent child's processor time is read until it is given up
 GRACE_SECONDS = 2.0  # time for a child to end by itself before it is killed
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a child's own limits end it by other signals
-_USER_TICKS, _SYSTEM_TICKS = 11, 12  # places in /proc/PID/stat, counted from after the program's name (proc(5))
+# Places in /proc/PID/stat, counted from after the program's name (proc(5)).
+_USER_TICKS = 11
+_SYSTEM_TICKS = 12
 _PACKAGES = str(Path(__file__).parents[2])
 """The directory of the package. An editable installation is found by an import hook, which children may lack."""
 

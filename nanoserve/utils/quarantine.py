@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 SUSPICIOUS_DEATHS = 2  # a request that was in flight at this many deaths is suspected
 MAX_CULPRITS = 3  # if this many requests in a row kill alone, the machine is at fault
-MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
+MAX_DEATHS = 3
+DEATHS_SECONDS = 60.0
 """Everything fails after this many deaths without a culprit within this many seconds of running. Starting does not
 count: a large model takes so long that workers which die at once would be started forever."""
 

@@ -7,7 +7,8 @@ from nanoserve.errors import UsageError, shown
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[_letter] = _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)

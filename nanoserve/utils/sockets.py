@@ -36,7 +36,8 @@ def listen(sockets: "Mapping[str, zmq.Socket[bytes]]") -> str:
     public_key, secret_key = zmq.curve_keypair()
     for address, socket in sockets.items():
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = public_key, secret_key
+        socket.curve_publickey = public_key
+        socket.curve_secretkey = secret_key
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

@@ -27,8 +27,9 @@ def choose_directory(parent: Path | None = None) -> Path:
     Children are started with the name before the directory is made. So whichever process is killed, and whenever,
     another one knows what to remove. Raises RuntimeFailure if the system has no directory for temporary files.
     """
-    with _as_failure():
-        parent = parent or Path(tempfile.gettempdir())
+    if parent is None:
+        with _as_failure():
+            parent = Path(tempfile.gettempdir())
     remove_abandoned(parent)
     return parent / f"nanoserve-{secrets.token_hex(5)}"
 

@@ -12,7 +12,10 @@ from typing import ClassVar
 
 from nanoserve.text.answers.reader import AnswerReader, Part, Steps, Tools, untouched
 
-_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
+_CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w-]+)")
 _BETWEEN_MESSAGES = "\n\n"

@@ -21,7 +21,8 @@ class Braces:
 
     def __init__(self, text: str = "") -> None:
         self._open = 0
-        self._in_string = self._escaped = False
+        self._in_string = False
+        self._escaped = False
         self.end(text, -1)
 
     def end(self, text: str, left: int) -> int | None:
@@ -179,12 +180,13 @@ class NamedCalls:
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
         """Read a call as `ObjectCalls` does; the model's own id is dropped."""
-        identified, arguments = answer.tag("[CALL_ID]"), answer.tag("[ARGS]")
-        name, end = yield from answer.name_after(tag, tools, ends=(identified, arguments))
+        before_id = answer.tag("[CALL_ID]")
+        arguments = answer.tag("[ARGS]")
+        name, end = yield from answer.name_after(tag, tools, ends=(before_id, arguments))
         if not name:
             return False
         answer.write("call", name)
-        if end == identified and (yield from answer.copy_until(ignore, arguments)):
+        if end == before_id and (yield from answer.copy_until(ignore, arguments)):
             answer.drop(arguments)
         if (yield from answer.peek()) == "{":
             yield from Braces().copy(answer, left=0)

@@ -16,7 +16,8 @@ class _Arguments:
     """Writes the arguments of one call as a JSON object, piece by piece."""
 
     def __init__(self, answer: AnswerReader, schema: object) -> None:
-        self._answer, self._schema = answer, schema
+        self._answer = answer
+        self._schema = schema
         self._next = "{"
 
     def value(self, key: str, closing: str, trim: Callable[[str], str]) -> Steps[bool]:
@@ -124,8 +125,10 @@ class KeyValueCalls:
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
         """Read a call as `ObjectCalls` does."""
-        key_opening, key_closing = answer.tag("<arg_key>"), answer.tag("</arg_key>")
-        value_opening, value_closing = answer.tag("<arg_value>"), answer.tag("</arg_value>")
+        key_opening = answer.tag("<arg_key>")
+        key_closing = answer.tag("</arg_key>")
+        value_opening = answer.tag("<arg_value>")
+        value_closing = answer.tag("</arg_value>")
         closing = answer.tag("</tool_call>")
         name, found = yield from answer.name_after(tag, tools, ends=(key_opening, closing))
         if not name:

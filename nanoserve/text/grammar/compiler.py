@@ -155,7 +155,9 @@ class GrammarCompiler:
         """A matcher at the beginning of a text. Raises UsageError if the schema is not valid, not supported, or too
         complex."""
         # Another thread may call `forget` at any moment: a worker prepares a step while it handles results of another.
-        compiled = self._compiled.pop(schema, None) or self._compile(schema)
+        compiled = self._compiled.pop(schema, None)
+        if compiled is None:
+            compiled = self._compile(schema)
         self._compiled[schema] = compiled  # now the most recently used
         if len(self._compiled) > MAX_CACHED:
             self._compiled.popitem(last=False)
