@@ -151,7 +151,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "models/hub.py: models.gguf_directory",
         "models/loading.py: models.gguf_checkpoint",
     ],
-    "It makes a ModelConfig, so it imports the module that asks it.": ["config/model_config.py: config.families"],
+    "It makes a ModelConfig, so it imports the module that asks it.": ["config/model_config.py: config.config_reader"],
     "Its import is a part of what is timed, or a child process imports it.": [
         "lab/benchmarks/starting.py: llm",
         "lab/benchmarks/starting.py: request",

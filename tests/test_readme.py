@@ -86,7 +86,7 @@ def test_the_families_are_those_that_the_loaders_read() -> None:
     for names, files in re.findall(r"^\| ([^|]*); (safetensors[^|]*) \|", README, flags=re.MULTILINE):
         for name in names.rpartition(": ")[2].split(", "):
             by_files.setdefault(files, set()).update(FAMILIES[name])
-    assert set().union(*by_files.values()) == {*families._FAMILIES}
+    assert set().union(*by_files.values()) == {*families.FAMILIES}
     # llama.cpp calls three families llama: with windows it is Mistral, with experts Mixtral.
     assert by_files["safetensors and GGUF"] == {*gguf_directory._FAMILIES.values(), "mistral", "mixtral"}
 

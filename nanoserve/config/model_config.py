@@ -11,6 +11,7 @@ from nanoserve.errors import ModelError, UsageError
 from nanoserve.utils.files import read_json_object, read_optional_json_object
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
+TensorNames = Literal["chatglm", "gguf", "multimodal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    tensor_names: Literal["chatglm", "gguf", "multimodal"] | None = None
-    """Whose tensor names the checkpoint uses: those of the older GLM releases, of GGUF, or of transformers (None); or
-    the last beside those of other parts of the model, for images, say."""
+    tensor_names: TensorNames | None = None
+    """The convention of the checkpoint's tensor names: the older GLM releases, GGUF, or transformers (None).
+    "multimodal" is transformers' beside the names of other parts of the model, for images, say."""
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -321,7 +322,7 @@ class ModelConfig:
         source: str = "config.json",
     ) -> "ModelConfig":
         """Translate a parsed config.json. Raises ModelError, one line that begins with `source`."""
-        from nanoserve.config.families import read_config  # it makes a ModelConfig, so it imports this module
+        from nanoserve.config.config_reader import read_config  # it makes a ModelConfig, so it imports this module
 
         return read_config(config, generation_config, source)
 

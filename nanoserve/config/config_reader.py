@@ -1,0 +1,289 @@
+"""How a Hugging Face config.json is read into a ModelConfig, by the table of families. No torch here."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from nanoserve.config.config_fields import ConfigFields
+from nanoserve.config.families import FAMILIES, Family
+from nanoserve.config.layer_kinds import read_kv_heads, read_layer_shapes, read_windows
+from nanoserve.config.model_config import (
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    SamplingDefaults,
+    TensorNames,
+)
+from nanoserve.config.quantization import Quantization
+from nanoserve.config.rope_reader import read_ropes
+from nanoserve.errors import LONGEST_VALUE, ModelError, one_line, shown
+
+_MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
+_NULLABLE = (
+    "q_lora_rank",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_key_value_heads",
+    "n_group",
+    "topk_group",
+    "per_layer_config",
+)
+"""Keys whose explicit null switches off what the family has by default."""
+_MULTIMODAL = ("gemma3", "gemma4", "mistral3")
+"""Models whose text_config is one of the families; what they have for images and sound is left alone."""
+_CHATGLM_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "seq_length": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "add_qkv_bias": "attention_bias",
+}
+"""The key of `glm` for each key of the older GLM checkpoints (`chatglm`), which are `glm` under other names."""
+
+
+def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str) -> ModelConfig:
+    """`ModelConfig.from_hf`."""
+    values, name = _normalize(_text_config(config, source), source)
+    fields, family = ConfigFields(values, source), FAMILIES[name]
+    generation = ConfigFields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
+    num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
+    mla = _mla(fields) if family.latent else None
+    num_heads, num_kv_heads, head_dim = _heads(fields, mla)
+    windows = read_windows(fields, family, num_layers)
+    hidden_size = fields.positive("hidden_size")
+    shared: dict[str, Any] = {}
+    if family.has_layer_shapes:
+        shared = read_layer_shapes(fields, windows, num_layers, num_kv_heads)
+    sliding_dim, full_dim = _rotated_dims(head_dim, mla, windows, shared)
+    rope, ropes = read_ropes(fields, family, sliding_dim, full_dim, windows)
+    attention_soft_cap = 0.0
+    if family.caps_attention_scores:
+        attention_soft_cap = fields.number("attn_logit_softcapping", 0.0, least=0.0)
+    shared["attention_scale"] = _attention_scale(fields, mla, rope)
+    shared |= family.fields
+    shared |= dict.fromkeys(family.biased, fields.flag("attention_bias", default=False))
+    if family.has_mlp_bias:
+        shared["mlp_bias"] = fields.flag("mlp_bias", default=False)
+    return ModelConfig(
+        family=name,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.positive("max_position_embeddings"),
+        rms_norm_eps=fields.number(family.norm_eps_key, 1e-6, least=0.0),
+        rope=rope,
+        ropes=ropes,
+        attention_soft_cap=attention_soft_cap,
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        logit_scale=fields.number("logit_scale", 1.0),
+        logit_soft_cap=fields.number("final_logit_softcapping", 0.0, least=0.0),
+        sliding_windows=windows,
+        mla=mla,
+        moe=_moe(fields, family, num_layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        dtype=_dtype(fields),
+        bos_token_id=_first_token(generation, fields),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
+        sampling_defaults=_sampling_defaults(generation),
+        tensor_names=_tensor_names(fields),
+        quantization=_quantization(fields, mla),
+        **shared,
+    )
+
+
+def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The config of the text model alone, where it is a part of another."""
+    if config.get("model_type") not in _MULTIMODAL:
+        return config
+    text = ConfigFields(config, source).section("text_config") or {}
+    merged = {**config, "architectures": None, "model_type": None}
+    merged |= {key: value for key, value in text.items() if value is not None or key in _NULLABLE}
+    if "tie_word_embeddings" in config:  # the whole model decides
+        merged["tie_word_embeddings"] = config["tie_word_embeddings"]
+    merged["tensor_names"] = "multimodal"
+    return merged
+
+
+def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Fill in the family's defaults and translate `chatglm` keys. Return the values and the family's name."""
+    name = _family_name(config, source)
+    family = FAMILIES[name]
+    values = family.defaults | {key: value for key, value in config.items() if value is not None}
+    values |= {key: config[key] for key in _NULLABLE if key in config}
+    if config.get("model_type") == "chatglm":
+        _translate_chatglm(values, config, source)
+        values["tensor_names"] = "chatglm"
+    if config.get("rope_parameters") is None and not config.get("rope_scaling") and family.rope:
+        values["rope_parameters"] = family.rope
+    key, accepted = "hidden_act", ["silu", "swish"]
+    if family.fields.get("activation") == "gelu_tanh":
+        key, accepted = "hidden_activation", ["gelu_pytorch_tanh"]
+    found = values.get(key, "silu")
+    if found not in accepted:
+        raise ModelError(f"{source}: hidden_act {shown(found)} is not supported; only {accepted[0]} is")
+    if config.get("per_layer_config") and not family.has_layer_shapes:
+        raise ModelError(f"{source}: per_layer_config is not supported for {name}: its layers must be alike")
+    # "vision" is about images, which are not read.
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise ModelError(
+            f"{source}: use_bidirectional_attention is not supported: a text is written from left to right"
+        )
+    return values, name
+
+
+def _family_name(config: Mapping[str, Any], source: str) -> str:
+    """The family of a config.json. Raises ModelError if it is unknown, or the model does not generate text."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    named = ""
+    if isinstance(architectures, list):
+        named = ", ".join(map(str, architectures))
+    listed = one_line(named, LONGEST_VALUE)
+    if model_type == "chatglm":
+        return "glm"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join([*FAMILIES, "chatglm"])
+        raise ModelError(
+            f"{source}: architecture {listed or 'unnamed'} (model_type {shown(model_type)}) is not supported;"
+            f" supported model types: {supported}"
+        )
+    if named and "ForCausalLM" not in named:
+        raise ModelError(f"{source}: {listed} is not a text generation model (...ForCausalLM)")
+    return model_type
+
+
+def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
+    for old, new in _CHATGLM_KEYS.items():
+        if config.get(old) is not None:
+            values[new] = config[old]
+    if not config.get("multi_query_attention", True):
+        values["num_key_value_heads"] = config.get("num_attention_heads")
+    if config.get("add_bias_linear") or not config.get("rmsnorm", True):
+        raise ModelError(f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported")
+    values["rope_theta"] = 10000.0 * ConfigFields(config, source).number("rope_ratio", 1.0)
+
+
+def _mla(fields: ConfigFields) -> MlaConfig:
+    query_rank = 0
+    if fields.get("q_lora_rank") is not None:
+        query_rank = fields.positive("q_lora_rank")
+    return MlaConfig(
+        q_lora_rank=query_rank,
+        kv_lora_rank=fields.positive("kv_lora_rank"),
+        qk_nope_head_dim=fields.positive("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.positive("qk_rope_head_dim"),
+        v_head_dim=fields.positive("v_head_dim"),
+    )
+
+
+def _heads(fields: ConfigFields, mla: MlaConfig | None) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of a head, which must fit each other."""
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    if mla is not None:
+        return num_heads, 1, mla.kv_lora_rank + mla.qk_rope_head_dim
+    num_kv_heads = read_kv_heads(fields, num_heads, num_heads)
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        heads = f"num_attention_heads {num_heads}"
+        raise ModelError(f"{fields.source}: hidden_size {hidden_size} is not a multiple of {heads}")
+    return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
+
+
+def _rotated_dims(
+    head_dim: int, mla: MlaConfig | None, windows: tuple[int, ...], layers: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Dimensions of a head that RoPE sees, in layers with a window and in the others."""
+    sliding_dim = full_dim = head_dim
+    if mla is not None:
+        sliding_dim = full_dim = mla.qk_rope_head_dim
+    for window, shape in zip(windows, layers.get("shapes", ()), strict=False):
+        if window:
+            sliding_dim = shape.head_dim
+        else:
+            full_dim = shape.head_dim
+    return sliding_dim, full_dim
+
+
+def _attention_scale(fields: ConfigFields, mla: MlaConfig | None, rope: RopeConfig) -> float | None:
+    """The factor of attention scores; None for the usual one. Gemma scales scores as if heads had another size. Latent
+    attention has the scale of heads before they are absorbed; a stretched context sharpens its scores by YaRN's
+    magnitude, squared."""
+    if mla is not None:
+        magnitude = 1.0
+        if rope.kind != "default" and rope.factor > 1:
+            magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1
+        return magnitude**2 / math.sqrt(mla.query_size(1))
+    as_if = fields.number("query_pre_attn_scalar", 0.0, least=0.0)
+    if as_if == 0:
+        return None
+    return float(as_if**-0.5)
+
+
+def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | None:
+    if family.experts is None:
+        return None
+    moe = family.experts(fields, num_layers)
+    if moe.experts_per_token > moe.num_experts:
+        raise ModelError(
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+        )
+    return moe
+
+
+def _dtype(fields: ConfigFields) -> str:
+    for key in ("dtype", "torch_dtype"):
+        if fields.get(key):
+            return str(fields.get(key)).removeprefix("torch.")
+    return "float32"
+
+
+def _first_token(generation: ConfigFields, fields: ConfigFields) -> int | None:
+    """The token that begins a sequence. Where several are listed, the first counts."""
+    for found in (generation, fields):
+        tokens = found.integers("bos_token_id")
+        if tokens:
+            return tokens[0]
+    return None
+
+
+def _tensor_names(fields: ConfigFields) -> TensorNames | None:
+    """The convention by which tensors are named, as the code that read the files has noted it; None: transformers'."""
+    names: tuple[TensorNames, ...] = get_args(TensorNames)
+    for name in names:
+        if fields.get("tensor_names") == name:
+            return name
+    return None
+
+
+def _quantization(fields: ConfigFields, mla: MlaConfig | None) -> Quantization | None:
+    section = fields.section("quantization_config") or fields.section("compression_config")
+    if section is None or (section.get("kv_cache_scheme") and not section.get("config_groups")):
+        return None  # where only the cache was quantized, the weights are as in any other file
+    if mla is not None:
+        raise ModelError(
+            f"{fields.source}: quantized weights of latent attention are not supported; take a 16-bit model"
+        )
+    return Quantization.from_hf(section, fields.source)
+
+
+def _sampling_defaults(generation: ConfigFields) -> SamplingDefaults:
+    """Read what generation_config.json recommends. Without do_sample, temperature, top_p, top_k and min_p are not
+    meant."""
+    penalty = generation.optional_number("repetition_penalty")
+    if not generation.flag("do_sample", default=False):
+        return SamplingDefaults(repetition_penalty=penalty)
+    return SamplingDefaults(
+        temperature=generation.optional_number("temperature"),
+        top_p=generation.optional_number("top_p"),
+        top_k=generation.whole("top_k"),
+        min_p=generation.optional_number("min_p"),
+        repetition_penalty=penalty,
+    )

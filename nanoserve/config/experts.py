@@ -1,0 +1,101 @@
+"""How the mixture of experts of each family is read from its config.json. No torch here."""
+
+from typing import Literal
+
+from nanoserve.config.config_fields import ConfigFields
+from nanoserve.config.model_config import MoeConfig
+from nanoserve.errors import ModelError, shown
+
+
+def mixtral_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 8)),
+        experts_per_token=fields.positive("num_experts_per_tok", 2),
+        intermediate_size=fields.positive("intermediate_size"),
+        normalize_weights=True,
+        sparse_layers=_sparse_layers(fields, num_layers),
+    )
+
+
+def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
+        experts_per_token=fields.positive("num_experts_per_tok", 8),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        normalize_weights=fields.flag("norm_topk_prob", default=False),
+        sparse_layers=_sparse_layers(fields, num_layers),
+    )
+
+
+def gpt_oss_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    if fields.number("swiglu_limit", 7.0) != 7.0 or fields.number("swiglu_alpha", 1.702) != 1.702:
+        raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
+    return MoeConfig(
+        num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 128)),
+        experts_per_token=fields.positive("num_experts_per_tok", 4),
+        intermediate_size=fields.positive("intermediate_size"),
+        normalize_weights=True,
+        sparse_layers=_sparse_layers(fields, num_layers),
+        style="gpt_oss",
+    )
+
+
+def deepseek_v2_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    """Softmax scores. Transformers leaves a token's weights as they are, whatever norm_topk_prob says."""
+    groups, chosen = _groups(fields)
+    method = fields.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"{fields.source}: topk_method {shown(method)} is not supported")
+    if method == "greedy":
+        groups = chosen = 1
+    return _deepseek_experts(fields, num_layers, groups, chosen, scores="softmax", normalize_weights=False)
+
+
+def deepseek_v3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    """Sigmoid scores. GLM-4.7-Flash has the same experts."""
+    groups, chosen = _groups(fields)
+    normalize = fields.flag("norm_topk_prob", default=True)
+    return _deepseek_experts(fields, num_layers, groups, chosen, scores="sigmoid", normalize_weights=normalize)
+
+
+def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
+    step, dense = fields.positive("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    return frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def _groups(fields: ConfigFields) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token chooses among."""
+    return fields.positive("n_group", 1), fields.positive("topk_group", 1)
+
+
+def _deepseek_experts(
+    fields: ConfigFields,
+    num_layers: int,
+    groups: int,
+    chosen: int,
+    *,
+    scores: Literal["softmax", "sigmoid"],
+    normalize_weights: bool,
+) -> MoeConfig:
+    """Experts in groups beside shared experts."""
+    num_experts, inner = fields.positive("n_routed_experts"), fields.positive("moe_intermediate_size")
+    if num_experts % groups or chosen > groups:
+        raise ModelError(
+            f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of them chosen"
+        )
+    dense = int(fields.number("first_k_dense_replace", 0.0, least=0.0))
+    kinds = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (num_layers - dense))
+    if not isinstance(kinds, list) or len(kinds) < num_layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
+        raise ModelError(f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} layers")
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=fields.positive("num_experts_per_tok"),
+        intermediate_size=inner,
+        normalize_weights=normalize_weights,
+        sparse_layers=frozenset(layer for layer in range(num_layers) if kinds[layer] == "sparse"),
+        shared_size=inner * int(fields.number("n_shared_experts", 0.0, least=0.0)),
+        scores=scores,
+        num_groups=groups,
+        groups_per_token=chosen,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
