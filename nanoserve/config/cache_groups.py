@@ -19,6 +19,62 @@ MOST_GROUPS = 12
 
 
 @dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """Layers that see the same positions, and cache as many numbers of each."""
+
+    window: int
+    numbers: int
+    stages: list[list[int]]
+    """The layers in each stage of a pipeline."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(map(len, self.stages))
+
+
+class _Division:
+    """How many groups each kind of layers might have, and how much memory that would waste."""
+
+    def __init__(self, kinds: list[_LayerKind]) -> None:
+        self._kinds = kinds
+        self.tensor_numbers = lcm(*(kind.numbers for kind in kinds))
+
+    def group_counts(self, tensors: int) -> list[int]:
+        """The number of groups of each kind, if none may take more tensors than these."""
+        counts = []
+        for kind in self._kinds:
+            group_size = tensors * self.tensor_numbers // kind.numbers
+            counts.append(-(-kind.num_layers // group_size))
+        return counts
+
+    def stage_tensors(self, counts: list[int]) -> list[int]:
+        """The number of tensors in each stage: as many as the kind takes that needs most of them there."""
+        most = [0] * len(self._kinds[0].stages)
+        for kind, groups in zip(self._kinds, counts, strict=True):
+            for stage, layers in enumerate(kind.stages):
+                needed = -(-len(layers) * kind.numbers // (groups * self.tensor_numbers))
+                most[stage] = max(most[stage], needed)
+        return most
+
+    def padding(self, counts: list[int], longest: int) -> int:
+        """Numbers that no layer uses, for a sequence of the longest length."""
+        block_numbers = sum(self.stage_tensors(counts)) * self.tensor_numbers
+        unused = 0
+        for kind, groups in zip(self._kinds, counts, strict=True):
+            of_token = groups * block_numbers - kind.num_layers * kind.numbers
+            unused += of_token * (kind.window or longest)
+        return unused
+
+    def best_counts(self, longest: int) -> list[int]:
+        """The number of groups of each kind that wastes least, with at most MOST_GROUPS in all, or one of each kind."""
+        largest = max(kind.num_layers for kind in self._kinds)
+        most = max(len(self._kinds), MOST_GROUPS)
+        possible = [self.group_counts(tensors) for tensors in range(largest, 0, -1)]
+        allowed = [counts for counts in possible if sum(counts) <= most]
+        return min(allowed, key=lambda counts: self.padding(counts, longest))
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroups:
     """The groups of a model, or of a shard of it."""
 
@@ -48,51 +104,39 @@ class CacheGroups:
         their own, which are neighbours. So whatever pipeline has its stages begin there, each stage's part of a block
         is the same part in all groups.
         """
-        kinds: dict[tuple[int, int], list[list[int]]] = {}
-        for layer, (window, number) in enumerate(zip(windows, numbers, strict=True)):
-            if not sources or sources[layer] == layer:
-                kind = window if window < longest else 0, number
-                kinds.setdefault(kind, [[] for _ in starts])[bisect(starts, layer) - 1].append(layer)
-        whole = lcm(*(number for _, number in kinds))
-        sizes = {kind: sum(map(len, stages)) for kind, stages in kinds.items()}
-
-        def counts(size: int) -> dict[tuple[int, int], int]:
-            return {kind: -(-layers // (size * whole // kind[1])) for kind, layers in sizes.items()}
-
-        def tensors(counts: dict[tuple[int, int], int]) -> list[int]:
-            return [
-                max(-(-len(of) * kind[1] // (counts[kind] * whole)) for kind, of in zip(kinds, stage, strict=True))
-                for stage in zip(*kinds.values(), strict=True)
-            ]
-
-        def padding(counts: dict[tuple[int, int], int]) -> int:
-            room = {kind: counts[kind] * sum(tensors(counts)) * whole - sizes[kind] * kind[1] for kind in kinds}
-            return sum(numbers * (window or longest) for (window, _), numbers in room.items())
-
-        possible = map(counts, range(max(sizes.values()), 0, -1))
-        most = max(len(kinds), MOST_GROUPS)
-        chosen = min((counts for counts in possible if sum(counts.values()) <= most), key=padding)
-        groups = list[tuple[int, int]]()
+        owners = sources or tuple(range(len(windows)))
+        kinds = _kinds_of(windows, owners, longest, numbers, starts)
+        division = _Division(kinds)
+        counts = division.best_counts(longest)
+        first_tensors = list(accumulate(division.stage_tensors(counts), initial=0))
+        groups = list[_LayerKind]()
         places = dict[int, tuple[int, int]]()
-        firsts = [0, *accumulate(tensors(chosen))]
-        for kind, stages in kinds.items():
-            for first, layers in zip(firsts, stages, strict=False):
+        for kind, count in zip(kinds, counts, strict=True):
+            shares = division.tensor_numbers // kind.numbers
+            for first_tensor, layers in zip(first_tensors, kind.stages, strict=False):
                 for turn, layer in enumerate(layers):
-                    place, group = divmod(turn, chosen[kind])
-                    places[layer] = len(groups) + group, first * whole // kind[1] + place
-            groups += [kind] * chosen[kind]
-        owners, (of_groups, sizes_of_groups) = sources or range(len(windows)), zip(*groups, strict=True)
-        return cls(of_groups, tuple(places[owner] for owner in owners), sizes_of_groups)
+                    place, group = divmod(turn, count)
+                    places[layer] = len(groups) + group, first_tensor * shares + place
+            groups += [kind] * count
+        return cls(
+            windows=tuple(kind.window for kind in groups),
+            places=tuple(places[owner] for owner in owners),
+            numbers=tuple(kind.numbers for kind in groups),
+        )
 
     def of_layers(self, layers: range, numbers: tuple[int, ...]) -> "CacheGroups":
-        """The groups as a shard with these layers has them; ``numbers`` are those that every layer of the model caches
-        there. A block table is the same in all stages of a pipeline, and a stage has only its own layers' tensors."""
-        first, kept = self.tensors(layers).start, self.places[layers.start : layers.stop]
-        found = {self.places[layer][0]: numbers[layer] for layer in layers}
-        own = tuple(found.get(group, lcm(*found.values())) for group in range(len(self.windows)))
-        return CacheGroups(
-            self.windows, tuple((group, place - first * self.shares[group]) for group, place in kept), own
-        )
+        """The groups as a shard with these layers has them; ``numbers`` says for every layer of the model how many it
+        caches there. A block table is the same in all stages of a pipeline. A stage has only its own layers' tensors.
+        """
+        first_tensor, shares = self.tensors(layers).start, self.shares
+        places, found = [], dict[int, int]()
+        for layer in layers:
+            group, place = self.places[layer]
+            places.append((group, place - first_tensor * shares[group]))
+            found[group] = numbers[layer]
+        without_layers = lcm(*found.values())
+        own = tuple(found.get(group, without_layers) for group in range(len(self.windows)))
+        return CacheGroups(self.windows, tuple(places), own)
 
     def tensors(self, layers: range) -> range:
         """The tensors that hold the keys and values of a stage's layers."""
@@ -110,7 +154,7 @@ class CacheGroups:
         return tuple(self.tensor_numbers // number for number in self.numbers)
 
     def tensor_of(self, layer: int) -> tuple[int, int]:
-        """Which tensor holds the layer's keys and values, and which of the equal parts of each block there."""
+        """The tensor that holds the layer's keys and values, and the number of the layer's part of each block there."""
         group, place = self.places[layer]
         return divmod(place, self.shares[group])
 
@@ -133,3 +177,24 @@ class CacheGroups:
     def padding(self) -> float:
         """The share of a block's memory, over all groups, that no layer uses."""
         return 1 - self.token_numbers / (self.block_numbers * len(self.windows))
+
+
+def _kinds_of(
+    windows: tuple[int, ...],
+    owners: tuple[int, ...],
+    longest: int,
+    numbers: tuple[int, ...],
+    starts: tuple[int, ...],
+) -> list[_LayerKind]:
+    """The kinds of layers that have keys and values of their own, in the order of their first layers."""
+    kinds: dict[tuple[int, int], _LayerKind] = {}
+    for layer, owner in enumerate(owners):
+        if owner != layer:
+            continue
+        window = windows[layer] if windows[layer] < longest else 0
+        key = window, numbers[layer]
+        if key not in kinds:
+            kinds[key] = _LayerKind(window, numbers[layer], [[] for _ in starts])
+        stage = bisect(starts, layer) - 1
+        kinds[key].stages[stage].append(layer)
+    return list(kinds.values())

@@ -122,7 +122,9 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     if config.tensor_names == "chatglm":
         return _CHATGLM
     if config.tensor_names == "gguf":
-        return _GGUF_GLM if config.family == "glm4" else _GGUF
+        if config.family == "glm4":
+            return _GGUF_GLM
+        return _GGUF
     if config.mla is not None:
         query = "self_attn.q_a_proj" if config.mla.q_lora_rank else "self_attn.q_proj"
         return CheckpointNames(layer=LayerNames(qkv=(query, "self_attn.kv_a_proj_with_mqa")))

@@ -56,17 +56,17 @@ class MoeConfig:
     normalize_weights: bool
     sparse_layers: frozenset[int]
     style: Literal["swiglu", "gpt_oss"] = "swiglu"
-    """Those of gpt-oss have biases, a clamped activation, and the rows of gate and up in turn."""
+    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What a router's logits become. With sigmoid, a bias of each expert is added for the choice alone (DeepSeek-V3,
-    arXiv 2412.19437, section 2.1.2)."""
+    """The function of a router's logits. With sigmoid, a bias of each expert is added for the choice alone
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are in equal groups; a token chooses among those of its best groups."""
     weight_scale: float = 1.0
-    """What the weights of a token's experts are multiplied by."""
+    """Factor of the weights of a token's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class MlaConfig:
 
 
 class LayerShape(NamedTuple):
-    """What a layer has in place of the fields of ModelConfig of these names, where layers differ."""
+    """A layer's values of the fields of ModelConfig with these names, where layers differ."""
 
     head_dim: int
     num_kv_heads: int
@@ -107,7 +107,7 @@ methods of files that name none."""
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What generation_config.json recommends; None where it says nothing."""
+    """Settings that generation_config.json recommends; None where it says nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -132,7 +132,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     ropes: tuple[RopeConfig, ...] = ()
-    """That of each layer, where they differ; empty: `rope` for all."""
+    """Each layer's rope, where they differ; empty: `rope` for all."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -149,7 +149,7 @@ class ModelConfig:
     which then are parallel: they read the same hidden states, and both results are added."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
-    """What embedded tokens are multiplied by."""
+    """Factor of embedded tokens."""
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     """Logits are multiplied by the scale, then bounded: cap * tanh(logit / cap); a cap of 0 leaves them."""
@@ -159,7 +159,7 @@ class ModelConfig:
     """Per layer: the layer whose keys and values it attends to, itself or an earlier one that has its own; an empty
     tuple = each has its own."""
     shapes: tuple[LayerShape, ...] = ()
-    """That of each layer, where they differ; empty: all are as the fields here say. See `of_layer`."""
+    """Each layer's shape, where they differ; empty: all are as the fields here say. See `of_layer`."""
     values_are_keys: bool = False
     """Whether one matrix makes both: values are keys without their norm and rotation."""
     has_kv: bool = True
@@ -171,9 +171,9 @@ class ModelConfig:
     per_layer_input_size: int = 0
     """Size of a layer's own embedding of a token (per-layer embeddings, Gemma 4); 0: layers have none."""
     groups: CacheGroups | None = None
-    """Those of the whole model, where this is a shard of it, or others than `CacheGroups.cut` makes."""
+    """The cache groups of the whole model, for a shard, or groups that `CacheGroups.cut` would not make."""
     attention_scale: float | None = None
-    """What the products of queries and keys are multiplied by; None: head_dim ** -0.5."""
+    """Factor of the products of queries and keys; None: head_dim ** -0.5."""
     attention_sinks: bool = False
     """Whether each head has a score that takes weight and has no value."""
     attention_soft_cap: float = 0.0
@@ -210,55 +210,85 @@ class ModelConfig:
     @property
     def value_dim(self) -> int:
         """Width of the values that attention over the cache adds up."""
-        return self.head_dim if self.mla is None else self.mla.kv_lora_rank
+        if self.mla is None:
+            return self.head_dim
+        return self.mla.kv_lora_rank
 
     @property
     def kv_numbers(self) -> int:
         """Numbers that a layer caches of a token: keys and values, or a latent, which is both."""
-        return self.num_kv_heads * self.head_dim * (2 if self.mla is None else 1)
+        return self.num_kv_heads * self.head_dim * self._cached_tensors
+
+    @property
+    def _cached_tensors(self) -> int:
+        """Keys and values are two tensors, latents one."""
+        return 2 if self.mla is None else 1
 
     def layer_kv_numbers(self, degree: int = 1) -> tuple[int, ...]:
-        """Those of each layer on one of so many ranks; of a layer that shares them, those that it reads."""
-        each = ((one.num_kv_heads, one.head_dim) for one in self.shapes or (self,) * self.num_layers)
-        return tuple((2 if self.mla is None else 1) * max(1, heads // degree) * size for heads, size in each)
+        """Numbers that each layer caches of a token, on one of ``degree`` ranks. A layer that shares keys and values
+        reports the numbers that it reads."""
+        numbers = []
+        for layer in range(self.num_layers):
+            shape = self.shapes[layer] if self.shapes else self
+            heads = max(1, shape.num_kv_heads // degree)
+            numbers.append(heads * shape.head_dim * self._cached_tensors)
+        return tuple(numbers)
 
     @property
     def tensor_widths(self) -> tuple[int, int]:
-        """Widths of the tensors of a cache, which have num_kv_heads heads: those of keys and of values."""
+        """Widths of a cache's key and value tensors, which have num_kv_heads heads."""
         width = self.cache_groups.tensor_numbers // self.num_kv_heads
-        return (width // 2, width // 2) if self.mla is None else (width, 0)
+        if self.mla is None:
+            return width // 2, width // 2
+        return width, 0
 
     @property
     def qkv_sizes(self) -> tuple[int, ...]:
         """Rows of the matrices that make queries, keys and values, as far as a layer has them. Not of latents."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return (query, *(key,) * (2 - self.values_are_keys)) if self.has_kv else (query,)
+        if not self.has_kv:
+            return (query,)
+        if self.values_are_keys:
+            return query, key
+        return query, key, key
 
     @property
     def output_size(self) -> int:
         """Columns of the output matrix: the values of all heads."""
-        return self.num_heads * (self.head_dim if self.mla is None else self.mla.v_head_dim)
+        if self.mla is None:
+            return self.num_heads * self.head_dim
+        return self.num_heads * self.mla.v_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        """Factor of the products of queries and keys."""
+        if self.attention_scale is None:
+            return float(self.head_dim**-0.5)
+        return self.attention_scale
 
     def sliding_window(self, layer: int) -> int:
         """Positions a query of this layer sees, itself included; 0 means all."""
-        return self.sliding_windows[layer] if self.sliding_windows else 0
+        if not self.sliding_windows:
+            return 0
+        return self.sliding_windows[layer]
 
     def of_shape(self, shape: LayerShape | None) -> "ModelConfig":
         """The model as if all layers had this shape; None leaves it."""
-        return self if shape is None else replace(self, shapes=(), **shape._asdict())
+        if shape is None:
+            return self
+        return replace(self, shapes=(), **shape._asdict())
 
     def of_layer(self, layer: int) -> "ModelConfig":
         """The model as if all layers had the shape and the rope of this one."""
-        return replace(self.of_shape(self.shapes[layer]), rope=self.rope_of(layer)) if self.shapes else self
+        if not self.shapes:
+            return self
+        return replace(self.of_shape(self.shapes[layer]), rope=self.rope_of(layer))
 
     def rope_of(self, layer: int) -> RopeConfig:
         """How this layer's queries and keys are rotated."""
-        return self.ropes[layer] if self.ropes else self.rope
+        if not self.ropes:
+            return self.rope
+        return self.ropes[layer]
 
     @property
     def rope_kinds(self) -> tuple[RopeConfig, ...]:
@@ -267,8 +297,10 @@ class ModelConfig:
 
     @property
     def cache_groups(self) -> CacheGroups:
-        """Which layers share a block table, and where each has its keys and values."""
-        return self.cut((0,)) if self.groups is None else self.groups
+        """The groups of layers that share a block table, and each layer's place in its group."""
+        if self.groups is None:
+            return self.cut((0,))
+        return self.groups
 
     def cut(self, starts: tuple[int, ...]) -> CacheGroups:
         """The groups of a model whose pipelines have stages that begin at these layers."""
@@ -298,7 +330,8 @@ class ModelConfig:
     def inner_part(self, size: int, degree: int) -> int:
         """One of `degree` parts of an inner size, as equal as whole groups of columns allow; the last is padded."""
         unit = 1 if self.quantization is None else self.quantization.unit(size)
-        return -(-size // (degree * unit)) * unit
+        units = -(-size // (degree * unit))
+        return units * unit
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":
@@ -332,8 +365,9 @@ def _with_quantizer_settings(config: dict[str, Any], directory: Path) -> dict[st
     if config.get("quantization_config") or config.get("compression_config"):
         return config
     for name, method in _QUANTIZER_FILES.items():
-        if settings := read_optional_json_object(directory / name):
-            return config | {"quantization_config": {"quant_method": method} | settings}
+        settings = read_optional_json_object(directory / name)
+        if settings:
+            return config | {"quantization_config": {"quant_method": method, **settings}}
     return config
 
 

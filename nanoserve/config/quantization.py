@@ -25,13 +25,19 @@ class BlockType:
         return 8 * (self.num_bytes + self.added_bytes) / self.size
 
 
-_BLOCK_TYPES = (
-    *(BlockType("F32", 1, 4), BlockType("F16", 1, 2)),
-    *(BlockType("Q4_0", 32, 18), BlockType("Q4_1", 32, 20), BlockType("Q5_0", 32, 22), BlockType("Q8_0", 32, 34)),
-    *(BlockType("Q4_K", 256, 144, 4), BlockType("Q5_K", 256, 176, 4), BlockType("Q6_K", 256, 210)),
+_BLOCK_TYPES = [
+    BlockType("F32", 1, 4),
+    BlockType("F16", 1, 2),
+    BlockType("Q4_0", 32, 18),
+    BlockType("Q4_1", 32, 20),
+    BlockType("Q5_0", 32, 22),
+    BlockType("Q8_0", 32, 34),
+    BlockType("Q4_K", 256, 144, 4),
+    BlockType("Q5_K", 256, 176, 4),
+    BlockType("Q6_K", 256, 210),
     BlockType("BF16", 1, 2),
-)
-BLOCK_TYPES = {found.name: found for found in _BLOCK_TYPES}
+]
+BLOCK_TYPES = {block_type.name: block_type for block_type in _BLOCK_TYPES}
 """The types that are read, by name."""
 
 
@@ -57,22 +63,27 @@ class Quantization:
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
         """Read a `quantization_config`. The loader knows the modules that are left alone by their tensors, the cost
         model by the list of them. Raises ModelError, one line that begins with `source`, for what is not supported."""
-        ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
-        names = tuple(name for name in ignored if isinstance(name, str)) if isinstance(ignored, list) else ()
-        return replace(cls._of_method(config.get("quant_method"), config, source), ignored=names)
+        read = cls._of_method(config.get("quant_method"), config, source)
+        ignored = config.get("ignore") or config.get("modules_to_not_convert")
+        if not isinstance(ignored, list):
+            return read
+        return replace(read, ignored=tuple(name for name in ignored if isinstance(name, str)))
 
     @classmethod
     def _of_method(cls, method: Any, config: Mapping[str, Any], source: str) -> "Quantization":
         if method in ("gptq", "awq"):
             return cls._of_words(method, config, source)
         if method == "fp8":
-            rows, group = _block(config["weight_block_size"], source) if config.get("weight_block_size") else (1, -1)
+            rows, group = 1, -1
+            if config.get("weight_block_size"):
+                rows, group = _block(config["weight_block_size"], source)
             return cls("fp8", 8, group, rows, is_float=True)
         if method == "mxfp4":
             return cls("mxfp4", 4, 32)
         if method == "compressed-tensors":
             return cls._of_compressed_tensors(config, source)
-        if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
+        types = config.get("tensor_types")
+        if method == "gguf" and isinstance(types, dict):
             return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
         instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
         raise ModelError(f"{source}: quantization method {shown(method)} is not read; {instead}")
@@ -80,7 +91,7 @@ class Quantization:
     @classmethod
     def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":
         bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-        if not (isinstance(bits, int) and bits in ((4, 8) if method == "gptq" else (4,)) and _is_group(group)):
+        if not isinstance(bits, int) or bits not in _BITS_OF_WORDS[method] or not _is_group(group):
             raise ModelError(f"{source}: {method} with {shown(bits)} bits in groups of {shown(group)} is not read")
         version = config.get("version", "gemm")
         if method == "awq" and str(version).lower() != "gemm":
@@ -92,15 +103,9 @@ class Quantization:
 
     @classmethod
     def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        groups = config.get("config_groups")
-        schemes = list(groups.values()) if isinstance(groups, dict) else []
-        # A group of attention alone has no weights: it is about the cache.
-        found = [one["weights"] for one in schemes if isinstance(one, dict) and one.get("weights") is not None]
-        weights = found[0] if len(found) == 1 else None
-        if not isinstance(weights, dict):
-            raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
+        weights = _compressed_weights(config, source)
         stored, bits, kind = config.get("format"), weights.get("num_bits"), weights.get("type")
-        if stored not in (None, *_COMPRESSED_FORMATS):
+        if stored is not None and stored not in _COMPRESSED_FORMATS:
             raise ModelError(f"{source}: format {shown(stored)} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
         rows, group = 1, weights.get("group_size") or -1
         if weights.get("strategy") == "block":
@@ -113,46 +118,69 @@ class Quantization:
 
     @classmethod
     def rounding(cls, text: str, *, on_gpu: bool) -> "Quantization":
-        """That of ``--quantization``. A group that the user did not name is 32 on a CPU; on a GPU it is the largest of
+        """Parse ``--quantization``. A group that the user did not name is 32 on a CPU; on a GPU it is the largest of
         128, 64 and 32 that divides a matrix. Raises UsageError."""
         wanted = Rounding.parse(text)
         if wanted.group is not None:
             return cls("rounding", wanted.bits, wanted.group)
-        return cls("rounding", wanted.bits, groups=_GPU_GROUPS if on_gpu else _CPU_GROUPS)
+        if on_gpu:
+            return cls("rounding", wanted.bits, groups=_GPU_GROUPS)
+        return cls("rounding", wanted.bits, groups=_CPU_GROUPS)
 
     def group_of(self, columns: int, head: int = 0) -> int | None:
         """Columns that share a scale in rows of that many; None if no group divides them. The columns of attention's
         output matrix belong to heads of the size `head`, 0 for other matrices, and ranks have whole heads: where a
         group divides a head, it is taken, so that no rank cuts it."""
-        groups = self.groups or (self.group if self.group > 0 else columns,)
+        groups = self.groups
+        if not groups:
+            groups = (columns,) if self.group < 0 else (self.group,)
         dividing = [group for group in groups if columns % group == 0]
-        within_heads = [group for group in dividing if head % group == 0]
-        return next(iter(within_heads or dividing), None)
+        for group in dividing:
+            if head % group == 0:
+                return group
+        if not dividing:
+            return None
+        return dividing[0]
 
     def unit(self, size: int) -> int:
         """A rank's part of an inner size is a multiple of this: the columns of `down` that are packed together. So
         every degree has the same groups. It is 1 where nothing is packed, or a whole row is."""
         if self.method == "gguf":
-            kinds = [
-                BLOCK_TYPES[kind] for name, kind in self.tensor_types if ".ffn_down" in name and kind in BLOCK_TYPES
-            ]
-            return max((kind.size for kind in kinds if size % kind.size == 0), default=1)
+            down_types = {kind for name, kind in self.tensor_types if ".ffn_down" in name}
+            sizes = [BLOCK_TYPES[kind].size for kind in down_types if kind in BLOCK_TYPES]
+            return max((block for block in sizes if size % block == 0), default=1)
         if self.is_float or (self.group < 0 and not self.groups):
             return 1
         return self.group_of(size) or 1
 
     def leaves_alone(self, module: str) -> bool:
+        """Whether this module is one of the ignored ones."""
         for pattern in self.ignored:
-            expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+            expression = rf"(.*\.)?{pattern}(\.|$)"
+            if pattern.startswith("re:"):
+                expression = pattern.removeprefix("re:")
             with suppress(re.error):
                 if re.match(expression, module):
                     return True
         return False
 
 
+_BITS_OF_WORDS = {"gptq": (4, 8), "awq": (4,)}
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _COMPRESSED_TYPES = [("int", 3, False), ("int", 4, False), ("int", 8, False), ("float", 8, False), ("float", 8, True)]
 """Types and bits of weights, and whether several rows may share a scale."""
+
+
+def _compressed_weights(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The only scheme with weights. A scheme of attention alone has none: it is about the cache."""
+    groups, found = config.get("config_groups"), []
+    if isinstance(groups, dict):
+        for scheme in groups.values():
+            if isinstance(scheme, dict) and scheme.get("weights") is not None:
+                found.append(scheme["weights"])
+    if len(found) != 1 or not isinstance(found[0], dict):
+        raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
+    return found[0]
 
 
 def _is_group(value: Any) -> bool:
@@ -172,7 +200,7 @@ _CPU_GROUPS, _GPU_GROUPS = (32,), (128, 64, 32)
 
 WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
 """The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
-CALIBRATING = ("awq", "gptq")  # those that run a text through the model
+CALIBRATING = ("awq", "gptq")  # methods that run a text through the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +219,10 @@ class Rounding:
             raise UsageError(
                 f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {shown(text)}"
             )
-        group = None if named[2] is None else int(named[2])
-        if group is not None and (group == 0 or group % 32):
+        bits = int(named[1].removeprefix("int"))
+        if named[2] is None:
+            return cls(bits, None)
+        group = int(named[2])
+        if group == 0 or group % 32:
             raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")
-        return cls(int(named[1].removeprefix("int")), group)
+        return cls(bits, group)

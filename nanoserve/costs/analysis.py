@@ -50,7 +50,8 @@ class Analysis:
     leave behind."""
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
-        self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
+        self.costs = costs
+        self.input_tokens, self.output_tokens = input_tokens, output_tokens
         self.context = input_tokens + (output_tokens + 1) // 2
         self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
         windows = costs.counts.groups.windows
@@ -64,8 +65,9 @@ class Analysis:
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""
-        powers = (2**exponent for exponent in range(self.largest_batch.bit_length() + 1))
-        return sorted({*powers, max(1, self.largest_batch)})
+        batches = {2**exponent for exponent in range(self.largest_batch.bit_length() + 1)}
+        batches.add(max(1, self.largest_batch))
+        return sorted(batches)
 
     def prefill_work(self) -> StepWork:
         return self.costs.work([], [(0, self.input_tokens)])
@@ -77,12 +79,13 @@ class Analysis:
 
     def batch_row(self, batch: int) -> BatchRow:
         """Latency and throughput of decoding, with as many micro-batches in flight as there are stages."""
-        tpot, prefill = self._round_seconds(self.decode_work(batch), batch), self.prefill_seconds
+        tpot = self._round_seconds(self.decode_work(batch), batch)
+        whole_seconds = batch * self.prefill_seconds + self.output_tokens * tpot
         return BatchRow(
             batch=batch,
             tpot=tpot,
             tokens_per_second=batch / tpot,
-            tokens_per_second_with_prefill=self.output_tokens * batch / (batch * prefill + self.output_tokens * tpot),
+            tokens_per_second_with_prefill=self.output_tokens * batch / whole_seconds,
             kv_share=batch * self.blocks_per_sequence / self.blocks,
         )
 
@@ -103,16 +106,21 @@ class Analysis:
 
         operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
         for name in sorted({operator.name for operator in operators}, key=_ORDER.index):
-            same = [operator for operator in operators if operator.name == name]
-            seconds = sum(map(costs.operator_seconds, same))
-            computing = sum(map(costs.operator_seconds, filter(costs.is_compute_bound, same)))
+            seconds = computing = size = flops = 0.0
+            for operator in operators:
+                if operator.name != name:
+                    continue
+                seconds += costs.operator_seconds(operator)
+                if costs.is_compute_bound(operator):
+                    computing += costs.operator_seconds(operator)
+                size += operator.bytes
+                flops += operator.flops
             bound: Bound = "compute" if computing > seconds / 2 else "memory"
-            add(name, bound, seconds, sum(one.bytes for one in same), sum(one.flops for one in same))
+            add(name, bound, seconds, size, flops)
         hidden = costs.counts.activation_bytes(work.tokens)
-        reducing, sending, gaps = (
-            sum(seconds(work, stage) for stage in stages)
-            for seconds in (costs.all_reduce_seconds, costs.send_seconds, costs.kernel_seconds)
-        )
+        reducing = sum(costs.all_reduce_seconds(work, stage) for stage in stages)
+        sending = sum(costs.send_seconds(work, stage) for stage in stages)
+        gaps = sum(costs.kernel_seconds(work, stage) for stage in stages)
         add("all-reduce", "link", reducing, sum(map(costs.all_reduces, stages)) * hidden)
         add("send", "link", sending, hidden * (len(stages) - 1))
         add("kernel gaps", "overhead", gaps)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import exp, isfinite, log, log2, sqrt
 from typing import Final, NamedTuple
 
@@ -13,8 +13,8 @@ from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.work import HostBatch, StepFeatures, Strategy
 
 _OCTAVES: Final = 4  # between one size that has a factor of its own and the next: 16 times as large
-# Standard deviations of the factors' logarithms before anything is measured: what all sizes of a part have in common,
-# each size's own, and of a strategy. While all steps are of one, it is not seen whether that or the device got slower:
+# Standard deviations of the factors' logarithms before anything is measured: the part that all sizes have in common,
+# each size's own, and a strategy's. While all steps are of one, it is not seen whether that or the device got slower:
 # it takes a part that makes policies leave it, and the steps that follow tell.
 _COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.5
 _BOUND = log(8.0)  # factors stay between an eighth and 8
@@ -53,32 +53,41 @@ class FactorFilter:
         known = float(along @ gradient)
         most = min(_MOST_DEVIATIONS * sqrt(known + variance), _MOST_AT_ONCE)
         expected = known + variance * max(1.0, abs(error) / most)
-        surprise, row = (error > most) - (error < -most), self._surprises[kind]
-        self._surprises[kind] = row = surprise + (row if row * surprise > 0 else 0)
         step = min(max(error, -most), most) / expected
         moved = zip(self.mean, along.tolist(), strict=True)
-        self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in moved]
+        self.mean = [min(max(mean + slope * step, -_BOUND), _BOUND) for mean, slope in moved]
         self._covariance = self._covariance * (1.0 - _FADING) + self._doubt - np.outer(along, along / expected)
-        if abs(row) == _CHANGED:
+        if self._count_surprise(kind, error, most) == _CHANGED:
             self._covariance, self._surprises[kind] = self._prior, 0
         scatter = variance + _NOISE_RATE * (min(error * error, 9.0 * variance) - variance)  # outliers count in part
         self._variances[kind] = min(max(scatter, _LEAST_NOISE**2), _MOST_NOISE**2)
 
+    def _count_surprise(self, kind: str, error: float, most: float) -> int:
+        """Count the errors in a row that lay beyond ``most`` to the same side, this one included."""
+        before = self._surprises[kind]
+        if error > most:
+            self._surprises[kind] = max(before, 0) + 1
+        elif error < -most:
+            self._surprises[kind] = min(before, 0) - 1
+        else:
+            self._surprises[kind] = 0
+        return abs(self._surprises[kind])
+
     def drift_back(self, factors: Iterable[int]) -> None:
-        """Move factors a little towards 1: those that may not be measured again while they count as slow."""
+        """Move factors a little towards 1, because they may not be measured again while they count as slow."""
         for factor in factors:
             self.mean[factor] *= 1.0 - _DRIFT
 
 
 class _Part(NamedTuple):
-    """Something that steps spend time on. Its factor is a line over the logarithm of its size."""
+    """A part of a step. Its factor is a line over the logarithm of its size."""
 
     first: int  # number of its first factor
     factors: int
     smallest: int  # the logarithm (base 16) of the size of the first one
 
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
-        """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
+        """The factors between which a size lies, and its nearness to each; the outermost count beyond them, too."""
         place = min(max(log2(max(size, 1.0)) / _OCTAVES - self.smallest, 0.0), self.factors - 1.0)
         below = min(int(place), self.factors - 2)
         return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
@@ -141,8 +150,10 @@ class CorrectedPredictor:
         return self._factor("overhead", rows) * self._base.step_overhead_seconds(rows)
 
     def slowdown(self, strategy: Strategy) -> float:
-        learned = exp(self._filter.mean[_STRATEGIES[strategy]]) if strategy in _STRATEGIES else 1.0
-        return learned * self._base.slowdown(strategy)
+        slowdown = self._base.slowdown(strategy)
+        if strategy in _STRATEGIES:
+            slowdown *= exp(self._filter.mean[_STRATEGIES[strategy]])
+        return slowdown
 
     def swap_seconds(self, context_tokens: int) -> float:
         """See Predictor; uncorrected, because swaps are not measured."""
@@ -167,22 +178,31 @@ class CorrectedPredictor:
         if used is not None:
             gradient[used] = 1.0
         self._filter.observe("step", gradient, log(seconds / (predicted * self.slowdown(work.strategy))))
-        host = _PARTS["host attention"]
-        unmeasured = range(host.first, host.first + host.factors) if used is None else ()
-        self._filter.drift_back([*unmeasured, *(index for index in _STRATEGIES.values() if index != used)])
+        unmeasured = [index for index in _STRATEGIES.values() if index != used]
+        if used is None:
+            host = _PARTS["host attention"]
+            unmeasured += range(host.first, host.first + host.factors)
+        self._filter.drift_back(unmeasured)
+        self._note_sizes(work)
+
+    def _note_sizes(self, work: StepFeatures) -> None:
+        """Remember at which sizes the parts of a step were last measured, for `corrections`."""
         device = work.device
         sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
-        sizes["prefill attention"] = sum(device.chunks[-1]) if device.chunks else 0
-        self._sizes |= {name: size for name, size in sizes.items() if size}
+        if device.chunks:
+            start, length = device.chunks[-1]
+            sizes["prefill attention"] = start + length
+        for name, size in sizes.items():
+            if size:
+                self._sizes[name] = size
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn from the time of one layer's attention on the CPU."""
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
-        self._filter.observe(
-            "host", _by_factor([("host attention", context_tokens, predicted)]), log(seconds / predicted)
-        )
+        gradient = _by_factor([("host attention", context_tokens, predicted)])
+        self._filter.observe("host", gradient, log(seconds / predicted))
         self._sizes["host attention"] = context_tokens
 
     @property
@@ -200,10 +220,14 @@ class CorrectedPredictor:
 
     def _step(self, work: StepFeatures) -> list[Term]:
         """A step without the slowdown of its strategy."""
-        ending = [batch.sequences for batch in work.host if batch.attended == self.num_layers]
-        rows = max(1, work.sampled + (sum(ending) if work.strategy == "overlap" else 0))
-        overhead = self._term("overhead", rows, self._base.step_overhead_seconds(rows))
-        return [overhead, *(self._pipelined(work) if work.strategy == "asymmetric" else self._united(work))]
+        rows = work.sampled
+        if work.strategy == "overlap":
+            rows += sum([batch.sequences for batch in work.host if batch.attended == self.num_layers])
+        rows = max(1, rows)
+        terms = [self._term("overhead", rows, self._base.step_overhead_seconds(rows))]
+        if work.strategy == "asymmetric":
+            return terms + self._pipelined(work)
+        return terms + self._united(work)
 
     def _united(self, work: StepFeatures) -> list[Term]:
         """All layers of one batch. Host rows that join in the middle of a layer pass its half and that of the next."""
@@ -218,10 +242,12 @@ class CorrectedPredictor:
     def _pipelined(self, work: StepFeatures) -> list[Term]:
         """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait. The
         rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed."""
-        host = (*work.host, *work.host_second)
-        changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
+        changes = {0, self.num_layers}
+        for batch in chain(work.host, work.host_second):
+            changes.add(min(batch.first_layer, self.num_layers))
+            changes.add(min(batch.attended, self.num_layers))
         attention, layers = self._device_attention(work), list[Term]()
-        for layer, until in pairwise(sorted(min(change, self.num_layers) for change in changes)):
+        for layer, until in pairwise(sorted(changes)):
             first = self._linear(work.device.tokens + _rows_in(layer, work.host)) + attention
             second = self._linear(_rows_in(layer, work.host_second))
             layers += _times(until - layer, max(first, self._cpu(layer, work.host_second), key=_seconds))
@@ -229,12 +255,15 @@ class CorrectedPredictor:
         return layers
 
     def _linear(self, tokens: int) -> list[Term]:
-        return [self._term("linear", tokens, self._base.linear_seconds(tokens))] if tokens else []
+        if not tokens:
+            return []
+        return [self._term("linear", tokens, self._base.linear_seconds(tokens))]
 
     def _device_attention(self, work: StepFeatures) -> list[Term]:
         """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
-        keys = work.device.decode_context
-        attention = [self._term("attention", keys, self._base.attention_seconds(keys))] if keys else []
+        keys, attention = work.device.decode_context, list[Term]()
+        if keys:
+            attention.append(self._term("attention", keys, self._base.attention_seconds(keys)))
         for start, length in work.device.chunks:
             before = self._base.prefill_attention_seconds(start) if start else 0.0
             longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
@@ -243,8 +272,11 @@ class CorrectedPredictor:
 
     def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> list[Term]:
         attending = [batch for batch in batches if batch.attended <= layer]
-        keys, rows = sum([batch.context_tokens for batch in attending]), sum([batch.sequences for batch in attending])
-        return [self._term("host attention", keys, self._base.host_attention_seconds(rows, keys))] if keys else []
+        keys = sum([batch.context_tokens for batch in attending])
+        if not keys:
+            return []
+        rows = sum([batch.sequences for batch in attending])
+        return [self._term("host attention", keys, self._base.host_attention_seconds(rows, keys))]
 
 
 def _rows_in(layer: int, batches: Iterable[HostBatch]) -> int:

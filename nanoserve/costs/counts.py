@@ -5,16 +5,17 @@ once. Norms, rotary embedding, activation function, biases and residual addition
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from nanoserve.config.model_config import LayerShape, ModelConfig
+from nanoserve.config.model_config import LayerShape, ModelConfig, MoeConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout, stage_layers, tensor_degrees
@@ -105,20 +106,22 @@ class LayerKind(NamedTuple):
     window: int
     sparse: bool
     bits: tuple[tuple[str, Bits], ...]  # of the layer's matrices, by name; empty if the model is not quantized
-    shape: LayerShape | None  # None: that of the model
+    shape: LayerShape | None  # None: the model's shape
 
 
-def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
-    return [
-        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(matrix_bits(model, layer).items()), shape)
-        for layer, shape in zip(layers, model.shapes[layers.start : layers.stop] or [None] * len(layers), strict=True)
-    ]
+def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
+    return LayerKind(
+        window=model.sliding_window(layer),
+        sparse=model.is_sparse(layer),
+        bits=tuple(matrix_bits(model, layer).items()),
+        shape=model.shapes[layer] if model.shapes else None,
+    )
 
 
 class ModelCounts:
-    """What one device of a layout holds, reads and computes. Tensor parallelism beyond the number of KV heads
-    replicates these. Every device reads the whole activations between operators. ``pipeline_split`` gives the layers of
-    each stage; None divides them by cost. Raises UsageError if the layout does not suit the model."""
+    """Counts of what one device of a layout holds, reads and computes. Tensor parallelism beyond the number of KV
+    heads replicates these heads. Every device reads the whole activations between operators. ``pipeline_split`` gives
+    the layers of each stage; None divides them by cost. Raises UsageError if the layout does not suit the model."""
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class ModelCounts:
         self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
         stages = self.layout.pipeline_parallel
         layers = stage_layers(model, stages, pipeline_split, divide_layers, asked=f"{stages} pipeline stages")
-        self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
+        self.stages = tuple(dict(Counter(_layer_kind(model, layer) for layer in stage)) for stage in layers)
         self.groups = model.groups or model.cut(tuple(stage.start for stage in layers))
         self._parts = [self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers]
         self.vocabulary = -(-model.vocab_size // degree)
@@ -150,18 +153,21 @@ class ModelCounts:
             self._matrix(name, columns, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
             for name, columns in (("embedding", model.hidden_size + per_layer), ("head", model.hidden_size))
         )
-        self._sizes = {
-            kind: self._attention_sizes(model.of_shape(kind.shape)) for stage in self.stages for kind in stage
-        }
-        self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
+        kinds = dict.fromkeys(chain.from_iterable(self.stages))
+        self._sizes = {kind: self._attention_sizes(model.of_shape(kind.shape)) for kind in kinds}
+        self._matrices = {kind: tuple(self._layer_matrices(kind)) for kind in kinds}
 
     def layers(self, stage: int) -> int:
         return sum(self.stages[stage].values())
 
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
         """Everything that one device of the stage does for this work, communication aside."""
-        embedding = [self.embedding(work.tokens)] if stage == 0 and work.tokens else []
-        return [*embedding, *self.products(work, stage), *self.attention(work, stage)]
+        operators = list[Operator]()
+        if stage == 0 and work.tokens:
+            operators.append(self.embedding(work.tokens))
+        operators += self.products(work, stage)
+        operators += self.attention(work, stage)
+        return operators
 
     def products(self, work: StepWork, stage: int) -> Iterator[Operator]:
         """The matrix products of the stage's layers, and of the head in the last stage."""
@@ -191,10 +197,12 @@ class ModelCounts:
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
                 pairs: float = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
-                rows = work.decodes + work.guesses
-                found.append(self._attention("prefill attention", work.tokens - rows, keys, pairs, kind, layers))
+                tokens = work.tokens - work.decodes - work.guesses
+                found.append(self._attention("prefill attention", tokens, keys, pairs, kind, layers))
             if work.decodes:
-                keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
+                keys = work.decode_context
+                if window:
+                    keys = work.windowed_decode_context[self.windows.index(window)]
                 rows = work.decodes + work.guesses
                 pairs = keys * rows / work.decodes
                 found.append(self._attention("decode attention", rows, keys, pairs, kind, layers))
@@ -207,14 +215,18 @@ class ModelCounts:
         return Operator("embedding", "look-up", 0.0, read, 0.0, rows)
 
     def stage_weight_bytes(self, stage: int) -> float:
-        kinds = self.stages[stage].items()
-        layers = sum(count * sum(matrix.bytes for matrix in self._matrices[kind]) for kind, count in kinds)
-        shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
-        has_head = stage == len(self.stages) - 1 and not shares_one
-        return layers + self._table.bytes * (stage == 0) + self.head.bytes * has_head
+        total = 0.0
+        for kind, layers in self.stages[stage].items():
+            total += layers * sum(matrix.bytes for matrix in self._matrices[kind])
+        if stage == 0:
+            total += self._table.bytes
+        head_is_embedding = self.model.tie_word_embeddings and len(self.stages) == 1
+        if stage == len(self.stages) - 1 and not head_is_embedding:
+            total += self.head.bytes
+        return total
 
     def kv_bytes_per_token(self, stage: int) -> float:
-        """In all layers, as long as no window has left the token behind."""
+        """Bytes of a token in all layers, as long as no window has left it behind."""
         return self._parts[stage].token_numbers * self.precision.kv_bytes
 
     def block_bytes(self, block_size: int, stage: int) -> float:
@@ -223,7 +235,7 @@ class ModelCounts:
 
     @property
     def layer_kv_bytes(self) -> float:
-        """What a layer reads of a token; where layers differ, one of the usual shape."""
+        """Bytes that a layer reads of a token; where layers differ, a layer of the usual shape."""
         return self._attention_sizes(self.model)[1]
 
     @property
@@ -238,14 +250,18 @@ class ModelCounts:
 
     def step_bytes(self, tokens: int, stage: int) -> float:
         """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
-        parts = []
+        widths = []
         for kind in self.stages[stage]:
             matrices = self._matrices[kind]
-            cut = [matrix.name for matrix in matrices].index("output") + 1
-            parts += [matrices[:cut], matrices[cut:]]
-        widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
-        rows = min(tokens, _SAMPLED_ROWS) if stage == len(self.stages) - 1 else 0
-        return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
+            attention_end = [matrix.name for matrix in matrices].index("output") + 1
+            widths.append(sum(matrix.activations for matrix in matrices[:attention_end]))
+            widths.append(sum(matrix.activations for matrix in matrices[attention_end:]))
+        widest = self.model.hidden_size + max(widths)
+        layer_bytes = tokens * widest * self.precision.other_bytes
+        if stage < len(self.stages) - 1:
+            return layer_bytes
+        sampled = min(tokens, _SAMPLED_ROWS)
+        return layer_bytes + sampled * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
         """Bytes of hidden states, which all-reduces sum and stages send on."""
@@ -253,52 +269,75 @@ class ModelCounts:
 
     def _matrix(self, name: str, columns: int, rows: Sequence[int], bits: Bits, number_bytes: float) -> Matrix:
         """A matrix of these blocks of rows; where bits are None, a weight takes `number_bytes`."""
-        stored = sum(
-            columns * (count * number_bytes if each is None else -(-count // ROWS) * ROWS * each / 8)
-            for count, each in zip(rows, bits if len(bits) > 1 else bits * len(rows), strict=True)
-        )
+        if len(bits) == 1:
+            bits = bits * len(rows)
+        stored = 0.0
+        for count, weight_bits in zip(rows, bits, strict=True):
+            if weight_bits is None:
+                stored += columns * (count * number_bytes)
+            else:
+                padded = -(-count // ROWS) * ROWS
+                stored += columns * (padded * weight_bits / 8)
         return Matrix(name, columns * sum(rows), columns + sum(rows), stored)
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
-        model, degree, bits = self.model.of_shape(kind.shape), self.layout.tensor_parallel, dict(kind.bits)
-        hidden = model.hidden_size
+        model, bits = self.model.of_shape(kind.shape), dict(kind.bits)
 
-        def matrix(name: str, columns: int, *rows: int, number_bytes: float = self.precision.weight_bytes) -> Matrix:
-            return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
+        def matrix(name: str, columns: int, *rows: int) -> Matrix:
+            return self._matrix(name, columns, rows, bits.get(name, NUMBERS), self.precision.weight_bytes)
 
+        yield from self._attention_matrices(model, matrix)
+        if kind.sparse and model.moe is not None:
+            yield from self._expert_matrices(model, model.moe, bits, matrix)
+        else:
+            inner = model.inner_part(model.intermediate_size, self.layout.tensor_parallel)
+            yield matrix("gate_up", model.hidden_size, inner, inner)
+            yield matrix("down", inner, model.hidden_size)
+
+    def _attention_matrices(self, model: ModelConfig, matrix: Callable[..., Matrix]) -> Iterator[Matrix]:
+        """The matrices of a layer up to the output of attention; ``matrix`` makes one."""
+        degree, hidden = self.layout.tensor_parallel, model.hidden_size
         query, key = self.heads * model.head_dim, max(1, model.num_kv_heads // degree) * model.head_dim
         if size := model.per_layer_input_size:
             yield matrix("per_layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
             yield matrix("per_layer_input_up", size, hidden)
         if model.mla is None:
-            yield matrix("qkv", hidden, query, *[key] * (len(model.qkv_sizes) - 1))
+            keys_and_values = [key] * (len(model.qkv_sizes) - 1)
+            yield matrix("qkv", hidden, query, *keys_and_values)
         else:
             mla, query = model.mla, model.mla.query_size(self.heads)
             yield matrix("qkv", hidden, mla.q_lora_rank or query, model.head_dim)
             if mla.q_lora_rank:
                 yield matrix("query_up", mla.q_lora_rank, query)
-            # Queries are multiplied with its one half before attention, sums of latents with the other after it.
+            # Its one half multiplies queries before attention, the other sums of latents after it.
             absorbed, size = self.heads * model.head_dim + query, mla.kv_lora_rank * mla.expanded_size(self.heads)
             yield Matrix("latent_up", size, 2 * absorbed, size * self.precision.weight_bytes)
         yield matrix("output", model.output_size // degree, hidden)
-        if not kind.sparse or model.moe is None:
-            inner = model.inner_part(model.intermediate_size, degree)
-            yield matrix("gate_up", hidden, inner, inner)
-            yield matrix("down", inner, hidden)
-            return
-        if model.moe.shared_size:
-            inner = model.inner_part(model.moe.shared_size, degree)
-            yield matrix("shared_gate_up", hidden, inner, inner)
-            yield matrix("shared_down", inner, hidden)
-        experts, chosen = model.moe.num_experts, model.moe.experts_per_token
-        inner = model.inner_part(model.moe.intermediate_size, degree)
-        yield matrix("router", hidden, experts, number_bytes=self.precision.other_bytes)
+
+    def _expert_matrices(
+        self, model: ModelConfig, moe: MoeConfig, bits: dict[str, Bits], matrix: Callable[..., Matrix]
+    ) -> Iterator[Matrix]:
+        """The matrices of a sparse layer's feed-forward part; all its experts count as one matrix."""
+        degree, hidden = self.layout.tensor_parallel, model.hidden_size
+        if moe.shared_size:
+            shared = model.inner_part(moe.shared_size, degree)
+            yield matrix("shared_gate_up", hidden, shared, shared)
+            yield matrix("shared_down", shared, hidden)
+        experts, chosen = moe.num_experts, moe.experts_per_token
+        inner = model.inner_part(moe.intermediate_size, degree)
+        router_bits = bits.get("router", NUMBERS)
+        yield self._matrix("router", hidden, (experts,), router_bits, self.precision.other_bytes)
         gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
-        if inner % ROWS or len({*gate_up}) > 1 or None in (*gate_up, *down):
+        if inner % ROWS or len(set(gate_up)) > 1 or None in gate_up or None in down:
             bits.clear()  # experts of several formats, or cut between rows that are packed together, stay numbers
-        parts = matrix("expert_gate_up", hidden, inner, inner), matrix("expert_down", inner, hidden)
-        stored, activations = experts * sum(part.bytes for part in parts), chosen * (2 * hidden + 3 * inner)
-        yield Matrix("experts", experts * 3 * hidden * inner, activations, stored, reached=chosen / experts)
+        expert_bytes = matrix("expert_gate_up", hidden, inner, inner).bytes + matrix("expert_down", inner, hidden).bytes
+        yield Matrix(
+            "experts",
+            weights=experts * 3 * hidden * inner,
+            activations=chosen * (2 * hidden + 3 * inner),
+            bytes=experts * expert_bytes,
+            reached=chosen / experts,
+        )
 
     def _attention(
         self, name: OperatorKind, tokens: int, keys: int, pairs: float, kind: LayerKind, layers: int
@@ -311,7 +350,9 @@ class ModelCounts:
 
 def chunk_keys(start: int, length: int, window: int = 0) -> int:
     """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of 0 sees all."""
-    return start + length if not window else min(start, window - 1) + length
+    if not window:
+        return start + length
+    return min(start, window - 1) + length
 
 
 def chunk_pairs(start: int, length: int, window: int = 0) -> int:
@@ -330,9 +371,12 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
     if stages == 1:  # the counts of a layer are those of such a model
         return (model.num_layers,)
     decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")
-    embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
-    layers[0] += embedding
-    layers[-1] += head
+    costs = []
+    for decode_share, mixed_share in zip(decode, mixed, strict=True):
+        costs.append(round(_UNITS * (decode_share + mixed_share) / 2))
+    layers = costs[1:-1]
+    layers[0] += costs[0]  # the embedding
+    layers[-1] += costs[-1]  # the head
     return divide(layers, stages)
 
 
@@ -340,38 +384,46 @@ def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has. The dearest piece is as
     cheap as can be; of those divisions the most even one is taken (least sum of squares, so that keys and values are
     spread well too), and of equally even ones that with the smaller first pieces. O(stages * len(costs)^2)."""
-    sums, positions = list(accumulate(costs, initial=0)), range(len(costs) + 1)
-    dearest: list[float] = [0] + [inf] * len(costs)  # by position: the least if the pieces so far end there
-    for _ in range(stages):
-        dearest = [
-            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf) for end in positions
-        ]
-    # By position: the sum of squares and the pieces of the best division with no dearer piece.
+    sums = list(accumulate(costs, initial=0))
+    limit = _least_dearest(sums, stages)
+    # By position: the sum of squares and the pieces of the best division that ends there and has no dearer piece.
     best: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
     for _ in range(stages):
-        best = [
-            min(
-                (
-                    (best[cut][0] + (sums[end] - sums[cut]) ** 2, (*best[cut][1], end - cut))
-                    for cut in range(end)
-                    if sums[end] - sums[cut] <= dearest[-1]
-                ),
-                default=(inf, ()),
-            )
-            for end in positions
-        ]
+        longer: list[tuple[float, tuple[int, ...]]] = []
+        for end in range(len(sums)):
+            found: tuple[float, tuple[int, ...]] = (inf, ())
+            for cut in range(end):
+                piece = sums[end] - sums[cut]
+                if piece <= limit:
+                    squares, pieces = best[cut]
+                    found = min(found, (squares + piece**2, (*pieces, end - cut)))
+            longer.append(found)
+        best = longer
     return best[-1][1]
 
 
+def _least_dearest(sums: Sequence[int], stages: int) -> float:
+    """The least cost that the dearest of `stages` pieces can have, from the sums of costs up to each position."""
+    dearest = [0.0] + [inf] * (len(sums) - 1)  # by position: the least if the pieces so far end there
+    for _ in range(stages):
+        longer = []
+        for end in range(len(sums)):
+            possible = [max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)]
+            longer.append(min(possible, default=inf))
+        dearest = longer
+    return dearest[-1]
+
+
 def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
-    """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
-
-    def cost(operators: Iterable[Operator]) -> float:
-        return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
-
+    """The costs of the embedding, each layer and the head in a step with these chunks, as shares of the whole."""
+    cost: Callable[[Operator], float] = attrgetter(measure)
     layers = range(model.num_layers)  # each a stage
     counts = ModelCounts(model, ParallelLayout(pipeline_parallel=len(layers)), pipeline_split=[1] * len(layers))
     work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
-    costs = [cost([*counts.products(work, layer), *counts.attention(work, layer)]) for layer in layers]
-    parts = [cost([counts.embedding(work.tokens)]), *costs, cost([counts.product(counts.head, _DECODES)])]
-    return [part / sum(parts) for part in parts]
+    parts = [cost(counts.embedding(work.tokens))]
+    for layer in layers:
+        products = sum(map(cost, counts.products(work, layer)))
+        parts.append(products + sum(map(cost, counts.attention(work, layer))))
+    parts.append(cost(counts.product(counts.head, _DECODES)))
+    whole = sum(parts)
+    return [part / whole for part in parts]

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -22,11 +22,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measured times: medians, and lower and upper quartiles in the same shape."""
 
     def rising(self) -> Self:
-        """The same, made monotonic along each axis: two times that noise has exchanged meet half way."""
+        """Make the times monotonic along each axis: two times that noise has exchanged meet half way."""
         return self._with(_rising)
 
     def undisturbed(self) -> Self:
-        """The same with the lower quartiles as times."""
+        """Take the lower quartiles as times."""
         return msgspec.structs.replace(self, seconds=self.times["low"])
 
     @property
@@ -80,19 +80,21 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
         if batch <= 0:
             return 0.0
         most, longest = self.batches[-1], self.contexts[-1]
-        *rows, share = _between(self.batches, min(batch, most))
-        few, many = [_interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in rows]
+        lower, upper, share = _between(self.batches, min(batch, most))
+        few = _interpolate(self.contexts, self.seconds[lower], min(context, longest))
+        many = _interpolate(self.contexts, self.seconds[upper], min(context, longest))
         return (few + share * (many - few)) * max(1.0, batch / most) * max(1.0, context / longest)
 
     def less(self, part: MeasuredCurve) -> Self:
-        """The same grid minus the curve's time for each batch."""
+        """Subtract the curve's time for each batch."""
         parts = [[part.at(batch)] for batch in self.batches]
         return self._with(lambda rows: np.maximum(_SHORTEST, rows - parts))
 
     def cells(self) -> Iterator[tuple[int, int, float]]:
         """Each batch and context with its time."""
-        for (batch, context), seconds in zip(product(self.batches, self.contexts), chain(*self.seconds), strict=True):
-            yield batch, context, seconds
+        for batch, row in zip(self.batches, self.seconds, strict=True):
+            for context, seconds in zip(self.contexts, row, strict=True):
+                yield batch, context, seconds
 
     def over_keys(self) -> MeasuredCurve:
         """A curve over the total number of keys: the means of the cells with equal totals."""
@@ -108,7 +110,9 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) ->
         return 0.0
     lower, upper, share = _between(sizes, size)
     below, above = seconds[lower], seconds[upper]
-    return below + share * (above - below) if share <= 1 else above + (share - 1) * max(0.0, above - below)
+    if share <= 1:
+        return below + share * (above - below)
+    return above + (share - 1) * max(0.0, above - below)
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
@@ -120,7 +124,8 @@ def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
 
 
 def _rising(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Half way between the largest so far and the smallest from here on; along rows first, which columns leave so."""
+    """Move times half way between the largest so far and the smallest from here on. Rows come first: columns leave them
+    rising."""
     for axis in reversed(range(times.ndim)):
         smallest = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
         times = (np.maximum.accumulate(times, axis) + smallest) / 2

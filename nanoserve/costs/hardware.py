@@ -55,7 +55,7 @@ class Device(
     omit_defaults=True,
     rename={"memory_bandwidth": "read_bytes_per_second", "flops": "operations_per_second"},
 ):
-    """What computes: a GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
+    """A GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
 
     name: str
     memory_bytes: _Above0 = 0.0  # total bytes; 0 for the CPUs of a host, whose memory belongs to the machine
@@ -72,7 +72,7 @@ class Device(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins devices, or a device and its host."""
+    """A connection between devices, or of a device and its host."""
 
     name: str
     bandwidth: float  # bytes per second of one device in one direction; in an all-reduce, bus bandwidth
@@ -80,7 +80,7 @@ class Link:
     measured: bool
 
     def scaled(self, factor: float) -> "Link":
-        """With so many times the bandwidth. Raises UsageError for a factor that is not above 0."""
+        """Multiply the bandwidth by a factor. Raises UsageError for a factor that is not above 0."""
         if not factor > 0:
             raise UsageError(f"a link's bandwidth is scaled by a factor above 0, not {factor}")
         return replace(self, bandwidth=self.bandwidth * factor)
@@ -93,7 +93,8 @@ class Link:
         way there and back is a tree: 2 ceil(log2 t) messages after one another."""
         if devices == 1:
             return 0.0
-        return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
+        messages = 2 * (devices - 1).bit_length()
+        return messages * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class Machine:
     source: str
 
     def link_among(self, first: int, count: int) -> Link:
-        """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
+        """The link of ``count`` devices from the one numbered ``first``: the node's, or the network between nodes.
         Raises UsageError for several nodes without a network."""
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link

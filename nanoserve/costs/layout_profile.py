@@ -43,7 +43,11 @@ class LayoutProfile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-layou
     def steady(self) -> bool:
         """Whether the samples of a layer are alike, because other programs left the processors alone."""
         layers = [times.layer for times in self.degrees.values()]
-        return all(high < _STEADY * low for layer in layers for low, high in zip(layer.low, layer.high, strict=True))
+        for layer in layers:
+            for low, high in zip(layer.low, layer.high, strict=True):
+                if high >= _STEADY * low:
+                    return False
+        return True
 
     def costs(self, model: ModelConfig, layout: ParallelLayout) -> "LayoutCosts":
         """Step times of one replica in a layout. Raises UsageError if the layout does not suit the model, or its tensor
@@ -56,7 +60,8 @@ class LayoutCosts(StepCosts):
     machine's speeds and memory."""
 
     def __init__(self, profile: LayoutProfile, model: ModelConfig, layout: ParallelLayout) -> None:
-        if (degree := layout.tensor_parallel) not in profile.degrees:
+        degree = layout.tensor_parallel
+        if degree not in profile.degrees:
             raise UsageError(f"a tensor degree of {degree} was not measured: use one of {list(profile.degrees)}")
         self.profile, self.times = profile, profile.degrees[degree]
         few, many = profile.step.sizes[0], profile.step.sizes[-1]
@@ -75,16 +80,18 @@ class LayoutCosts(StepCosts):
         return self.counts.layers(stage) * self.times.layer.at(tokens)
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
-        layers = {kind.window: 0 for kind in self.counts.stages[stage]}
+        layers: dict[int, int] = {}
         for kind, count in self.counts.stages[stage].items():
-            layers[kind.window] += count
+            layers[kind.window] = layers.get(kind.window, 0) + count
         grid, prompts = self.times.decode_attention, self.times.prefill_attention
         return measured_attention(work, layers, self.counts.windows, grid, prompts)
 
     def lone_seconds(self, work: StepWork, stage: int) -> float:
         """``stage_seconds`` while no other stage computes, and the memory's bandwidth is this one's alone."""
         seconds, times = self.stage_seconds(work, stage), self.times
-        return seconds if times.lone is None else seconds * times.lone.at(work.tokens) / times.layer.at(work.tokens)
+        if times.lone is None:
+            return seconds
+        return seconds * times.lone.at(work.tokens) / times.layer.at(work.tokens)
 
     def _embedding(self, tokens: int) -> float:
         return 0.0  # part of the layers

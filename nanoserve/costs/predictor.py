@@ -1,6 +1,7 @@
 """Predictors, by which policies know step times in advance: from the cost model, or from a profile."""
 
 from collections.abc import Sequence
+from math import inf
 
 from nanoserve.costs.layout_profile import LayoutCosts
 from nanoserve.costs.profile import Profile
@@ -9,16 +10,18 @@ from nanoserve.scheduler.work import StepWork, Strategy
 
 
 class CostPredictor:
-    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions. A
-    decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
+    """The cost model of the first stage, the mean over its layers. `layouts` are all layouts by number, for transitions.
+    A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
         self.num_layers = costs.num_layers
         self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
         stages = [costs.stage_seconds(costs.work([1]), stage) for stage in range(costs.num_stages)]
-        lone = costs.lone_seconds if isinstance(costs, LayoutCosts) else costs.stage_seconds
-        self.lone_share = sum(lone(costs.work([1]), stage) for stage in range(costs.num_stages)) / sum(stages)
         self.slowest_share, self.overlaps = max(stages) / sum(stages), costs.machine.device.overlaps
+        self.lone_share = 1.0
+        if isinstance(costs, LayoutCosts):
+            lone = [costs.lone_seconds(costs.work([1]), stage) for stage in range(costs.num_stages)]
+            self.lone_share = sum(lone) / sum(stages)
 
     def linear_seconds(self, tokens: int) -> float:
         """Includes the CPU's work for each sequence; for prompts a few percent too much, at the default 10 us."""
@@ -82,17 +85,23 @@ class MeasuredPredictor:
         return self._profile.prefill_attention.at(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        return self._profile.host_attention.at(sequences, context_tokens / sequences) if sequences > 0 else 0.0
+        if sequences <= 0:
+            return 0.0
+        return self._profile.host_attention.at(sequences, context_tokens / sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
         return sum([curve.at(rows) for curve in self._ends])
 
     def slowdown(self, strategy: Strategy) -> float:
         """The factor by which the device waits for memory that attention on the CPU reads meanwhile."""
-        return 1.0 if strategy == "device" else self._profile.beside_host
+        if strategy == "device":
+            return 1.0
+        return self._profile.beside_host
 
     def swap_seconds(self, context_tokens: int) -> float:
         return self._profile.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        return 0.0 if layout == 0 else float("inf")
+        if layout == 0:
+            return 0.0
+        return inf

@@ -1,4 +1,5 @@
-"""Profile: what ``nanoserve profile`` measured of one model on one machine, in seconds (APEX's offline profiler).
+"""Profile: the times that ``nanoserve profile`` measured of one model on one machine, in seconds (APEX's offline
+profiler).
 
 ``MeasuredTimes`` and ``MeasuredPredictor`` answer from it; ``step_costs`` is the cost model with calibrated factors.
 """
@@ -88,11 +89,13 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2")
     predictions: tuple[Prediction, ...] = ()
 
     def __post_init__(self) -> None:
-        if missing := [name for name in _SETTINGS if name not in self.settings]:
+        missing = [name for name in _SETTINGS if name not in self.settings]
+        if missing:
             raise ValueError(f"settings must have {', '.join(missing)}")
         Precision.of(self.bits)
-        if any(one.measured or not one.memory_bytes for one in (self.device, self.host)):
-            raise ValueError("device and host must have memory_bytes, and no measured")
+        for device in (self.device, self.host):
+            if device.measured or not device.memory_bytes:
+                raise ValueError("device and host must have memory_bytes, and no measured")
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 
@@ -101,16 +104,19 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2")
         return f"{self.settings['model']} on {self.device.name}"
 
     def rising(self) -> "Profile":
-        """The same with monotonic times: on a busy machine medians sometimes fall with size."""
+        """Make times monotonic: on a busy machine medians sometimes fall with size."""
         return self._with(Measured.rising)
 
     def undisturbed(self) -> "Profile":
-        """The same with lower quartiles as times: other programs may disturb more than half of a few samples."""
+        """Take lower quartiles as times: other programs may disturb more than half of a few samples."""
         return self._with(Measured.undisturbed)
 
     def _with(self, change: Callable[[Measured], Measured]) -> "Profile":
-        fields = msgspec.structs.asdict(self).items()
-        return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
+        changed = {}
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, Measured):
+                changed[name] = change(value)
+        return msgspec.structs.replace(self, **changed)
 
     def swap_seconds(self, tokens: int) -> float:
         return self.copy.at(tokens * self.model.cache_groups.token_numbers * self.bits / 8)
@@ -169,7 +175,7 @@ class MeasuredTimes:
         return 0.0
 
     def with_engine(self, seconds: float) -> "MeasuredTimes":
-        """The same with this time for scheduling and taking answers in, whatever the rows."""
+        """Set the time for scheduling and taking answers in, whatever the rows."""
         times = dict.fromkeys(("seconds", "low", "high"), (seconds, seconds))
         return MeasuredTimes(msgspec.structs.replace(self.profile, engine=MeasuredCurve(sizes=(1, 2), **times)))
 
@@ -205,7 +211,9 @@ def measured_attention(
     seconds = 0.0
     for window, count in layers.items():
         if work.decodes:
-            keys = work.windowed_decode_context[windows.index(window)] if window else work.decode_context
+            keys = work.decode_context
+            if window:
+                keys = work.windowed_decode_context[windows.index(window)]
             seconds += count * decodes.at(work.decodes, keys / work.decodes)
         for start, length in work.chunks:
             longer = prompt_seconds(start + length, window) - prompt_seconds(start, window)
@@ -226,7 +234,7 @@ def calibrate(profile: Profile) -> Efficiency:
     costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
 
     def beside(rows: int) -> float:
-        """What a step takes beside its layers and beside the logits that the model counts."""
+        """Seconds of a step beside its layers and beside the logits that the model counts."""
         head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
         return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
 
@@ -303,7 +311,9 @@ def read_profile(path: Path, kind: type[AnyProfile]) -> AnyProfile:
 def check_writable(path: Path) -> None:
     """Raise RuntimeFailure, before anything is measured, unless a profile can be written there."""
     with unwritable_as_failure(path):
-        place = path if path.exists() and not path.is_file() else path.absolute().parent
+        place = path.absolute().parent
+        if path.exists() and not path.is_file():
+            place = path
         writable = not path.is_dir() and os.access(place, os.W_OK)
     if not writable:
         raise RuntimeFailure(f"cannot write {path}: a directory, in no directory, or no permission")

@@ -70,28 +70,42 @@ class DeviceMemory:
         )
 
     def _advice(self) -> str:
-        """The first number of stages that fits, or fewer bits."""
+        """Name the first number of stages that fits, and fewer bits that do."""
         counts, fitting = self._counts, []
-        first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
-        alone = replace(counts.layout, data_parallel=1)
-        layouts = [replace(alone, pipeline_parallel=stages) for stages in range(first, last + 1)]
-        if layouts and self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
-            larger = (ModelCounts(counts.model, layout, counts.precision) for layout in layouts)
-            layout = next(filter(self._fits, larger)).layout
+        layout = self._fitting_layout()
+        if layout is not None:
             fitting.append(f"{layout.devices} devices (layout {layout.name})")
         split = [counts.layers(stage) for stage in range(len(counts.stages))]
-        for bits in [bits for bits in STORED_BITS if bits < counts.precision.weight_bits]:
+        for bits in STORED_BITS:
+            if bits >= counts.precision.weight_bits:
+                continue
             precision = replace(counts.precision, weight_bits=bits)
             if self._fits(ModelCounts(counts.model, counts.layout, precision, split)):
                 fitting.append(f"{bits}-bit weights")
-        return f"what would fit: {' or '.join(fitting)}" if fitting else "no number of these devices would fit it"
+        if not fitting:
+            return "no number of these devices would fit it"
+        return f"what would fit: {' or '.join(fitting)}"
+
+    def _fitting_layout(self) -> ParallelLayout | None:
+        """The layout with the fewest stages in which the model fits; None if not even the most stages are enough."""
+        counts = self._counts
+        alone = replace(counts.layout, data_parallel=1)
+        first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
+        layouts = [replace(alone, pipeline_parallel=stages) for stages in range(first, last + 1)]
+        if not layouts or not self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
+            return None
+        for layout in layouts:
+            if self._fits(ModelCounts(counts.model, layout, counts.precision)):
+                return layout
+        return None
 
     def _fits(self, counts: ModelCounts) -> bool:
         """Whether these weights fit with room for a few thousand tokens."""
-        return all(
-            self._usable - counts.stage_weight_bytes(stage) >= _USEFUL_TOKENS * counts.kv_bytes_per_token(stage)
-            for stage in range(len(counts.stages))
-        )
+        for stage in range(len(counts.stages)):
+            room = self._usable - counts.stage_weight_bytes(stage)
+            if room < _USEFUL_TOKENS * counts.kv_bytes_per_token(stage):
+                return False
+        return True
 
 
 class StepCosts:
@@ -113,11 +127,16 @@ class StepCosts:
         self.layout, self.num_layers = self.counts.layout, model.num_layers
         self.num_stages = self.layout.pipeline_parallel
         self.memory = DeviceMemory(self.counts, machine, self.efficiency)
-        device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency
+        device, factors = machine.device, self.efficiency
+        if device.measured:
+            factors = Efficiency.ideal()
         self._bandwidth = device.memory_bandwidth * factors.memory
+        flops = device.flops * factors.matrix
         self._flops: dict[OperatorKind, float] = {
             "prefill attention": device.flops * factors.attention,
-            **dict.fromkeys(("matrix", "look-up", "decode attention"), device.flops * factors.matrix),
+            "matrix": flops,
+            "look-up": flops,
+            "decode attention": flops,
         }
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
@@ -156,9 +175,13 @@ class StepCosts:
         return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
-        """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
-        before = self._embedding_seconds(work.tokens) if stage == 0 and work.tokens else 0.0
-        return before + (self._head_seconds(work.sampled) if stage == self.num_stages - 1 and work.sampled else 0.0)
+        """Device time of a stage outside its layers: the embedding before the first, the head behind the last."""
+        seconds = 0.0
+        if stage == 0 and work.tokens:
+            seconds += self._embedding_seconds(work.tokens)
+        if stage == self.num_stages - 1 and work.sampled:
+            seconds += self._head_seconds(work.sampled)
+        return seconds
 
     def _embedding(self, tokens: int) -> float:
         embedding = self.operator_seconds(self.counts.embedding(tokens))
@@ -187,24 +210,37 @@ class StepCosts:
     def operator_seconds(self, operator: Operator) -> float:
         """The longer of moving its bytes and computing its operations (the roofline), or both after one another."""
         moving, computing = operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind]
-        return max(moving, computing) if self.machine.device.overlaps else moving + computing
+        if self.machine.device.overlaps:
+            return max(moving, computing)
+        return moving + computing
 
     def is_compute_bound(self, operator: Operator) -> bool:
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
-        head = _KERNELS_OF_HEAD if stage == self.num_stages - 1 and work.sampled else 0
-        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + (stage == 0) + head
+        """The gaps between a stage's kernels."""
+        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer
+        if stage == 0:
+            kernels += 1  # the embedding
+        if stage == self.num_stages - 1 and work.sampled:
+            kernels += _KERNELS_OF_HEAD
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
         """How many all-reduces of the hidden states a stage makes: two a layer, one behind the divided embedding."""
-        return 0 if self._degree == 1 else self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER + (stage == 0)
+        if self._degree == 1:
+            return 0
+        all_reduces = self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER
+        if stage == 0:
+            all_reduces += 1
+        return all_reduces
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        gather = self._gather_seconds(work.sampled) if stage == self.num_stages - 1 else 0.0
-        return self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage) + gather
+        seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
+        if stage == self.num_stages - 1:
+            seconds += self._gather_seconds(work.sampled)
+        return seconds
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
         """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
@@ -219,7 +255,8 @@ class StepCosts:
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
-        model, share = self.counts.model, 1.0 if processor.measured else self.efficiency.processor
+        model = self.counts.model
+        share = 1.0 if processor.measured else self.efficiency.processor
         moving = context * model.kv_numbers * self.counts.precision.kv_bytes / processor.memory_bandwidth
         computing = context * 4.0 * model.num_heads * model.head_dim / processor.flops
         return max(moving, computing) / share
@@ -249,4 +286,7 @@ class StepCosts:
         return self._reached(self.machine.link_among(stage * self._degree, stages * self._degree))
 
     def _reached(self, link: Link) -> Link:
-        return link if link.measured else link.scaled(self.efficiency.link)
+        """The link as programs reach it."""
+        if link.measured:
+            return link
+        return link.scaled(self.efficiency.link)

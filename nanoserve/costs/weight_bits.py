@@ -3,7 +3,7 @@
 Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are loaded as numbers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from nanoserve.config.checkpoint_names import checkpoint_names
@@ -21,50 +21,81 @@ _KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
 
 @lru_cache(maxsize=4096)
 def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
-    """The bits of every matrix of a layer by name, or those of the embedding and the head, which may be one matrix;
-    empty if the model is not quantized."""
-    quantization, moe, names = model.quantization, model.moe, checkpoint_names(model)
+    """The bits of every matrix of a layer by name. Without a layer, the bits of the embedding and of the head, which
+    may be one matrix. Empty if the model is not quantized."""
+    quantization = model.quantization
     if quantization is None:
         return {}
-    # The columns of each matrix, and the modules of its blocks.
-    matrices: dict[str, tuple[int, Iterable[str]]] = {}
     if layer is None:
-        matrices["embedding"] = model.hidden_size, [names.embedding.removesuffix(".weight")]
-        matrices["head"] = model.hidden_size, [names.lm_head.removesuffix(".weight")]
-    else:
-        own = names.layer
-        model = model.of_layer(layer)
-        matrices["qkv"] = model.hidden_size, own.qkv
-        matrices["output"] = model.num_heads * model.head_dim, [own.output]
-        if moe is None or not model.is_sparse(layer):
-            matrices["gate_up"] = model.hidden_size, own.gate_up
-            matrices["down"] = model.intermediate_size, [own.down]
-        else:
-            matrices["router"] = model.hidden_size, [own.router]
-            matrices["expert_gate_up"] = model.hidden_size, [name.format(0) for name in own.expert_gate_up]
-            matrices["expert_down"] = moe.intermediate_size, [own.expert_down.format(0)]
-    prefix = "" if layer is None else names.layer_prefix.format(layer)
-    found = {
-        matrix: _bits(quantization, matrix, columns, [prefix + module for module in modules], model.head_dim)
-        for matrix, (columns, modules) in matrices.items()
+        found = _vocabulary_bits(model, quantization)
+        if model.tie_word_embeddings:
+            found["head"] = found["embedding"]
+        return found
+    prefix = checkpoint_names(model).layer_prefix.format(layer)
+    shaped = model.of_layer(layer)
+    found = {}
+    for matrix, (columns, names) in _layer_matrices(shaped, layer).items():
+        modules = [prefix + name for name in names]
+        found[matrix] = _bits(quantization, matrix, columns, modules, shaped.head_dim)
+    return found
+
+
+def _vocabulary_bits(model: ModelConfig, quantization: Quantization) -> dict[str, Bits]:
+    names = checkpoint_names(model)
+    found = {}
+    for matrix, tensor in (("embedding", names.embedding), ("head", names.lm_head)):
+        modules = [tensor.removesuffix(".weight")]
+        found[matrix] = _bits(quantization, matrix, model.hidden_size, modules, model.head_dim)
+    return found
+
+
+def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequence[str]]]:
+    """The columns of each matrix of a layer, and the modules of its blocks of rows."""
+    names, moe = checkpoint_names(model).layer, model.moe
+    matrices: dict[str, tuple[int, Sequence[str]]] = {
+        "qkv": (model.hidden_size, names.qkv),
+        "output": (model.num_heads * model.head_dim, [names.output]),
     }
-    return found | {"head": found["embedding"]} if layer is None and model.tie_word_embeddings else found
+    if moe is None or not model.is_sparse(layer):
+        matrices["gate_up"] = model.hidden_size, names.gate_up
+        matrices["down"] = model.intermediate_size, [names.down]
+    else:
+        matrices["router"] = model.hidden_size, [names.router]
+        matrices["expert_gate_up"] = model.hidden_size, [name.format(0) for name in names.expert_gate_up]
+        matrices["expert_down"] = moe.intermediate_size, [names.expert_down.format(0)]
+    return matrices
 
 
-def _bits(quantization: Quantization, matrix: str, columns: int, modules: Iterable[str], head: int) -> Bits:
-    method, types = quantization.method, dict(quantization.tensor_types)
-    if method == "gguf":
-        stored = [BLOCK_TYPES.get(types.get(module.removesuffix(".0"), "")) for module in modules]
-        found: Bits = tuple(None if kind is None else kind.loaded_bits for kind in stored)
-    elif quantization.is_float or matrix in _KEPT.get(method, ("embedding", "head", "router")):
+def _bits(quantization: Quantization, matrix: str, columns: int, modules: Sequence[str], head: int) -> Bits:
+    """The bits of each block of a matrix. Its blocks are packed together, or none is."""
+    found: list[float | None] = []
+    if quantization.method == "gguf":
+        types = dict(quantization.tensor_types)
+        for module in modules:
+            kind = BLOCK_TYPES.get(types.get(module.removesuffix(".0"), ""))
+            found.append(None if kind is None else kind.loaded_bits)
+    elif quantization.is_float or matrix in _KEPT.get(quantization.method, ("embedding", "head", "router")):
         return NUMBERS
     else:
-        group = quantization.group_of(columns, head if matrix == "output" else 0)
-        is_vocabulary = method == "rounding" and matrix in ("embedding", "head")
-        bits = 8 if is_vocabulary else max(quantization.bits, 5 if method == "mxfp4" else 4)
-        beside = 24 if quantization.has_zeros or method in ("gptq", "awq") else 16
-        each = None if group is None else bits + beside / group
-        if is_vocabulary and quantization.bits == 4 and columns % 256 == 0:
-            each = BLOCK_TYPES["Q6_K"].loaded_bits
-        found = tuple(None if quantization.leaves_alone(module) else each for module in modules)
-    return NUMBERS if None in found else found  # blocks are packed together, or none is
+        packed = _packed_bits(quantization, matrix, columns, head)
+        for module in modules:
+            found.append(None if quantization.leaves_alone(module) else packed)
+    if None in found:
+        return NUMBERS
+    return tuple(found)
+
+
+def _packed_bits(quantization: Quantization, matrix: str, columns: int, head: int) -> float | None:
+    """Bits of a weight and its share of scales and zero points; None if no group divides the columns."""
+    method, bits = quantization.method, max(quantization.bits, 4)
+    if method == "mxfp4":
+        bits = 5
+    if method == "rounding" and matrix in ("embedding", "head"):
+        if quantization.bits == 4 and columns % 256 == 0:
+            return BLOCK_TYPES["Q6_K"].loaded_bits
+        bits = 8
+    group = quantization.group_of(columns, head if matrix == "output" else 0)
+    if group is None:
+        return None
+    has_zeros = quantization.has_zeros or method in ("gptq", "awq")
+    return bits + (24 if has_zeros else 16) / group
