@@ -16,34 +16,38 @@ MOST_PARALLEL = 64
 PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """The options that name two layouts, in the order of their numbers."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
-"""What runs unless another is asked for. With two layouts it is the one policy that changes the layout."""
+"""The policies that run unless another is asked for, with one layout and with two. Only seesaw changes layouts."""
 AUTO = "auto"
 """The layout, or the policy, that is predicted best."""
 DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "auto": ""}
-"""What guesses tokens, by name, and what is named behind a colon."""
+"""Drafters, which guess tokens, by name, each with the argument behind its colon."""
 HEADS = ("eagle", "medusa")
 """Drafters that read the model's hidden states."""
-DRAFTER_NAMES = tuple(f"{name}:{named}" if named else name for name, named in DRAFTERS.items())
+DRAFTER_NAMES = tuple(f"{name}:{named}".removesuffix(":") for name, named in DRAFTERS.items())
 
 
 def setting(default: Any, help: str, *, least: int = 1, most: int | None = None) -> Any:
-    """A field of EngineConfig: its default, what it means, and the range of a number that has a ``most``. The command
-    line shows ``help`` for its option, in which "default" is what None stands for."""
-    return field(default=default, metadata={"help": help, "range": None if most is None else (least, most)})
+    """A field of EngineConfig: its default, its meaning, and the range of a number with a ``most``. The command line
+    shows ``help`` for its option; None stands for the "default" that help names."""
+    limits = None if most is None else (least, most)
+    return field(default=default, metadata={"help": help, "range": limits})
 
 
 _degree = partial(setting, 1, most=MOST_PARALLEL)
 
 
 def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
-    """The fields of EngineConfig for the only layout of all engines together, or for those of prompts and decodes."""
-    first, *others = layouts
-    return {
+    """The fields of EngineConfig for one layout of all engines together, or for the layouts of prompts and of decodes."""
+    first = layouts[0]
+    settings: dict[str, Any] = {
         "pipeline_parallel": first.pipeline_parallel,
         "tensor_parallel": first.tensor_parallel,
         "data_parallel": first.data_parallel,
-        "decode_layout": replace(others[0], data_parallel=1) if others else None,
+        "decode_layout": None,
     }
+    if len(layouts) > 1:
+        settings["decode_layout"] = replace(layouts[1], data_parallel=1)
+    return settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +119,13 @@ class EngineConfig:
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """Layouts of one engine by number: the only one, or the one for prompts and the one for decodes."""
         first = ParallelLayout(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
-        return (first,) if self.decode_layout is None else (first, self.decode_layout)
+        if self.decode_layout is None:
+            return (first,)
+        return first, self.decode_layout
 
     @property
     def whole_layouts(self) -> tuple[ParallelLayout, ...]:
-        """The same of all engines together."""
+        """The layouts of all engines together."""
         return tuple(replace(layout, data_parallel=self.data_parallel) for layout in self.layouts)
 
     @property
@@ -130,13 +136,16 @@ class EngineConfig:
     @property
     def policy_name(self) -> str:
         """The policy that runs: the one asked for, or the default for this number of layouts."""
-        asked = None if self.policy == AUTO else self.policy
-        return asked or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
+        if self.policy and self.policy != AUTO:
+            return self.policy
+        if self.decode_layout is None:
+            return DEFAULT_POLICY
+        return POLICY_OF_TWO_LAYOUTS
 
     @property
     def attends_on_host(self) -> bool:
         """Whether the CPU attends to keys and values in host memory beside the device's steps."""
-        name, *_ = self.policy_name.split(":")  # a policy from a file never does, and workers must not read the file
+        name = self.policy_name.partition(":")[0]  # a policy from a file never does, and workers must not read the file
         return name in POLICIES and POLICIES[name].attends_on_host
 
     @property
@@ -151,7 +160,8 @@ class EngineConfig:
             value, limits = getattr(self, declared.name), declared.metadata.get("range")
             if limits is not None and value is not None and not limits[0] <= value <= limits[1]:
                 raise UsageError(f"{declared.name} must be from {limits[0]} to {limits[1]}, not {value}")
-        if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
+        workers = self.data_parallel * self.num_workers
+        if workers > 1 and ":" in self.device:
             raise UsageError(
                 f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
                 "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
@@ -165,10 +175,12 @@ class EngineConfig:
             self._check_batch_invariance()
         self._check_host_attention()
         if self.speculate is not None:
-            self._check_drafter(*self.speculate.partition(":"))
+            self._check_drafter(self.speculate)
 
-    def _check_drafter(self, kind: str, colon: str, named: str) -> None:
-        if kind not in DRAFTERS or bool(named) != bool(DRAFTERS[kind]) or bool(named) != bool(colon):
+    def _check_drafter(self, drafter: str) -> None:
+        kind, colon, named = drafter.partition(":")
+        takes_argument = DRAFTERS.get(kind, "") != ""
+        if kind not in DRAFTERS or (colon != "") != takes_argument or (named != "") != takes_argument:
             raise UsageError(f"--speculate {shown(self.speculate)} is none of {', '.join(DRAFTER_NAMES)}")
         if self.decode_layout is not None:
             raise UsageError(f"--speculate works in one layout: leave it out with {' and '.join(PAIR_OPTIONS)}")
@@ -196,7 +208,8 @@ class EngineConfig:
     def _check_batch_invariance(self) -> None:
         if self.device != "cpu":
             raise UsageError(f"--batch-invariant is for --device cpu, not {self.device}: leave it out")
-        if len(degrees := {layout.tensor_parallel for layout in self.layouts}) > 1 or max(degrees) > 2:
+        degrees = {layout.tensor_parallel for layout in self.layouts}
+        if len(degrees) > 1 or max(degrees) > 2:
             raise UsageError("--batch-invariant: sums over ranks would differ; choose one degree of --tp, 1 or 2")
 
     def _check_pair(self, decode: ParallelLayout) -> None:
@@ -229,12 +242,12 @@ class EngineConfig:
             raise UsageError(f"--pp-split {','.join(map(str, split))}: every stage needs at least one layer")
 
     def _check_host_attention(self) -> None:
+        if self.attends_on_host and self.tensor_parallel > 1:
+            raise UsageError(
+                f"--policy {self.policy} has the CPU attend beside whole layers, which --tp {self.tensor_parallel} "
+                "divides: leave --tp out or choose another policy"
+            )
         if self.attends_on_host:
-            if self.tensor_parallel > 1:
-                raise UsageError(
-                    f"--policy {self.policy} has the CPU attend beside whole layers, which --tp {self.tensor_parallel} "
-                    "divides: leave --tp out or choose another policy"
-                )
             return
         *most, last = [name for name, entry in POLICIES.items() if entry.attends_on_host]
         for option, value in (("--host-threads", self.host_threads), ("--profile", self.profile)):

@@ -28,8 +28,8 @@ class ParallelLayout:
 
     @classmethod
     def parse(cls, name: str) -> "ParallelLayout":
-        """A layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order. Raises UsageError for other
-        names."""
+        """Parse a layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order. Raises UsageError for
+        other names."""
         parts = _PART.findall(name.upper())
         degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
         if not parts or "".join(f"{letter}{degree}" for letter, degree in parts) != name.upper():
@@ -45,16 +45,29 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
-        degrees = {letter: getattr(self, degree) for letter, degree in _DEGREES.items()}
-        return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "T1"
+        """The layout's name in the papers: D2T2P4. Degrees of 1 are left out; "T1" if all are 1."""
+        parts = []
+        for letter, name in _DEGREES.items():
+            degree = getattr(self, name)
+            if degree > 1:
+                parts.append(f"{letter}{degree}")
+        if not parts:
+            return "T1"
+        return "".join(parts)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Tensor parallel degrees that divide the heads."""
-    heads, kv_heads = model.num_heads, {shape.num_kv_heads for shape in model.shapes} or {model.num_kv_heads}
-    divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-    return [degree for degree in divisors if all(max(degree, kv) % min(degree, kv) == 0 for kv in kv_heads)]
+    kv_heads = {shape.num_kv_heads for shape in model.shapes}
+    if not kv_heads:
+        kv_heads.add(model.num_kv_heads)
+    degrees = []
+    for degree in range(1, model.num_heads + 1):
+        # Ranks have equal numbers of key-value heads, or equal numbers of ranks share each.
+        divides_kv_heads = all(max(degree, heads) % min(degree, heads) == 0 for heads in kv_heads)
+        if model.num_heads % degree == 0 and divides_kv_heads:
+            degrees.append(degree)
+    return degrees
 
 
 def stage_layers(
@@ -65,14 +78,14 @@ def stage_layers(
     *,
     asked: str | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage: as many as `pipeline_split` says, or as `divide` chooses. `asked` stands for --pp in
-    errors. Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers."""
+    """The layers of each stage, by `pipeline_split` or by `divide`. `asked` stands for --pp in errors. Raises
+    UsageError if the stages cannot be filled, or the split is not one of this model's layers."""
     if pipeline_parallel < 1:
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
     if pipeline_parallel > model.num_layers:
+        option = asked or f"--pp {pipeline_parallel}"
         raise UsageError(
-            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
-            f" so there are at most {model.num_layers} stages"
+            f"{option}: the model has {model.num_layers} layers, so there are at most {model.num_layers} stages"
         )
     sizes = divide(model, pipeline_parallel) if pipeline_split is None else pipeline_split
     option = f"--pp-split {','.join(map(str, sizes))}"

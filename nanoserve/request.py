@@ -1,4 +1,4 @@
-"""What a user asks for (SamplingParams, Request), how it lives in the engine (Sequence), and what comes back.
+"""A user's request (SamplingParams, Request), its life in the engine (Sequence), and its outputs.
 
 A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words of state: its status, which moves
 along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     """Report the log probabilities of the sampled token and of this many likeliest tokens (0 to 20)."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first."""
+    """Report log probabilities for every prompt token but the first."""
     json_schema: str | None = None
     """The text of a JSON schema; the output is JSON that meets it and ends there, even before min_tokens."""
 
@@ -77,14 +77,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        optional = {"seed": (-1, MAX_SEED), "max_tokens": (1 if self.prompt_logprobs is None else 0, MAX_TOKENS)}
-        optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
-        for name, bounds in optional.items():
-            if (value := getattr(self, name)) is not None:
-                _check_integer(name, value, *bounds)
+        least_tokens = 1 if self.prompt_logprobs is None else 0
+        _check_optional_integer("seed", self.seed, -1, MAX_SEED)
+        _check_optional_integer("max_tokens", self.max_tokens, least_tokens, MAX_TOKENS)
+        _check_optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.seed == -1:
             msgspec.structs.force_setattr(self, "seed", None)
-        _check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS if self.max_tokens is None else self.max_tokens)
+        most_tokens = MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        _check_integer("min_tokens", self.min_tokens, 0, most_tokens)
         self._check_stops()
         self._check_logit_bias()
         self._check_json_schema()
@@ -100,9 +101,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.penalizes_tokens or self.min_tokens > 0 or bool(self.logit_bias)
 
     def listed_tokens(self, known: int) -> int:
-        """How many tokens the executor goes through when a sequence begins with so many: those that the parameters name
-        and, for penalties, those so far."""
-        return len(self.logit_bias) + len(self.stop_token_ids) + (known if self.penalizes_tokens else 0)
+        """Tokens that the executor goes through when a sequence begins with ``known`` tokens: the tokens that the
+        parameters name and, for penalties, the known ones."""
+        named = len(self.logit_bias) + len(self.stop_token_ids)
+        if self.penalizes_tokens:
+            return named + known
+        return named
 
     @property
     def may_be_fed(self) -> bool:
@@ -149,26 +153,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         settings = dict(settings)
         if isinstance(settings.get("stop"), str):
             settings["stop"] = [settings["stop"]]
-        if isinstance(bias := settings.get("logit_bias"), Mapping):  # JSON keys are strings
+        bias, schema = settings.get("logit_bias"), settings.get("json_schema")
+        if isinstance(bias, Mapping):  # JSON keys are strings
             settings["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
-        if isinstance(schema := settings.get("json_schema"), Mapping):
+        if isinstance(schema, Mapping):
             settings["json_schema"] = json.dumps(schema)
         try:
             return msgspec.convert(settings, cls)
         except msgspec.ValidationError as error:
-            for some in (settings, *({name: value} for name, value in settings.items())):
+            attempts = [settings] + [{name: value} for name, value in settings.items()]
+            for attempt in attempts:
                 with suppress(TypeError, AttributeError):  # an unknown name, or no list where one is needed
-                    cls(**some)  # its own checks say which values a setting takes
+                    cls(**attempt)  # its own checks say which values a setting takes
             raise UsageError(f"sampling settings: {error}") from None
 
 
 def _token_id(key: object) -> object:
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    if isinstance(key, str) and key.isascii() and key.isdigit():
+        return int(key)
+    return key
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise UsageError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
+
+
+def _check_optional_integer(name: str, value: object, low: int, high: int) -> None:
+    if value is not None:
+        _check_integer(name, value, low, high)
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -199,7 +212,7 @@ class Request:
     priority: int = 0
     """Lower goes first, as in vLLM, where the policy orders by priority."""
     user: str = ""
-    """Whose request it is, where the policy shares between users."""
+    """The user who sent the request, where the policy shares between users."""
     resumed: tuple[tuple[int, ...], ...] = ()
     """Tokens that each sample already got from an engine that died; it continues after them."""
 
@@ -272,7 +285,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlannedRow(Protocol):
-    """What a sequence needs of a row of a submitted plan, `nanoserve.scheduler.plan.Row`."""
+    """The part of a submitted plan's row that a sequence needs, `nanoserve.scheduler.plan.Row`."""
 
     @property
     def start(self) -> int: ...
@@ -317,7 +330,7 @@ class Sequence:
     reach: int = 0
     """Positions that these blocks hold."""
     host_table: list[int] = field(default_factory=list)
-    """Host blocks likewise; on the device, those reserved for a prompt that will move."""
+    """Host blocks likewise; on the device, host blocks reserved for a prompt that will move."""
     chain: list[Any] = field(default_factory=list)
     """The prefix cache's columns of its first full blocks."""
     slid_to: int = 0
@@ -363,7 +376,7 @@ class Sequence:
         return self.status is _FINISHED
 
     def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Keep those of the positions after ``start``; a request's first sample keeps them for all."""
+        """Keep log probabilities of the positions after ``start``; a request's first sample keeps them for all."""
         if self.index == 0:
             already = len(self.prompt_logprobs) - start  # a recomputed prompt is scored again
             self.prompt_logprobs += logprobs[already:]
@@ -402,7 +415,7 @@ class Sequence:
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """What one sequence gained in one step, as the engine hands it to its callers, who may read ``sequence`` but not
+    """One sequence's gain in one step, as the engine hands it to its callers, who may read ``sequence`` but not
     change it. The garbage collector skips updates, which are never in a cycle."""
 
     request_id: str
@@ -449,12 +462,14 @@ class RequestMetrics:
         return (self.last_token_time - self.first_token_time) / (self.output_tokens - 1)
 
     def _since_arrival(self, event: float | None) -> float | None:
-        return None if event is None else event - self.arrival_time
+        if event is None:
+            return None
+        return event - self.arrival_time
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample: the whole of it from ``generate``, what is new from ``stream``."""
+    """One sample: the whole from ``generate``, its new part from ``stream``."""
 
     index: int
     text: str
@@ -473,7 +488,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one request."""
+    """The outputs of one request."""
 
     request_id: str
     prompt: str | None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import nanoserve
@@ -41,7 +41,9 @@ class AnswerUsage:
     @property
     def total_tokens(self) -> int | None:
         """Prompt and answer together: the context in use."""
-        return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
+        if self.prompt_tokens is None:
+            return None
+        return self.prompt_tokens + self.completion_tokens
 
     @property
     def prefill_rate(self) -> float | None:
@@ -55,7 +57,15 @@ class AnswerUsage:
     def decode_rate(self) -> float | None:
         """Tokens per second after the first."""
         pace = self.metrics.time_per_output_token
-        return 1 / pace if pace else None
+        if not pace:
+            return None
+        return 1 / pace
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        if not self.steps:
+            return None
+        return self.completion_tokens / self.steps
 
     def counts(self) -> dict[str, int | None]:
         names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
@@ -64,10 +74,12 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """An answer, or what is new of one."""
+    """An answer, or its latest piece."""
 
     text: str
-    reasoning: str  # what was told apart already; while the answer goes on, ``text`` may hold more of it between tags
+    reasoning: (
+        str  # told apart from the text already; while the answer goes on, ``text`` may hold more of it between tags
+    )
     usage: AnswerUsage  # until now
     finish_reason: str | None  # None while it goes on, and when it was interrupted
     marks: tuple[tuple[int, int], ...] = ()  # see `CompletionOutput`
@@ -75,34 +87,48 @@ class ChatAnswer:
     def line(self, context: int | None) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
         usage = self.usage
+        prompt, new, whole = "{} prompt", "{} new", "context {}"
+        if usage.cached_tokens is not None:
+            prompt += f" ({usage.cached_tokens} cached)"
+        if self.finish_reason is None:
+            new += ", interrupted"
+        if context is not None:
+            whole += f"/{context}"
         figures = [
-            (
-                "{} prompt" + ("" if usage.cached_tokens is None else f" ({usage.cached_tokens} cached)"),
-                usage.prompt_tokens,
-            ),
-            ("{} new" + (", interrupted" if self.finish_reason is None else ""), usage.completion_tokens),
+            (prompt, usage.prompt_tokens),
+            (new, usage.completion_tokens),
             ("TTFT {:.2f} s", usage.metrics.time_to_first_token),
             ("prefill {:,.0f} t/s", usage.prefill_rate),
             ("decode {:,.1f} t/s", usage.decode_rate),
-            ("{:.2f} tokens a step", usage.completion_tokens / usage.steps if usage.steps else None),
-            ("context {}" + ("" if context is None else f"/{context}"), usage.total_tokens),
+            ("{:.2f} tokens a step", usage.tokens_per_step),
+            (whole, usage.total_tokens),
         ]
         return " · ".join(text.format(figure) for text, figure in figures if figure is not None)
 
     def json(self, model: str) -> str:
         """The object that ``--json`` prints."""
         metrics = self.usage.metrics
-        timings = {"queue_s": metrics.queue_time, "ttft_s": metrics.time_to_first_token}
-        timings |= {"tpot_s": metrics.time_per_output_token, "total_s": metrics.latency}
-        timings |= {"prefill_tokens_per_s": self.usage.prefill_rate, "decode_tokens_per_s": self.usage.decode_rate}
-        rounded = {name: None if value is None else round(value, 6) for name, value in timings.items()}
-        texts = {"text": self.text} | ({"reasoning": self.reasoning} if self.reasoning else {})
-        end = {"finish_reason": self.finish_reason, "model": model, "usage": self.usage.counts(), "timings": rounded}
-        return json.dumps(texts | end, ensure_ascii=False)
+        timings = {
+            "queue_s": metrics.queue_time,
+            "ttft_s": metrics.time_to_first_token,
+            "tpot_s": metrics.time_per_output_token,
+            "total_s": metrics.latency,
+            "prefill_tokens_per_s": self.usage.prefill_rate,
+            "decode_tokens_per_s": self.usage.decode_rate,
+        }
+        for name, value in timings.items():
+            if value is not None:
+                timings[name] = round(value, 6)
+        answer: dict[str, Any] = {"text": self.text}
+        if self.reasoning:
+            answer["reasoning"] = self.reasoning
+        answer |= {"finish_reason": self.finish_reason, "model": model}
+        answer |= {"usage": self.usage.counts(), "timings": timings}
+        return json.dumps(answer, ensure_ascii=False)
 
 
 Answers = Generator[ChatAnswer, None, None]
-"""Each piece holds what is new of an answer; closing the generator ends the work on it."""
+"""Pieces of an answer, each with its new text; closing the generator ends the work on the answer."""
 
 
 class ContextFull(RuntimeFailure):
@@ -112,8 +138,8 @@ class ContextFull(RuntimeFailure):
 class LocalModel:
     """An LLM in this process, opened when it is first asked for, or by `start` in a thread before.
 
-    ``open_llm`` opens it, with a function for the progress or one of its own. The user's ``seed`` is what the seeds of
-    answers are drawn from. ``notify`` gets what the LLM has to say once it is open.
+    ``open_llm`` opens it, with a function for the progress or one of its own. The seeds of answers are drawn from the
+    user's ``seed``. ``notify`` gets the LLM's notice once it is open.
     """
 
     def __init__(
@@ -130,7 +156,7 @@ class LocalModel:
         If it cannot be opened, the thread calls ``failed``."""
         if self._opening is None and "llm" not in vars(self):
             self._opening = ThreadPoolExecutor(1).submit(self._open_ahead)
-            self._opening.add_done_callback(lambda opening: failed(error) if (error := opening.exception()) else None)
+            self._opening.add_done_callback(partial(_tell_failure, failed))
 
     def _open_ahead(self) -> "nanoserve.LLM":
         llm = self._open(self._note)
@@ -195,7 +221,9 @@ class LocalModel:
         switch = self.llm.tokenizer.thinking_switch
         if switch is None or self.thinking is None:
             return {}
-        return switch.on if self.thinking else switch.off
+        if self.thinking:
+            return switch.on
+        return switch.off
 
     def _encode(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
         return self.llm.tokenizer.encode_chat(
@@ -204,6 +232,12 @@ class LocalModel:
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
         return stream_answer(self.llm, conversation, settings, self._template_arguments())
+
+
+def _tell_failure(failed: Callable[[BaseException], None], opening: Future[Any]) -> None:
+    error = opening.exception()
+    if error is not None:
+        failed(error)
 
 
 def stream_answer(
@@ -220,6 +254,8 @@ def stream_answer(
             sample = output.outputs[0]
             if sample.error is not None:
                 raise RuntimeFailure(sample.error)
-            tokens, steps = tokens + len(sample.token_ids), steps + bool(sample.token_ids)
-            usage = AnswerUsage.of(output, tokens, steps if llm.built.config.speculate else None)
+            tokens += len(sample.token_ids)
+            if sample.token_ids and llm.built.config.speculate:
+                steps += 1
+            usage = AnswerUsage.of(output, tokens, steps or None)
             yield ChatAnswer(sample.text, "", usage, sample.finish_reason, sample.marks)

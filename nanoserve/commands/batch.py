@@ -49,21 +49,24 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
         try:
             batch.answer(open_rows)
         except (KeyboardInterrupt, WorkersFailed) as error:
-            left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
-            state = f"{batch.summary(target)}{',' if batch.phases is None else ';'} {left}"
-            raise type(error)(f"{error}; {state}" if isinstance(error, WorkersFailed) else state) from None
+            state = batch.summary(target)
+            state += "," if batch.phases is None else ";"
+            state += f" {len(open_rows) - batch.written} rows are left; the same command goes on from here"
+            if isinstance(error, WorkersFailed):
+                state = f"{error}; {state}"
+            raise type(error)(state) from None
     say(batch.summary(target))
 
 
 @dataclass(slots=True)
 class Phases:
-    """What engines with two layouts do, and how fast, from what is seen between their steps.
+    """The phases of engines with two layouts, and their rates, as seen between their steps.
 
     Where there are several engines, a second that one of them spends in a phase counts as its part of a second, so
     rates are those of all engines in that phase.
     """
 
-    layouts: Sequence[ParallelLayout]  # that of prompts and that of decodes, of all engines together
+    layouts: Sequence[ParallelLayout]  # for prompts and for decodes, of all engines together
     seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # in each phase
     prompts: int = 0  # prompts with a known first token
     prompt_tokens: int = 0
@@ -79,13 +82,16 @@ class Phases:
         """Count what sequences gained until now, and the time since the last call to the phase that was then seen."""
         for update in updates:
             self.answer_tokens += len(update.new_tokens)
-            if update.new_tokens and (sample := (update.request_id, update.index)) not in self._begun:
+            sample = update.request_id, update.index
+            if update.new_tokens and sample not in self._begun:
                 self._begun.add(sample)
                 self.answer_tokens -= 1
                 if update.index == 0:  # further samples of a prompt begin with the KV of the first
                     self.prompts += 1
                     self.prompt_tokens += update.sequence.prompt_length - update.sequence.cached_tokens
-        self._begun.difference_update((update.request_id, update.index) for update in updates if update.finished)
+        for update in updates:
+            if update.finished:
+                self._begun.discard((update.request_id, update.index))
         for phase in self._phases:
             self.seconds[phase] += (now - self._seen) / len(self._phases)
         phases = zip(status.layouts, status.changing, strict=True)
@@ -97,11 +103,13 @@ class Phases:
 
     @property
     def state(self) -> str:
-        """Phase, rates, host memory and transitions, for now; if phases differ, how many engines are in which."""
-        counts, phases = Counter(self._phases or [0]), {_MOVING: "moving"}
-        phases |= {phase: f"{('prefill', 'decode')[phase]} {layout.name}" for phase, layout in enumerate(self.layouts)}
-        numbers = sorted(counts.items(), reverse=True)
-        names = [phases[phase] if len(counts) == 1 else f"{number} {phases[phase]}" for phase, number in numbers]
+        """Phase, rates, host memory and transitions, for now; if phases differ, the number of engines in each."""
+        prefill, decode = self.layouts
+        phases = {0: f"prefill {prefill.name}", 1: f"decode {decode.name}", _MOVING: "moving"}
+        counts = Counter(self._phases or [0])
+        names = [f"{number} {phases[phase]}" for phase, number in sorted(counts.items(), reverse=True)]
+        if len(counts) == 1:
+            names = [phases[phase] for phase in counts]
         return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
 
     @property
@@ -122,15 +130,19 @@ class Phases:
 
     @property
     def _rates(self) -> str:
-        done = (self.prompt_tokens, self.answer_tokens)
-        return ", ".join(
-            f"{layout.name} {tokens / self.seconds[phase]:,.0f} tokens/s" if self.seconds[phase] else f"{layout.name} -"
-            for phase, (layout, tokens) in enumerate(zip(self.layouts, done, strict=True))
-        )
+        prefill, decode = self.layouts
+        return f"{prefill.name} {self._rate(0, self.prompt_tokens)}, {decode.name} {self._rate(1, self.answer_tokens)}"
+
+    def _rate(self, phase: int, tokens: int) -> str:
+        if not self.seconds[phase]:
+            return "-"
+        return f"{tokens / self.seconds[phase]:,.0f} tokens/s"
 
     @property
     def _turns(self) -> str:
-        return f"{self._transitions} transition" + "s" * (self._transitions != 1)
+        if self._transitions == 1:
+            return "1 transition"
+        return f"{self._transitions} transitions"
 
 
 @dataclass(slots=True)
@@ -153,7 +165,8 @@ class _Batch:
         for row in rows:
             if row.error is not None:
                 self._write(row, {"error": row.error})
-        if not (usable := [row for row in rows if row.error is None]):
+        usable = [row for row in rows if row.error is None]
+        if not usable:
             return
         with self.engine.open_llm(expected=partial(self._expected, usable)) as llm:
             engine, layouts = llm.built.engine, llm.built.config.whole_layouts
@@ -202,38 +215,48 @@ class _Batch:
         """The rows with their settings; rows whose settings are wrong end as errors."""
         for row in rows:
             # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
-            seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
+            seed = {}
+            if self.engine.seed is not None:
+                seed["seed"] = (self.engine.seed + row.index) % 2**63
             try:
                 yield row, sampling_params(defaults, self.settings, seed, row.settings)
             except UsageError as error:
                 self._write(row, {"error": str(error)})
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
-        self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
+        identity: dict[str, Any] = {"index": row.index}
+        if row.id is not None:
+            identity["id"] = row.id
+        self.results.write(identity | result)
         self.written += 1
-        self.errors += "error" in result
+        if "error" in result:
+            self.errors += 1
         self.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
         parts = [f"{self.written - self.errors} rows written to {path}"]
-        parts += [f"{self.errors} rows with errors"] if self.errors else []
-        parts += [f"{self.done_before} were there already"] if self.done_before else []
+        if self.errors:
+            parts.append(f"{self.errors} rows with errors")
+        if self.done_before:
+            parts.append(f"{self.done_before} were there already")
         seconds = max(time.monotonic() - self.started, 1e-9)
         speed = f"{self.tokens} tokens in {seconds:.1f} s ({self.tokens / seconds:,.0f}/s"
         if self.phases is None:
-            return ", ".join([*parts, f"{speed})"])
-        with_prompts = f"{(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts)"
-        return ", ".join([*parts, speed, f"{with_prompts}; {self.phases.summary}"])
+            parts.append(f"{speed})")
+        else:
+            with_prompts = (self.tokens + self.phases.prompt_tokens) / seconds
+            parts.append(f"{speed}, {with_prompts:,.0f}/s with prompts); {self.phases.summary}")
+        return ", ".join(parts)
 
     @contextmanager
     def _progress_bar(self) -> Iterator[Callable[[], None]]:
-        """Yield what draws rows, tokens/s, time left and phases on a terminal; most calls draw nothing."""
+        """Yield a function that draws rows, tokens/s, time left and phases on a terminal; most calls draw nothing."""
         if not is_terminal(sys.stderr):
             yield lambda: None
             return
-        left = TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), left
-        bars = Progress(*columns, auto_refresh=False)
+        left_column = TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
+        rate_column = TextColumn("{task.fields[rate]} tokens/s, left")
+        bars = Progress(BarColumn(), MofNCompleteColumn(), rate_column, left_column, auto_refresh=False)
         task = bars.add_task("rows", total=self.total, completed=self.done_before + self.written, rate="-", left="-")
         with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
             drawn = 0.0
@@ -243,18 +266,26 @@ class _Batch:
                 now = time.monotonic()
                 if not at_end and now - drawn < REDRAW_SECONDS:
                     return
-                drawn, shown, seconds = now, list[RenderableType]([bars]), None
-                if self.phases is not None:
-                    shown.append(Text(self.phases.state, no_wrap=True, overflow="ellipsis"))
-                    rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
-                    seconds = self.phases.seconds_left(rows, finished, self.tokens)
-                left = "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+                drawn = now
                 rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
-                bars.update(task, completed=self.done_before + self.written, rate=rate, left=left)
-                live.update(Group(*shown), refresh=True)
+                bars.update(task, completed=self.done_before + self.written, rate=rate, left=self._time_left())
+                shown: RenderableType = bars
+                if self.phases is not None:
+                    shown = Group(bars, Text(self.phases.state, no_wrap=True, overflow="ellipsis"))
+                live.update(shown, refresh=True)
 
             yield draw
             draw(at_end=True)  # all rows are done
+
+    def _time_left(self) -> str:
+        """The time until all rows are done, by the pace of the phases; a dash where it is unknown."""
+        if self.phases is None:
+            return "-"
+        rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
+        seconds = self.phases.seconds_left(rows, finished, self.tokens)
+        if seconds is None:
+            return "-"
+        return str(timedelta(seconds=round(seconds)))
 
 
 def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -262,8 +293,9 @@ def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None
     if isinstance(outcome, NanoserveError):
         return {"error": str(outcome)}
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)
-    if errors := [sample.error for sample in samples if sample.error is not None]:
-        return {"error": errors[0]}
+    for sample in samples:
+        if sample.error is not None:
+            return {"error": sample.error}
     usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
     pieces = [_pieces(sample, outcome.prompt_token_ids, tokenizer) for sample in samples]
     columns: dict[str, list[Any]] = {
@@ -288,7 +320,7 @@ def _pieces(sample: CompletionOutput, prompt: Sequence[int], tokenizer: Tokenize
 def advice_for(
     llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
-    """What the planner predicts for prompts with their settings, and what would be faster; None without speeds."""
+    """The planner's prediction for prompts with their settings, and a faster choice; None without speeds."""
     speeds, shapes = llm.built.speeds, _shapes(llm.tokenizer, llm.built.max_model_len, items)
     if speeds is None or not shapes:
         return None
@@ -298,11 +330,14 @@ def advice_for(
 def _shapes(tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
     """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
     count, shapes = min(len(items), _SAMPLED_ROWS), []
-    for prompt, params in (items[place * len(items) // count] for place in range(count)):
+    for place in range(count):
+        prompt, params = items[place * len(items) // count]
         encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat
         with suppress(UsageError):  # a prompt that will be refused
             tokens = len(encode(prompt))
             room = longest - tokens
             if tokens and room > 0:
                 shapes.append(RequestShape(tokens, params.n * min(params.max_tokens or room, room)))
-    return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
+    if not shapes:
+        return []
+    return [shapes[place * len(shapes) // len(items)] for place in range(len(items))]

@@ -22,7 +22,7 @@ _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is eve
 
 
 class PromptRow(msgspec.Struct, frozen=True):
-    """One prompt of the input, or what a line of results tells of it."""
+    """One prompt of the input, or its line of the results."""
 
     index: int  # its line in the file, from 0
     id: str | int | None = None  # the user's name for it
@@ -32,8 +32,10 @@ class PromptRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str | int]:
-        """What an answer is found again by: the id where there is one."""
-        return ("index", self.index) if self.id is None else ("id", self.id)
+        """The key of its answer: the id, or the index of a row without an id."""
+        if self.id is None:
+            return "index", self.index
+        return "id", self.id
 
     @property
     def repeated(self) -> "PromptRow":
@@ -49,8 +51,13 @@ def read_rows(path: Path) -> list[PromptRow]:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row
     rows, keys = [], set()
-    for row in (parse(index, line) for index, line in enumerate(lines) if line.strip()):
-        rows.append(row.repeated if row.key in keys and row.error is None else row)
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        row = parse(index, line)
+        if row.key in keys and row.error is None:
+            row = row.repeated
+        rows.append(row)
         keys.add(row.key)
     if not rows:
         raise UsageError(f"{path} has no prompts")
@@ -71,15 +78,18 @@ def _json_row(index: int, line: bytes) -> PromptRow:
         return PromptRow(index, error=f"not valid JSON: {error}")
     if not isinstance(fields, dict):
         return PromptRow(index, error="not a JSON object")
-    identity, is_chat = fields.pop("id", None), "messages" in fields
+    identity = fields.pop("id", None)
     if isinstance(identity, bool) or not isinstance(identity, str | int | None):
         return PromptRow(index, error="id must be a string or a whole number")
     row = partial(PromptRow, index, identity)
-    prompt, *others = [fields.pop(name) for name in ("prompt", "messages") if name in fields] or ("", "")
-    if others:
+    is_chat = "messages" in fields
+    if is_chat == ("prompt" in fields):
         return row(error='a row needs either "prompt" or "messages"')
-    if not prompt or not isinstance(prompt, str | list):
-        return row(error="the prompt is no text" if prompt else "the prompt is empty")
+    prompt = fields.pop("messages" if is_chat else "prompt")
+    if not prompt:
+        return row(error="the prompt is empty")
+    if not isinstance(prompt, str | list):
+        return row(error="the prompt is no text")
     if is_chat and not all(isinstance(message, dict) for message in prompt):
         return row(error="messages must be a list of {role, content} objects")
     return row(prompt, fields)

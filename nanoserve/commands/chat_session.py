@@ -1,4 +1,4 @@
-"""A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
+"""A conversation with a model, without any terminal: turns, settings, and dropping old turns from a full context."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -55,7 +55,7 @@ class ChatSession:
     model: "LocalModel | RemoteModel"
     notify: Callable[[str], None]  # called with one line when something happens that the user should know
     system: str | None = None  # the system prompt, always kept
-    settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults
+    settings: dict[str, Any] = field(default_factory=dict)  # changes of the model's defaults, by /set and flags
     turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
     last_answer: ChatAnswer | None = None  # also when it was interrupted
     answers: int = 0
@@ -82,7 +82,7 @@ class ChatSession:
                 self.notify("the server's context is full: the oldest turn was dropped")
 
     def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
-        conversation = self._for_model([*self.turns, message])
+        conversation = self._for_model(self.turns + [message])
         parser = self.model.answer_parser(conversation)
         texts: dict[Part, str] = {"answer": "", "thinking": ""}
 
@@ -95,7 +95,8 @@ class ChatSession:
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
-                    yield from collected([("thinking", last.reasoning)] if last.reasoning else [])
+                    if last.reasoning:
+                        yield from collected([("thinking", last.reasoning)])
                     yield from collected(parser.push(last.text, last.marks))
         except NanoserveError as error:
             if last is None or not texts["answer"]:
@@ -124,7 +125,8 @@ class ChatSession:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
         if not self.turns:
             raise UsageError("there is no answer yet")
-        *self.turns, question, _ = self.turns
+        question, _answer = self.turns[-2:]
+        self.turns = self.turns[:-2]
         self._record(0)
         return question.content
 
@@ -136,19 +138,25 @@ class ChatSession:
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
             raise UsageError(f"unknown setting {shown(name)}{guess}; there are {', '.join(CHANGEABLE)}")
-        settings = {key: old for key, old in self.settings.items() if key != name}
-        settings |= {} if value is None else {name: value}
+        settings = self.settings | {name: value}
+        if value is None:
+            del settings[name]
         self.sampling_params(settings)
         self.settings = settings
 
     def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
         """The model's defaults, or neutral ones, with settings over them, by default this session's, checked."""
-        return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
+        if settings is None:
+            settings = self.settings
+        return sampling_params(self.model.defaults or SamplingParams(), settings)
 
     def messages(self, turns: Sequence[Message] | None = None) -> list[Message]:
         """The system prompt and the turns, by default all of this conversation."""
-        system = [Message("system", self.system)] if self.system else []
-        return [*system, *(self.turns if turns is None else turns)]
+        messages = list[Message]()
+        if self.system:
+            messages.append(Message("system", self.system))
+        messages += self.turns if turns is None else turns
+        return messages
 
     def save(self, path: Path) -> None:
         """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
@@ -164,8 +172,8 @@ class ChatSession:
         return msgspec.json.encode(SavedTurns(self.turns[first:], position, self.system, self.settings)) + b"\n"
 
     def _record(self, new: int) -> None:
-        """Log the newest turns; a new file begins with all. What is taken back is overwritten when it is read."""
-        if self.logs is None or not (new or self._log):
+        """Log the newest turns; a new file begins with all. Turns that were taken back are overwritten on reading."""
+        if self.logs is None or (new == 0 and self._log is None):
             return
         first = len(self.turns) - new
         try:
@@ -191,10 +199,11 @@ class ChatSession:
         for line in lines:
             turns[line.position :] = line.messages
         settings = lines[-1].settings
-        if unknown := set(settings) - set(CHANGEABLE):
+        unknown = set(settings) - set(CHANGEABLE)
+        if unknown:
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
         SamplingParams.from_mapping(settings)
-        if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
+        if [turn.role for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
             raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
         self.reset()
         self.system, self.turns, self.settings = lines[-1].system, turns, settings
@@ -202,21 +211,24 @@ class ChatSession:
     def context_used(self) -> int | None:
         """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
         messages = self._for_model(self.turns)
-        return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
+        if not messages:
+            return 0
+        return self.model.count_tokens(messages, add_generation_prompt=False)
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
         return [{"role": message.role, "content": message.content} for message in self.messages(turns)]
 
     def _make_room(self, message: Message) -> None:
         """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""
-        context, length = self.model.context, self.model.count_tokens(self._for_model([*self.turns, message]))
+        context, length = self.model.context, self.model.count_tokens(self._for_model(self.turns + [message]))
         if context is None or length is None:
             return
         room = min(context // _ANSWER_SHARE, self.sampling_params().max_tokens or context)
         dropped = 0
         while length > context - room and 2 * dropped < len(self.turns):
             dropped += 1
-            length = self.model.count_tokens(self._for_model([*self.turns[2 * dropped :], message])) or 0
+            kept = self.turns[2 * dropped :] + [message]
+            length = self.model.count_tokens(self._for_model(kept)) or 0
         if length >= context:
             raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
         if dropped:
@@ -251,7 +263,8 @@ def _why_without_text(answer: ChatAnswer | None) -> str:
 
 def last_log(directory: Path) -> Path:
     """The newest conversation. Raises UsageError if there is none."""
-    if (newest := max(directory.glob("*.jsonl"), default=None)) is None:
+    newest = max(directory.glob("*.jsonl"), default=None)
+    if newest is None:
         raise UsageError(f"there is no conversation to continue in {directory}; leave out --continue")
     return newest
 
@@ -264,6 +277,8 @@ def _new_log(directory: Path) -> Path:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What a misspelt word was probably meant to be, in parentheses; nothing if it is like none."""
+    """A guess at a misspelt word, in parentheses; nothing if it is like no known word."""
     close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {close[0]}?)"

@@ -86,8 +86,10 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
-        known = {field.name for field in fields(EngineConfig)} - ({"seed"} if self.seed is None else set())
+        known = {field.name for field in fields(EngineConfig)}
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
+        if self.seed is None:
+            del settings["seed"]
         for name in ("kv_cache_memory", "host_kv_memory"):
             if settings.get(name) is not None:
                 settings[name] = parse_size(settings[name])
@@ -95,7 +97,9 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
     def _declared(self) -> tuple[Field[Any], ...]:
         """The options that an engine has; a command's own options are not among them."""
-        return fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
+        if isinstance(self, WorkersOptions):
+            return fields(WorkersOptions)
+        return fields(EngineOptions)
 
     def check_is_for_cpu(self) -> None:
         """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
@@ -106,9 +110,15 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
-        values = {flag_of(field.name): getattr(self, field.name) for field in self._declared()}
-        given = {flag: value for flag, value in values.items() if value is not None and value is not False}
-        return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
+        words = []
+        for field in self._declared():
+            value = getattr(self, field.name)
+            if value is None or value is False:
+                continue
+            words.append(flag_of(field.name))
+            if value is not True:
+                words.append(str(value))
+        return words
 
     def find_model(self) -> ResolvedModel:
         """Find the model's files, which may be downloaded. No torch. Raises ModelError."""
@@ -157,7 +167,7 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
         return settings | {"pipeline_split": parsed_split(self.pp_split), "trace": self.record}
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """The only layout of all engines together, or those of prompts and of decodes. Raises UsageError."""
+        """The only layout of all engines together, or the layouts of prompts and of decodes. Raises UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
@@ -185,9 +195,12 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         and have no effect there. Raises UsageError for a wrong URL or key."""
         client = ApiClient(parse_url(self.url or ""), self.api_key)
         effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
-        idle = [field for field in fields(WorkersOptions) if getattr(engine, field.name) != field.default]
-        if names := [flag_of(field.name) for field in idle if field.name not in effective]:
-            say(f"with --url these have no effect: {', '.join(names)}")
+        idle = []
+        for field in fields(WorkersOptions):
+            if field.name not in effective and getattr(engine, field.name) != field.default:
+                idle.append(flag_of(field.name))
+        if idle:
+            say(f"with --url these have no effect: {', '.join(idle)}")
         return client
 
 
@@ -207,8 +220,11 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, checked. Raises UsageError for a value out of range."""
-        names = [field.name for field in fields(SamplingOptions)]
-        settings = {name: value for name in names if (value := getattr(self, name)) not in (None, [])}
+        settings = {}
+        for field in fields(SamplingOptions):
+            value = getattr(self, field.name)
+            if value is not None and value != []:
+                settings[field.name] = value
         SamplingParams.from_mapping(settings)
         return settings
 

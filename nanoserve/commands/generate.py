@@ -55,7 +55,10 @@ def run(options: GenerateOptions) -> None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")
     if options.prompt is None:
         raise UsageError("give a prompt, - to read it from stdin, or --file")
-    text = read_stdin() if options.prompt == "-" else check_utf8(options.prompt, "the prompt")
+    if options.prompt == "-":
+        text = read_stdin()
+    else:
+        text = check_utf8(options.prompt, "the prompt")
     if not text:
         raise UsageError("the prompt is empty")
     with options.open_llm() as llm, closing(stream_answer(llm, text, settings)) as stream:

@@ -124,7 +124,9 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and self.load(str(name)), rest
+        if command is None:
+            return name, None, rest
+        return name, self.load(str(name)), rest
 
     def load(self, name: str) -> Any:
         if name == "bench":
@@ -132,8 +134,9 @@ class _LazyGroup(TyperGroup):
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             run = import_module(self.module_of(name)).run
         # Paragraphs of help break where the terminal ends, not where the source does; examples stay as they are.
-        written = [self.summaries[name], *inspect.cleandoc(run.__doc__).split("\n\n")]
-        paragraphs = [one if _INDENTED.search(one) else " ".join(one.split()) for one in written]
+        paragraphs = [self.summaries[name]]
+        for written in inspect.cleandoc(run.__doc__).split("\n\n"):
+            paragraphs.append(written if _INDENTED.search(written) else " ".join(written.split()))
         typed = typer.Typer(add_completion=False, **_SETTINGS)
         typed.command(name, help="\n\n".join(paragraphs))(prepared(run))
         return typer.main.get_command(typed)
@@ -168,7 +171,7 @@ def _ignore_signals() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, early_handler: InterruptHandler | None = None) -> int:
-    """Parse ``arguments`` (default: the process's), do what they say, return the exit code."""
+    """Parse ``arguments`` (default: the process's), run the command, return the exit code."""
     # A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail to print.
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -176,8 +179,9 @@ def main(arguments: Sequence[str] | None = None, early_handler: InterruptHandler
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(partial(_parse_and_act, words, early_handler))
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return guarded(partial(_parse_and_act, list(arguments), early_handler))
 
 
 def application() -> Any:
@@ -196,8 +200,11 @@ def _top_level(
     *,
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
-    if version or context.invoked_subcommand is None:
-        print(f"nanoserve {__version__}" if version else context.get_help())
+    if version:
+        print(f"nanoserve {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
         raise typer.Exit
 
 
@@ -223,7 +230,9 @@ def _parse_and_act(words: list[str], early_handler: InterruptHandler | None) -> 
         parsed = parsed()
     elif parsed == EXIT_INTERRUPTED:  # the parser swallows Ctrl-C
         raise KeyboardInterrupt
-    return parsed if isinstance(parsed, int) else EXIT_OK  # --help and --version end in the parser
+    if not isinstance(parsed, int):  # --help and --version end in the parser
+        return EXIT_OK
+    return parsed
 
 
 def guarded(action: Callable[[], int | None]) -> int:
@@ -231,7 +240,9 @@ def guarded(action: Callable[[], int | None]) -> int:
     try:
         code = action()
         sys.stdout.flush()
-        return EXIT_OK if code is None else code
+        if code is None:
+            return EXIT_OK
+        return code
     except BrokenPipeError:
         silence_stdout()
         return EXIT_OK
@@ -247,8 +258,9 @@ def guarded(action: Callable[[], int | None]) -> int:
 def describe(error: BaseException) -> tuple[str, int]:
     """One line for the user, and the exit code."""
     if _came_from_interrupt(error):
-        state = f": {error}" if isinstance(error, KeyboardInterrupt) and error.args else ""
-        return f"interrupted{state}", EXIT_INTERRUPTED
+        if isinstance(error, KeyboardInterrupt) and error.args:
+            return f"interrupted: {error}", EXIT_INTERRUPTED
+        return "interrupted", EXIT_INTERRUPTED
     if isinstance(error, NanoserveError):
         return str(error), error.exit_code
     if hasattr(error, "format_message"):  # a usage error of typer, whichever click it stands on
@@ -257,12 +269,16 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError):
         return "out of memory: choose a smaller --max-model-len, --max-num-seqs or --kv-cache-memory", EXIT_FAILURE
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror, EXIT_FAILURE
+        if error.filename:
+            return f"{error.strerror}: {error.filename}", EXIT_FAILURE
+        return error.strerror, EXIT_FAILURE
     return f"unexpected {type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 to see where)", EXIT_FAILURE
 
 
 def _came_from_interrupt(error: BaseException | None) -> bool:
     """Whether Ctrl-C lies behind it: libraries turn a KeyboardInterrupt in the midst of an import into ImportError."""
-    if error is None or isinstance(error, KeyboardInterrupt):
-        return error is not None
+    if error is None:
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return True
     return _came_from_interrupt(error.__cause__ or error.__context__)

@@ -39,7 +39,9 @@ class Options:
     @classmethod
     def variables(cls, name: str) -> list[str]:
         """The environment variables of a field that names none itself."""
-        return [f"NANOSERVE_{name.upper()}"] if cls.has_variables else []
+        if not cls.has_variables:
+            return []
+        return [f"NANOSERVE_{name.upper()}"]
 
 
 class NoOptions(Options):
@@ -76,14 +78,20 @@ def option(
         return value
 
     def complete(incomplete: str) -> list[str]:
-        words = suggestions() if callable(suggestions) else choices or suggestions
+        words: Iterable[str] = choices
+        if callable(suggestions):
+            words = suggestions()
+        elif not choices:
+            words = suggestions
         return [word for word in words if word.startswith(incomplete)]
 
+    if choices:
+        help, metavar = f"{help} One of {', '.join(choices)}.", "NAME"
     settings = {
         "parse": parse,
         "short": short,
-        "help": f"{help} One of {', '.join(choices)}." if choices else help,
-        "metavar": "NAME" if choices else metavar,
+        "help": help,
+        "metavar": metavar,
         "min": minimum,
         # Older typers fail at the callback of a list that is not given.
         "callback": check if choices or maximum is not None else None,
@@ -100,7 +108,9 @@ file_option = partial(option, None, metavar="FILE")
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
     """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
     metadata = {"help": help, "metavar": metavar, "show_default": False}
-    return field(default=MISSING if default is ... else default, metadata=metadata)
+    if default is ...:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
@@ -124,8 +134,11 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
 
 def _in_order(group: type[Options]) -> list[Field[Any]]:
     """The fields as help lists them: first those that the command declares itself, then its groups, left to right."""
-    shared = [declared.name for base in group.__bases__ if is_dataclass(base) for declared in fields(base)]
-    places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
+    places: dict[str, int] = {}
+    for base in group.__bases__:
+        if is_dataclass(base):
+            for declared in fields(base):
+                places.setdefault(declared.name, len(places))
     return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]
 
 
@@ -134,15 +147,28 @@ def _parameter(group: type[Options], declared: Field[Any], hint: Any) -> inspect
     if "short" not in settings:
         typed: Any = typer.Argument(**settings)
     else:
-        hint = hint if settings.pop("parse") is None else str | None
-        first: type[Options] = [each for each in group.__mro__ if declared.name in inspect.get_annotations(each)][-1]
-        variables = first.variables(declared.name) if settings["envvar"] is None else settings["envvar"]
-        settings["envvar"] = list(variables) or None
-        settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
-        settings["metavar"] = "" if hint is bool else settings["metavar"]
-        typed = typer.Option(*filter(None, (flag_of(declared.name), settings.pop("short"))), **settings)
+        if settings.pop("parse") is not None:
+            hint = str | None
+        typed = _option(group, declared.name, hint, settings)
     default = ... if declared.default is MISSING else declared.default
     return _keyword(declared.name, default=default, annotation=Annotated[hint, typed])
+
+
+def _option(group: type[Options], name: str, hint: Any, settings: dict[str, Any]) -> Any:
+    """The option of a field, whose panel and variables the class that declares it first may decide."""
+    first: type[Options] = [each for each in group.__mro__ if name in inspect.get_annotations(each)][-1]
+    variables = settings["envvar"]
+    if variables is None:
+        variables = first.variables(name)
+    settings["envvar"] = list(variables) or None
+    settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
+    if hint is bool:
+        settings["metavar"] = ""
+    flags = [flag_of(name)]
+    short = settings.pop("short")
+    if short is not None:
+        flags.append(short)
+    return typer.Option(*flags, **settings)
 
 
 _keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)

@@ -44,7 +44,7 @@ class BlockSplitter:
         return blocks
 
     def cut(self, *, ended: bool = False) -> list[Block]:
-        """What is complete of the pending text; all of it when the text has ended."""
+        """Cut off the complete blocks of the pending text; all of it when the text has ended."""
         if not self.pending.strip():
             self.pending = ""
             return []
@@ -55,12 +55,16 @@ class BlockSplitter:
             rest, self.pending = self.pending.rstrip(), ""
             return [Block(_TEXT, rest)]
         lines = self.pending.split("\n")
-        whole = len(tops) if ended or (tops and _is_over(tops[-1], lines)) else max(0, len(tops) - 1)
-        starts = [0, *(token.map[0] for token in tops[1:] if token.map), len(lines)]
-        sources = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
-        self.pending = "\n".join(sources[whole:])
-        finished = zip(tops[:whole], sources, strict=False)
-        return [Block(token.type, source.strip("\n").rstrip()) for token, source in finished]
+        finished = tops
+        if not ended and tops and not _is_over(tops[-1], lines):
+            finished = tops[:-1]
+        starts = [token.map[0] for token in tops[1:] if token.map]
+        sources = ["\n".join(lines[start:end]) for start, end in pairwise([0] + starts + [len(lines)])]
+        self.pending = "\n".join(sources[len(finished) :])
+        blocks = []
+        for token, source in zip(finished, sources, strict=False):
+            blocks.append(Block(token.type, source.strip("\n").rstrip()))
+        return blocks
 
 
 def _is_over(token: Any, lines: list[str]) -> bool:
@@ -78,7 +82,8 @@ class _LineSplitter(BlockSplitter):
     def cut(self, *, ended: bool = False) -> list[Block]:
         *lines, self.pending = self.pending.split("\n")
         if ended and self.pending:
-            lines, self.pending = [*lines, self.pending], ""
+            lines.append(self.pending)
+            self.pending = ""
         return [Block(_TEXT, line) for line in lines]
 
 
@@ -91,7 +96,9 @@ class _ThoughtSplitter(BlockSplitter):
 
     def cut(self, *, ended: bool = False) -> list[Block]:
         words, self.pending = self.pending.split()[1:], ""
-        return [Block(_TEXT, f"Thought: {len(words)} {'word' if len(words) == 1 else 'words'}")]
+        if len(words) == 1:
+            return [Block(_TEXT, "Thought: 1 word")]
+        return [Block(_TEXT, f"Thought: {len(words)} words")]
 
 
 class AnswerPrinter:
@@ -102,9 +109,13 @@ class AnswerPrinter:
 
     def __init__(self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False) -> None:
         self._file, self._markdown = answers.file, markdown
-        splitter = BlockSplitter() if markdown else _LineSplitter()
-        self._answer = _Redrawn(answers, splitter) if markdown or is_terminal(answers.file) else None
-        self._thoughts = None if thoughts is None else _Redrawn(thoughts, _ThoughtSplitter(), style="dim")
+        self._answer = self._thoughts = None
+        if markdown:
+            self._answer = _Redrawn(answers, BlockSplitter())
+        elif is_terminal(answers.file):
+            self._answer = _Redrawn(answers, _LineSplitter())
+        if thoughts is not None:
+            self._thoughts = _Redrawn(thoughts, _ThoughtSplitter(), style="dim")
         self._last = "\n"
 
     def thinking(self, text: str) -> None:
@@ -116,7 +127,9 @@ class AnswerPrinter:
         if self._answer is not None:
             self._answer.write(text)
             return
-        self._file.write(visible(text) if self._file.isatty() else text)
+        if self._file.isatty():
+            text = visible(text)
+        self._file.write(text)
         self._file.flush()
         self._last = text[-1:] or self._last
 
@@ -130,8 +143,9 @@ class AnswerPrinter:
 
     def lose_place(self) -> None:
         """Something else has written to the terminal; the cursor is at the start of a line."""
-        for shown in filter(None, (self._answer, self._thoughts)):
-            shown.lost = True
+        for shown in (self._answer, self._thoughts):
+            if shown is not None:
+                shown.lost = True
 
     def _end_thoughts(self) -> None:
         if self._thoughts is not None and self._thoughts.written:
@@ -182,24 +196,26 @@ class _Redrawn:
         self._console.file.flush()
 
     def _erased(self) -> str:
-        """What takes the cursor back to where the region began; if nobody knows where that is, the region stays."""
+        """Codes that take the cursor back to the start of the region; if its place is unknown, the region stays."""
         fills_window = self._rows >= self._size.height  # not all of the text is there to be left as it is
         was_resized = self._console.size != self._size
         self._size = self._console.size
         if not self.lost and (fills_window or not was_resized):
             return self._ansi(self._region.position_cursor())
-        pending, line_break = self._splitter.pending, "" if self.lost else "\n"
+        pending, was_lost = self._splitter.pending, self.lost
         self._begin()
-        self._left = 0 if fills_window else len(pending)
-        return line_break if pending else ""
+        if not fills_window:
+            self._left = len(pending)
+        if was_lost or not pending:
+            return ""
+        return "\n"
 
     def _rendered(self, block: Block) -> str:
         source = block.source
-        if block.kind == _TEXT or self._left:
-            ends = "\n" if block.kind == _TEXT else "\n\n"
-            rest = source[self._left :].strip() if self._left else source
-            text = self._ansi(Text("\n").join(self._wrapped(rest))) + ends
-            return text if rest or not self._left else ends[1:]
+        if self._left:
+            return self._rendered_rest(block)
+        if block.kind == _TEXT:
+            return self._plain(source) + "\n"
         if block.kind == _PARAGRAPH:  # lines of a poem stay lines
             source = source.replace("\n", "  \n")
         if block.kind == _HEADING and source.lstrip().startswith("#"):  # rich would centre it in a box
@@ -207,6 +223,17 @@ class _Redrawn:
         from rich.markdown import Markdown
 
         return self._ansi(Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)).strip("\n") + "\n\n"
+
+    def _rendered_rest(self, block: Block) -> str:
+        """The end of a block whose beginning stays as it is."""
+        line_breaks = "\n" if block.kind == _TEXT else "\n\n"
+        rest = block.source[self._left :].strip()
+        if not rest:
+            return line_breaks.removeprefix("\n")
+        return self._plain(rest) + line_breaks
+
+    def _plain(self, text: str) -> str:
+        return self._ansi(Text("\n").join(self._wrapped(text)))
 
     def _wrapped(self, text: str) -> Lines:
         return Text(text, self._style).wrap(self._console, self._size.width)

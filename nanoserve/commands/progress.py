@@ -69,7 +69,8 @@ def show_progress() -> Iterator[Progress]:
             stages[what] = _Stage(now, done, 0.0 if is_watched else now)
         stage, left = stages[what], "-"
         if done > stage.first:  # at the pace since the beginning
-            left = str(timedelta(seconds=round((now - stage.began) * (total - done) / (done - stage.first))))
+            seconds = (now - stage.began) * (total - done) / (done - stage.first)
+            left = str(timedelta(seconds=round(seconds)))
         if is_watched:
             bars.update(what, done, total, "" if is_over else f"{left} left")
             if is_over or now - stage.shown > REDRAW_SECONDS:

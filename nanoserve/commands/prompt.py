@@ -16,10 +16,11 @@ BLOCK_QUOTES = '"""'
 
 
 def state_directory() -> Path:
-    """Where we keep state, in the platform's place for it: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    base = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else state
-    return base / "nanoserve"
+    """The directory of our state in the platform's place: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "nanoserve"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "nanoserve")
 
 
 def private_file(path: Path) -> Path:
@@ -61,8 +62,13 @@ class ChatPrompt:
     def fail(self, error: BaseException) -> None:
         """End `read` with this error if it reads; another thread may call this."""
         app = self._session.app
+
+        def end() -> None:
+            if app.is_running:
+                app.exit(exception=error)
+
         if app.loop is not None:
-            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error) if app.is_running else None)
+            app.loop.call_soon_threadsafe(end)
 
     def read(self) -> str:
         """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D in an empty line."""

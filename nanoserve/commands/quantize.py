@@ -45,40 +45,58 @@ def run(options: QuantizeOptions) -> None:
       nanoserve quantize --method rtn --bits 8 --held-out text.txt --output small
     """
     method, output = options.method, options.output
-    possible = WEIGHT_BITS[method]
-    bits = min(possible, key=lambda bits: abs(bits - 4)) if options.bits is None else options.bits
-    if bits not in possible:
-        raise UsageError(f"--method {method} has weights of {' or '.join(map(str, possible))} bits, not {bits}")
-    if options.act_order and method != "gptq":
-        raise UsageError(f"--act-order needs --method gptq, not {method}")
-    if method == "llm-int8" and options.group not in (None, -1):
-        raise UsageError("--method llm-int8 has a scale for each row: leave out --group")
-    group = (-1 if method == "llm-int8" else 128) if options.group is None else options.group
-    if group != -1 and (group < 32 or group % 32):
-        raise UsageError(f"--group must be -1 or a multiple of 32, not {group}")
+    bits, group = _bits_and_group(options)
     if options.calibrate is None and method in CALIBRATING:
         raise UsageError(f"--method {method} needs a text to run through the model: give --calibrate FILE")
     resolved = resolve_model(options.model, offline=options.offline)
     if resolved.directory is None:
         raise UsageError(f"{resolved.name} has no files to quantize; give the directory or the hub id of a model")
     calibration, held_out = _texts(options, resolved.directory)
-    calibration = calibration[:_CALIBRATING_WINDOWS] if method in CALIBRATING else []
+    if method not in CALIBRATING:
+        calibration = []
 
     import torch
 
     from nanoserve.models.quantizing import Recipe, quantize_checkpoint
 
     recipe = Recipe(method, bits, group, options.act_order)
-    inputs, measured = ([torch.tensor(piece) for piece in pieces] for pieces in (calibration, held_out))
+    inputs = [torch.tensor(piece) for piece in calibration[:_CALIBRATING_WINDOWS]]
+    measured = [torch.tensor(piece) for piece in held_out]
     with show_progress() as progress:
         found = quantize_checkpoint(resolved.directory, output, recipe, inputs, measured, partial(progress, "layers"))
-    sizes = [sum(file.stat().st_size for file in place.glob("*.safetensors")) for place in (resolved.directory, output)]
-    print(f"{output}: {format_size(sizes[1])} of weights, from {format_size(sizes[0])}")
+    written, read = _weights_size(output), _weights_size(resolved.directory)
+    print(f"{output}: {format_size(written)} of weights, from {format_size(read)}")
     if found is None:
         remark("give --held-out FILE to see what this does to the perplexity")
-    else:
-        (before, after), tokens = found, sum(len(piece) - 1 for piece in held_out)
-        print(f"perplexity of {tokens:,} tokens: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
+        return
+    before, after = found
+    tokens = sum(len(piece) - 1 for piece in held_out)
+    print(f"perplexity of {tokens:,} tokens: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
+
+
+def _bits_and_group(options: QuantizeOptions) -> tuple[int, int]:
+    """The bits of weights and the columns that share a scale. Raises UsageError if the method has other ones."""
+    method, bits, group = options.method, options.bits, options.group
+    possible = WEIGHT_BITS[method]
+    if bits is None:
+        bits = min(possible, key=lambda bits: abs(bits - 4))
+    if bits not in possible:
+        raise UsageError(f"--method {method} has weights of {' or '.join(map(str, possible))} bits, not {bits}")
+    if options.act_order and method != "gptq":
+        raise UsageError(f"--act-order needs --method gptq, not {method}")
+    if method == "llm-int8":
+        if group not in (None, -1):
+            raise UsageError("--method llm-int8 has a scale for each row: leave out --group")
+        return bits, -1
+    if group is None:
+        group = 128
+    if group != -1 and (group < 32 or group % 32):
+        raise UsageError(f"--group must be -1 or a multiple of 32, not {group}")
+    return bits, group
+
+
+def _weights_size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
@@ -92,21 +110,30 @@ def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
 
 def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:
     """Pieces of text to calibrate on, and to measure perplexity on. Raises UsageError if a file is too short."""
-    files = options.calibrate, options.held_out
-    contents = ["" if path is None else read_text(path, UsageError) for path in files]
+    least = _WINDOW if options.held_out else 2 * _WINDOW  # the end of one text may have to serve as the other
+    contents = [_content(path) for path in (options.calibrate, options.held_out)]
     with closing(load_tokenizer(directory)) as tokenizer:
-        calibrating, measured = (tokenizer.encode(content) if content else [] for content in contents)
+        calibrating, measured = [tokenizer.encode(content) if content else [] for content in contents]
     vocab_size = ModelConfig.from_directory(directory).vocab_size
-    for path, found in zip(files, (calibrating, measured), strict=True):
-        if max(found, default=0) >= vocab_size:
-            raise UsageError(f"{path}: token id {max(found)} is not in the vocabulary of {vocab_size}")
+    _check_text(options.calibrate, calibrating, least, vocab_size)
+    _check_text(options.held_out, measured, 2, vocab_size)
     whole = range(0, len(calibrating) - _WINDOW + 1, _WINDOW)
     pieces = [tuple(calibrating[start : start + _WINDOW]) for start in whole]
-    least = _WINDOW if options.held_out else 2 * _WINDOW
-    for path, found, needed in zip(files, (calibrating, measured), (least, 2), strict=True):
-        if path is not None and len(found) < needed:
-            raise UsageError(f"{path} has {len(found)} tokens, and at least {needed} are needed; give more text")
     if options.held_out is not None:
         return pieces, windows(measured, _WINDOW, _HELD_OUT_WINDOWS)
     count = min(_HELD_OUT_WINDOWS, -(-len(pieces) // 4))
     return pieces[: len(pieces) - count], pieces[len(pieces) - count :]
+
+
+def _content(path: Path | None) -> str:
+    if path is None:
+        return ""
+    return read_text(path, UsageError)
+
+
+def _check_text(path: Path | None, tokens: Sequence[int], least: int, vocab_size: int) -> None:
+    """Raise UsageError if the model does not know a token, or a file has less than the least number of tokens."""
+    if max(tokens, default=0) >= vocab_size:
+        raise UsageError(f"{path}: token id {max(tokens)} is not in the vocabulary of {vocab_size}")
+    if path is not None and len(tokens) < least:
+        raise UsageError(f"{path} has {len(tokens)} tokens, and at least {least} are needed; give more text")

@@ -48,7 +48,9 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
         """Names that clients may call the server; None allows every name, as no page of the web knows the key."""
         is_open_to_pages = not self.api_key and is_loopback(self.host)
         names = {name.lower().strip("[]") for name in self.allowed_hosts or ()}
-        return names if names or is_open_to_pages else None
+        if not names and not is_open_to_pages:
+            return None
+        return names
 
 
 class LimitOptions(Options, panel="Limits", has_variables=True):
@@ -99,8 +101,8 @@ def run(options: ServeOptions) -> None:
         tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
         service = Service(**_service_settings(options, loading.enter_context(show_progress())), limits=limits)
         asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
-        if (reason := service.engine.trace_failure) is not None:
-            raise RuntimeFailure(f"the trace is not complete: {reason}")
+        if service.engine.trace_failure is not None:
+            raise RuntimeFailure(f"the trace is not complete: {service.engine.trace_failure}")
 
 
 def _service_settings(options: ServeOptions, progress: Progress) -> dict[str, Any]:

@@ -32,7 +32,9 @@ class Column:
         """The row's value; None where there is none."""
         value: Any = row
         for part in self.path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(part)
         return value
 
     def text(self, row: Mapping[str, Any], nothing: str = _NOTHING) -> str:
@@ -40,37 +42,45 @@ class Column:
         value = self.value(row)
         if value is None:
             return nothing
-        return format(value, self.format) + (FEW_MARK if self.is_of_few(row) else "")
+        text = format(value, self.format)
+        if self.is_of_few(row):
+            text += FEW_MARK
+        return text
 
     def is_of_few(self, row: Mapping[str, Any]) -> bool:
         """Whether it is a high percentile of so few values that less than one lies beyond: a p99 takes 100 values."""
-        above, _, name = self.path.rpartition(".")
+        above, dot, name = self.path.rpartition(".")
         if name not in _BEYOND:
             return False
-        number = Column("", f"{above}.n" if above else "n").value(row)
+        number = Column("", f"{above}{dot}n").value(row)
         return number is not None and number < _BEYOND[name]
 
 
 def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Column]:
     """Columns by their format: of each, its heading and the path of its value; a path alone is headed by its end."""
-    return [
-        Column(one.rpartition(".")[2].replace("_", " "), one, shown) if isinstance(one, str) else Column(*one, shown)
-        for shown, *several in formats
-        for one in several
-    ]
+    found = []
+    for shown, *several in formats:
+        for entry in several:
+            if isinstance(entry, str):
+                heading, path = entry.rpartition(".")[2].replace("_", " "), entry
+            else:
+                heading, path = entry
+            found.append(Column(heading, path, shown))
+    return found
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, keys: int = 1) -> None:
-    """To stdout; what is too wide for the terminal, or for a file's 100 characters, goes on in further tables. ``keys``
-    is the number of leftmost columns that identify a row; each further table begins with them, too."""
+    """Print to stdout. A table too wide for the terminal, or for a file's 100 characters, goes on in further tables.
+    ``keys`` is the number of leftmost columns that identify a row; each further table begins with them, too."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)
     kept = list(rows)
-    texts = [[column.heading, *(column.text(row) for row in kept)] for column in columns]
+    texts = [[column.heading] + [column.text(row) for row in kept] for column in columns]
     best = [max(map(cell_len, several)) for several in texts]
     # A column has room for its longest word at least, for a cut number is none. The first one is never wrapped.
-    least = [best[0], *(max(map(cell_len, " ".join(several).split()), default=1) for several in texts[1:])]
+    least = [_longest_word(several) for several in texts]
+    least[0] = best[0]
     for number, part in enumerate(_parts(least, keys, console.width)):
         # A Text is shown as it is: a model's name may hold what rich would take for markup.
         table = Table(title=None if number else Text(title, style="bold"), title_justify="left")
@@ -80,8 +90,13 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
         for row in zip(*(texts[place][1:] for place in part), strict=True):
             table.add_row(*row)
         console.print(table)
-    if any(column.is_of_few(row) for column in columns for row in kept):
+    if any(column.is_of_few(row) for row in kept for column in columns):
         console.print(_FEW_NOTE)
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    words = " ".join(texts).split()
+    return max(map(cell_len, words), default=1)
 
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -103,10 +118,10 @@ def escaped(text: str) -> str:
 
 def _parts(least: Sequence[int], keys: int, width: int) -> list[list[int]]:
     """The places of each table's columns, the keys first."""
-    parts = [[*range(keys)]]
+    parts = [list(range(keys))]
     for place in range(keys, len(least)):
-        if len(parts[-1]) > keys and _room([*parts[-1], place], least, width) < 0:
-            parts.append([*range(keys)])
+        if len(parts[-1]) > keys and _room(parts[-1] + [place], least, width) < 0:
+            parts.append(list(range(keys)))
         parts[-1].append(place)
     return parts
 
@@ -118,7 +133,10 @@ def _room(part: Sequence[int], least: Sequence[int], width: int) -> int:
 def _widths(part: Sequence[int], least: Sequence[int], best: Sequence[int], width: int) -> dict[int, int]:
     """Widths of the columns: the least ones, widened in turn by a character as long as there is room."""
     widths, room = {place: least[place] for place in part}, _room(part, least, width)
-    while room > 0 and (narrow := [place for place in part if widths[place] < best[place]]):
+    while room > 0:
+        narrow = [place for place in part if widths[place] < best[place]]
+        if not narrow:
+            break
         for place in narrow[:room]:
             widths[place] += 1
         room -= len(narrow)

@@ -1,4 +1,4 @@
-"""What the commands ask of the terminal: is there one, read what was piped in, notice Ctrl-C."""
+"""The terminal: whether there is one, text that is piped in, Ctrl-C."""
 
 import os
 import re
@@ -42,8 +42,9 @@ def wrapped(text: str, stream: IO[str]) -> str:
 
     console, lines = Console(width=width), []
     for line in text.split("\n"):
-        found = _FIRST_COLUMN.match(line)
-        start = found.end() if found and found.end() <= width // 2 else 0
+        found, start = _FIRST_COLUMN.match(line), 0
+        if found and found.end() <= width // 2:
+            start = found.end()
         parts = [part.plain.rstrip() for part in Text(line[start:]).wrap(console, width - start)]
         lines.append(line[:start] + f"\n{' ' * start}".join(parts))
     return "\n".join(lines)
@@ -52,7 +53,9 @@ def wrapped(text: str, stream: IO[str]) -> str:
 def remark(text: str) -> None:
     """One or more lines beside the answers, on stderr; in faint type on a terminal."""
     shown = wrapped(text, sys.stderr)
-    print(f"\x1b[2m{shown}\x1b[0m" if is_terminal(sys.stderr) else shown, file=sys.stderr, flush=True)
+    if is_terminal(sys.stderr):
+        shown = f"\x1b[2m{shown}\x1b[0m"
+    print(shown, file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
@@ -76,8 +79,10 @@ def silence_stdout() -> None:
 
 def read_stdin() -> str:
     """All that was piped in, without the line break at its end. Raises UsageError if it is not UTF-8."""
+    if sys.stdin is None:
+        return ""
     try:
-        text = sys.stdin.buffer.read().decode("utf-8") if sys.stdin is not None else ""
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not valid UTF-8 (byte {error.start})") from None
     return text.removesuffix("\n").removesuffix("\r")
@@ -134,7 +139,7 @@ def without_echo() -> Iterator[None]:
 
 @contextmanager
 def when_continued(action: Callable[[], None]) -> Iterator[None]:
-    """Calls ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
+    """Call ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
     before = signal.signal(signal.SIGCONT, lambda *_: action())
     try:
         yield

@@ -10,7 +10,7 @@ from nanoserve.scheduler.work import StepWork, Strategy
 
 
 class CostPredictor:
-    """The cost model of the first stage, the mean over its layers. `layouts` are all layouts by number, for transitions.
+    """The cost model of the first stage, the mean over its layers. `layouts` are all layouts, by number, to change to.
     A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
