@@ -1,4 +1,4 @@
-"""EngineConfig: how the engine runs a model. Every setting is checked before anything is loaded. No torch here."""
+"""EngineConfig: the settings of an engine. Every setting is checked before anything is loaded. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -37,7 +37,7 @@ _degree = partial(setting, 1, most=MOST_PARALLEL)
 
 
 def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
-    """The fields of EngineConfig for one layout of all engines together, or for the layouts of prompts and of decodes."""
+    """The fields of EngineConfig for one layout of all engines together, or for layouts of prompts and of decodes."""
     first = layouts[0]
     settings: dict[str, Any] = {
         "pipeline_parallel": first.pipeline_parallel,
@@ -52,7 +52,7 @@ def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs a model. Raises UsageError if a number is out of range, or settings contradict each other."""
+    """All settings of an engine. Raises UsageError if a number is out of range, or settings contradict each other."""
 
     dtype: str = setting("auto", "Number format of weights and KV cache.")
     """auto, float32, bfloat16 or float16."""

@@ -1,4 +1,4 @@
-"""How one model is spread over devices: tensor, pipeline and data parallel degrees, and the layers of each stage."""
+"""Layouts of one model over devices: tensor, pipeline and data parallel degrees, and the layers of each stage."""
 
 import re
 from collections.abc import Callable, Sequence

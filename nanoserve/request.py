@@ -29,7 +29,7 @@ MAX_TOKENS = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn and when a sequence ends; the names and meanings are vLLM's."""
+    """Sampling settings, and conditions that end a sequence; names and meanings are vLLM's."""
 
     n: int = 1
     """Samples of one prompt, 1 to 16."""
@@ -219,7 +219,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """How long one request is, in tokens."""
+    """The length of one request, in tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -234,7 +234,7 @@ ExpectedLengths = Callable[[int], SequenceOf[RequestShape]]
 
 
 class Status(Enum):
-    """Where a sequence stands in its life; LEGAL_TRANSITIONS are the ways between."""
+    """The stage of a sequence's life; LEGAL_TRANSITIONS lists the allowed changes."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -243,7 +243,7 @@ class Status(Enum):
 
 
 class Place(Enum):
-    """Where a sequence's KV cache is."""
+    """The place of a sequence's KV cache."""
 
     NONE = "none"
     DEVICE = "device"
@@ -387,7 +387,7 @@ class Sequence:
         """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
         Returns the tokens appended, and why the sequence ends with them, if it does."""
         reason, known, before = None, self.tokens, len(self.tokens)
-        if len(tokens) == 1 and before + 1 < self.max_length and tokens[0] not in self.stop_tokens:  # as most do
+        if len(tokens) == 1 and before + 1 < self.max_length and tokens[0] not in self.stop_tokens:  # the usual case
             known.append(tokens[0])
             if logprobs:
                 self.logprobs += logprobs

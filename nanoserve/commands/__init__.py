@@ -1,1 +1,1 @@
-"""What the doors call: one module per sub-command, and what they share. Nothing here imports torch by itself."""
+"""The commands: one module for each, and modules that they share. Nothing here imports torch by itself."""

@@ -1,4 +1,4 @@
-"""A model that answers in this process, and what answers cost."""
+"""A model that answers in this process, and the usage of its answers."""
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -205,7 +205,7 @@ class LocalModel:
         return self.llm.built.max_model_len
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
-        """How long the conversation is as the model sees it; None if nobody can tell."""
+        """Count the conversation's tokens as the model sees it; None if the count is unknown."""
         return len(self._encode(conversation, add_generation_prompt=add_generation_prompt))
 
     def answer_parser(self, conversation: Conversation) -> "AnswerParser":

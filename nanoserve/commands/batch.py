@@ -204,7 +204,7 @@ class _Batch:
             raise WorkersFailed(lost)
 
     def _expected(self, rows: Sequence[PromptRow], tokenizer: Tokenizer, longest: int) -> list[RequestShape]:
-        """How long the rows will be, before anything is loaded."""
+        """The lengths of the rows to come, before anything is loaded."""
         usual, items = SamplingParams(max_tokens=_USUAL_ANSWER), []
         for row in rows:
             with suppress(UsageError):  # it will end as an error

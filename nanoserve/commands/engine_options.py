@@ -205,7 +205,7 @@ class ServerOptions(Options, panel="Server", has_variables=True):
 
 
 class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
-    """How tokens are drawn; what is not given comes from the model's generation_config."""
+    """Sampling; settings that are not given come from the model's generation_config."""
 
     temperature: float | None = option(None, "0 always takes the likeliest token.", "-t")
     top_k: int | None = option(None, "Keep the k likeliest tokens; 0 keeps all.")

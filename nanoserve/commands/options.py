@@ -1,4 +1,4 @@
-"""How options are declared: each is one field of a dataclass, from which typer's parameter is made.
+"""Declarations of options: each is one field of a dataclass, from which typer's parameter is made.
 
 The options of a command are one class, put together from groups: ``class ChatOptions(ServerOptions, EngineOptions)``.
 Parsing only prepares: it yields a callable that does the work, so that no frame of the parser, with its own ideas of

@@ -1,1 +1,1 @@
-"""What a model is, read from its files: configuration and families, quantization, names in checkpoints. No torch."""
+"""A model, read from its files: configuration and families, quantization, names in checkpoints. No torch here."""

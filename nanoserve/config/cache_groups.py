@@ -33,7 +33,7 @@ class _LayerKind:
 
 
 class _Division:
-    """How many groups each kind of layers might have, and how much memory that would waste."""
+    """Possible numbers of groups for each kind of layers, and the memory that they would waste."""
 
     def __init__(self, kinds: list[_LayerKind]) -> None:
         self._kinds = kinds
@@ -79,11 +79,11 @@ class CacheGroups:
     """The groups of a model, or of a shard of it."""
 
     windows: tuple[int, ...]
-    """How many of the last positions each group's layers see; 0 means all."""
+    """For each group, the number of last positions that its layers see; 0 means all."""
     places: tuple[tuple[int, int], ...]
     """The group of each layer, and its place there. See `tensor_of`."""
     numbers: tuple[int, ...]
-    """How many numbers each layer of a group caches of a token, for each group."""
+    """For each group, the numbers that one of its layers caches of a token."""
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -150,7 +150,7 @@ class CacheGroups:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many layers of each group share a tensor."""
+        """For each group, the number of its layers that share a tensor."""
         return tuple(self.tensor_numbers // number for number in self.numbers)
 
     def tensor_of(self, layer: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How a Hugging Face config.json is read into a ModelConfig, by the table of families. No torch here."""
+"""Read a Hugging Face config.json into a ModelConfig, by the table of families. No torch here."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How the mixture of experts of each family is read from its config.json. No torch here."""
+"""Read the mixture of experts of each family from its config.json. No torch here."""
 
 from typing import Literal
 

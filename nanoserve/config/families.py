@@ -1,4 +1,4 @@
-"""The table of families: what each model_type means beyond its config.json. No torch here.
+"""The table of families: the meaning of each model_type beyond its config.json. No torch here.
 
 A family that is left as `Family()` is read as Llama is. Every row says how its family differs.
 """
@@ -20,7 +20,7 @@ from nanoserve.config.model_config import MoeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How the config.json of a model_type is read."""
+    """Rules for reading the config.json of a model_type."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
     """Values that Hugging Face assumes for keys which a checkpoint may leave out."""
@@ -39,12 +39,12 @@ class Family:
 
     # Windows
     windows: Literal["none", "all", "listed"] = "none"
-    """Which layers have a window: none, all, or those that layer_types lists."""
+    """Layers with a window: none, all, or the layers that layer_types lists."""
     windows_are_switched: bool = False
     """Whether windows are used only if use_sliding_window is true."""
     unlisted_windows: Literal["periodic", "upper", "unrotated"] = "periodic"
-    """Without layer_types: all layers but every `full_every`th, those from max_window_layers on, or those that do not
-    rotate."""
+    """Layers with a window where layer_types is missing: all but every `full_every`th (periodic), the layers from
+    max_window_layers on (upper), or the layers that do not rotate (unrotated)."""
     full_every: int = 0
     """The period of layers without a window; 0: every layer has one."""
     last_layer_is_full: bool = False
@@ -52,7 +52,7 @@ class Family:
 
     # Rotary position embedding
     rope: dict[str, Any] = field(default_factory=dict)
-    """The rope_parameters that are assumed without any; a checkpoint that has some leaves nothing of these."""
+    """The rope_parameters of a checkpoint that has none. A checkpoint that has some takes nothing from here."""
     ropes_differ: bool = False
     """Whether layers with a window and those without have their own rope."""
     interleaved: bool = False
@@ -60,7 +60,7 @@ class Family:
     rotary_share: float | None = None
     """The share of a head that rotates where partial_rotary_factor is missing; None: whole heads, whatever it says."""
     unrotated: Literal["none", "full", "listed"] = "none"
-    """The layers that do not rotate: none, those without a window, or those that no_rope_layers lists."""
+    """Layers that do not rotate: none, the layers without a window (full), or a layer where no_rope_layers has a 0."""
     grows_queries: bool = False
     """Whether llama_4_scaling_beta makes queries grow with their position."""
 

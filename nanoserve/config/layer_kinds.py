@@ -1,4 +1,4 @@
-"""Which layers of a model have a window, and how the layers of Gemma 4 differ from each other. No torch here."""
+"""Read the windows of a model's layers, and the shapes in which the layers of Gemma 4 differ. No torch here."""
 
 import re
 from typing import Any

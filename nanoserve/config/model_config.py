@@ -1,4 +1,4 @@
-"""ModelConfig: a model's shape, and how a Hugging Face config.json is read into it. No torch here."""
+"""ModelConfig: a model's shape, read from a Hugging Face config.json. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -145,7 +145,7 @@ class ModelConfig:
     """RMSNorm, the same with weights that are stored less 1 (Gemma), or multiplied before rounding (Gemma 4), or
     LayerNorm without bias (Cohere)."""
     norms: Literal["before", "around", "after", "shared"] = "before"
-    """Where a layer has norms: before attention and feed-forward part, around both, after both, or one before both,
+    """Places of a layer's norms: before attention and feed-forward part, around both, after both, or one before both,
     which then are parallel: they read the same hidden states, and both results are added."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
@@ -285,7 +285,7 @@ class ModelConfig:
         return replace(self.of_shape(self.shapes[layer]), rope=self.rope_of(layer))
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """How this layer's queries and keys are rotated."""
+        """The rotation of this layer's queries and keys."""
         if not self.ropes:
             return self.rope
         return self.ropes[layer]

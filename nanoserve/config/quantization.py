@@ -1,4 +1,4 @@
-"""How the matrices of a checkpoint are quantized, as its config.json says. No torch here."""
+"""Quantization of a checkpoint's matrices, as its config.json describes it. No torch here."""
 
 import re
 from collections.abc import Mapping

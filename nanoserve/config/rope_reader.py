@@ -1,4 +1,4 @@
-"""How the rotary position embedding of each family is read from its config.json. No torch here."""
+"""Read the rotary position embedding of each family from its config.json. No torch here."""
 
 from typing import Any, get_args
 
@@ -81,7 +81,7 @@ def _rope_section(fields: ConfigFields, kind: str | None) -> dict[str, Any]:
 
 
 def _rope(fields: ConfigFields, family: Family, head_dim: int, layer_kind: str | None = None) -> RopeConfig:
-    """How layers rotate, or those of one kind."""
+    """Read the rotation of all layers, or of the layers of one kind."""
     rope = ConfigFields(_rope_section(fields, layer_kind), fields.source)
     kind: Any = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if kind not in _ROPE_KINDS:

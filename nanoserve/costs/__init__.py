@@ -1,4 +1,4 @@
-"""How long a step takes on hardware that need not be here: exact operation counts over data-sheet numbers. No torch.
+"""Step times on hardware that need not be here: exact operation counts over data-sheet numbers. No torch.
 
     model, machine = load_shape("qwen2.5-32b"), load_machine("gllm-l20")
     costs = StepCosts(model, machine, ParallelLayout(pipeline_parallel=4))

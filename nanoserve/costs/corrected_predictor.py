@@ -235,8 +235,9 @@ class CorrectedPredictor:
         alone = self._linear(tokens)
         layers = _times(self.num_layers, alone + self._device_attention(work))
         for batch in work.host:
-            halves = 1 if batch.attended in (0, self.num_layers) else 2
-            layers += _times(halves / 2, self._linear(tokens + batch.sequences)) + _times(-halves / 2, alone)
+            passed = 0.5 if batch.attended in (0, self.num_layers) else 1.0
+            layers += _times(passed, self._linear(tokens + batch.sequences))
+            layers += _times(-passed, alone)
         return layers
 
     def _pipelined(self, work: StepFeatures) -> list[Term]:

@@ -367,7 +367,7 @@ def chunk_pairs(start: int, length: int, window: int = 0) -> int:
 
 @lru_cache(maxsize=1024)
 def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """How many layers each stage gets; the embedding belongs to the first, the head to the last."""
+    """The number of layers of each stage. The embedding belongs to the first stage, the head to the last."""
     if stages == 1:  # the counts of a layer are those of such a model
         return (model.num_layers,)
     decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")

@@ -83,7 +83,8 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
         lower, upper, share = _between(self.batches, min(batch, most))
         few = _interpolate(self.contexts, self.seconds[lower], min(context, longest))
         many = _interpolate(self.contexts, self.seconds[upper], min(context, longest))
-        return (few + share * (many - few)) * max(1.0, batch / most) * max(1.0, context / longest)
+        seconds = few + share * (many - few)
+        return seconds * max(1.0, batch / most) * max(1.0, context / longest)
 
     def less(self, part: MeasuredCurve) -> Self:
         """Subtract the curve's time for each batch."""
@@ -120,7 +121,8 @@ def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)
-    return upper - 1, upper, (size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    lower = upper - 1
+    return lower, upper, (size - sizes[lower]) / (sizes[upper] - sizes[lower])
 
 
 def _rising(times: NDArray[np.float64]) -> NDArray[np.float64]:

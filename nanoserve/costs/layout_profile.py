@@ -1,4 +1,4 @@
-"""LayoutProfile: what steps take on so many worker processes, measured for each tensor degree while all work."""
+"""LayoutProfile: step times on several worker processes, measured for each tensor degree while all work."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds of one worker's shard at one tensor degree, while the other workers compute the same."""
 
     layer: MeasuredCurve  # over tokens, without attention, with its all-reduces and a share of the embedding
-    lone: MeasuredCurve | None  # the same while no other stage computes; None if there is no other
+    lone: MeasuredCurve | None  # like `layer`, while no other stage computes; None if there is no other
     decode_attention: MeasuredGrid  # of one layer
     prefill_attention: MeasuredCurve  # of one layer, over the tokens of one whole prompt
     head: MeasuredCurve  # logits, gathered, and greedy sampling, over sampled rows

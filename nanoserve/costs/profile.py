@@ -50,7 +50,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A workload that ran for real, and what was predicted."""
+    """A workload that ran for real, and its predictions."""
 
     workload: str
     real: tuple[RunFigures, ...]
@@ -84,7 +84,7 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2")
     head: MeasuredCurve  # logits and greedy sampling, over sampled rows
     engine: MeasuredCurve  # scheduling, and taking answers in, over rows
     beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
-    """How many times as long a layer without attention takes while attention in host memory is busy too."""
+    """The factor by which a layer without attention slows down while attention in host memory is busy too."""
     efficiency: Efficiency = Efficiency()
     predictions: tuple[Prediction, ...] = ()
 
@@ -124,7 +124,8 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2")
     def step_costs(self) -> StepCosts:
         """The cost model of this machine: its best speeds, with the factors it reaches."""
         sizes, seconds = self.copy.sizes, self.copy.seconds
-        bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-12)
+        longer = max(seconds[-1] - seconds[0], 1e-12)
+        bandwidth = (sizes[-1] - sizes[0]) / longer
         link = Link("copy", bandwidth, latency=seconds[0], measured=True)
         machine = Machine(
             name=self.device.name,
@@ -206,7 +207,8 @@ def measured_attention(
     def prompt_seconds(tokens: int, window: int) -> float:
         if not window or tokens <= window:
             return prompts.at(tokens)
-        return prompts.at(window) + (tokens - window) * max(0.0, prompts.at(window) - prompts.at(window - 1))
+        last_token = max(0.0, prompts.at(window) - prompts.at(window - 1))
+        return prompts.at(window) + (tokens - window) * last_token
 
     seconds = 0.0
     for window, count in layers.items():
@@ -260,6 +262,9 @@ class _Fit:
         layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
         return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
+    def _linear_flops(self, tokens: int) -> float:
+        return sum(flops for _, flops in self._linear(tokens))
+
     def _attention(self, keys: int, bandwidth: float | NDArray[np.float64], flops: float) -> NDArray[np.float64]:
         """The least seconds of a layer's decode attention over this many keys, for one bandwidth or several."""
         moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
@@ -270,15 +275,17 @@ class _Fit:
         # Between the last two sizes a factor of two apart, so that overheads cancel.
         large = linear.sizes[-1]
         small = max([size for size in linear.sizes if size <= large / 2], default=linear.sizes[0])
-        more = sum(flops for _, flops in self._linear(large)) - sum(flops for _, flops in self._linear(small))
-        matrix = _share(more / device.flops, max(linear.at(large) - linear.at(small), 1e-12))
+        more_flops = self._linear_flops(large) - self._linear_flops(small)
+        more_seconds = max(linear.at(large) - linear.at(small), 1e-12)
+        matrix = _share(more_flops / device.flops, more_seconds)
         prompts, grid = self._profile.prefill_attention, self._profile.host_attention
-        pairs = prompts.sizes[-1] * (prompts.sizes[-1] + 1) / 2
+        longest = prompts.sizes[-1]
+        prompt_flops = self._counts.layer_flops_per_pair * (longest * (longest + 1) / 2)
         on_host = self._attention(grid.batches[-1] * grid.contexts[-1], host.memory_bandwidth, host.flops)
         memory, kernel_seconds = self._decode_factors(device.flops * matrix)
         return Efficiency(
             matrix=matrix,
-            attention=_share(self._counts.layer_flops_per_pair * pairs / device.flops, prompts.seconds[-1]),
+            attention=_share(prompt_flops / device.flops, prompts.seconds[-1]),
             memory=memory,
             processor=_share(float(on_host), grid.seconds[-1][-1]),
             kernel_seconds=kernel_seconds,
@@ -294,8 +301,11 @@ class _Fit:
             measured.append(self._profile.linear.at(batch) + seconds)
             models.append(self._attention(batch * context, bandwidth, flops) + products)
         times, model = np.array(measured), np.array(models).T
-        gaps = np.maximum(0.0, ((times - model) / times**2).sum(axis=1) / (1 / times**2).sum())
-        best = int(np.argmin((((model + gaps[:, None]) / times - 1) ** 2).sum(axis=1)))
+        # For each share, the gap with the least squared relative error has a closed form.
+        missing = ((times - model) / times**2).sum(axis=1)
+        gaps = np.maximum(0.0, missing / (1 / times**2).sum())
+        errors = (model + gaps[:, None]) / times - 1
+        best = int(np.argmin((errors**2).sum(axis=1)))
         return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
 
 

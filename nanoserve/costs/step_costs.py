@@ -1,4 +1,4 @@
-"""StepCosts: how long each part of a step takes, and what fits into memory, from counts and data-sheet figures."""
+"""StepCosts: the time of each part of a step, and the room in memory, from counts and data-sheet figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -41,10 +41,11 @@ class DeviceMemory:
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
         """Blocks of the cache groups that every stage can hold: all share one block table. Raises DoesNotFit if not one
         fits."""
-        blocks = min(
-            int(self.kv_bytes(stage, step_tokens) // self._counts.block_bytes(block_size, stage))
-            for stage in range(len(self._counts.stages))
-        )
+        fitting = []
+        for stage in range(len(self._counts.stages)):
+            block_bytes = self._counts.block_bytes(block_size, stage)
+            fitting.append(int(self.kv_bytes(stage, step_tokens) // block_bytes))
+        blocks = min(fitting)
         if blocks < 1 and step_tokens:
             self.kv_blocks(block_size)  # says what is missing without a step, if anything is
             raise DoesNotFit(f"a step of {step_tokens:,} tokens leaves no room for one KV block; let steps have fewer")
@@ -227,7 +228,7 @@ class StepCosts:
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
-        """How many all-reduces of the hidden states a stage makes: two a layer, one behind the divided embedding."""
+        """The number of a stage's all-reduces of hidden states: two a layer, one after the divided embedding."""
         if self._degree == 1:
             return 0
         all_reduces = self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER
