@@ -1,6 +1,6 @@
 """The table of families: the meaning of each model_type beyond its config.json. No torch here.
 
-A family that is left as `Family()` is read as Llama is. Every row says how its family differs.
+A family that is left as `Family()` is read as Llama is, but for its `mlp_bias`. Every row says how its family differs.
 """
 
 from collections.abc import Callable, Mapping
