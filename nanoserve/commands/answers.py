@@ -1,4 +1,4 @@
-"""A model that answers in this process, and the usage of its answers."""
+"""A model that answers in this process, and what answers cost."""
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -69,7 +69,8 @@ def run(options: ChatOptions) -> None:
         model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
     else:
         model = _remote_model(options)
-        settings |= {} if options.seed is None else {"seed": options.seed}
+        if options.seed is not None:
+            settings["seed"] = options.seed
     if options.thinking is not None:
         model.thinking = options.thinking == "on"
     with closing(model):
@@ -354,9 +355,10 @@ def _printer(*, plain: bool, hide_thinking: bool) -> "AnswerPrinter":
     from rich.console import Console
 
     markdown = not plain and is_terminal(sys.stdout)
-    thoughts = sys.stdout if markdown else sys.stderr
-    shown = Console(file=thoughts) if is_terminal(thoughts) and not hide_thinking else None
-    return _printer_class()(Console(file=sys.stdout), shown, markdown=markdown)
+    thoughts_file, thoughts = sys.stdout if markdown else sys.stderr, None
+    if is_terminal(thoughts_file) and not hide_thinking:
+        thoughts = Console(file=thoughts_file)
+    return _printer_class()(Console(file=sys.stdout), thoughts, markdown=markdown)
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter") -> None:

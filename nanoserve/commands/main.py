@@ -151,8 +151,8 @@ class _Benchmarks(_LazyGroup):
 
 
 def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
-    """Entry point of the console script; ``first`` are words put before the process's arguments. ``early_handler`` is
-    what Ctrl-C has called until now."""
+    """Entry point of the console script; ``first`` are words put before the process's arguments. Ctrl-C has called
+    ``early_handler`` until now."""
     gc.set_threshold(100_000)  # imports make many objects and little garbage
     code = EXIT_INTERRUPTED
     try:

@@ -66,13 +66,15 @@ def show_progress() -> Iterator[Progress]:
     def show(what: str, done: int, total: int) -> None:
         now, is_over = time.monotonic(), done >= total
         if what not in stages:
-            stages[what] = _Stage(now, done, 0.0 if is_watched else now)
+            shown = 0.0 if is_watched else now
+            stages[what] = _Stage(now, done, shown)
         stage, left = stages[what], "-"
         if done > stage.first:  # at the pace since the beginning
             seconds = (now - stage.began) * (total - done) / (done - stage.first)
             left = str(timedelta(seconds=round(seconds)))
         if is_watched:
-            bars.update(what, done, total, "" if is_over else f"{left} left")
+            column = "" if is_over else f"{left} left"
+            bars.update(what, done, total, column)
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
                 bars.refresh()

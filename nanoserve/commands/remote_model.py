@@ -58,8 +58,9 @@ class RemoteModel:
         except ServerRefused as error:
             self._can_count = error.status not in NO_SUCH_PATH
             return None
-        count = counted.get("count") if isinstance(counted, dict) else None
-        return count if isinstance(count, int) else None
+        if not isinstance(counted, dict) or not isinstance(counted.get("count"), int):
+            return None
+        return int(counted["count"])
 
     def answer_parser(self, _: Conversation) -> AnswerParser:
         """A parser for an answer whose reasoning the server has told apart, or left between the usual tags."""
@@ -101,15 +102,18 @@ class RemoteModel:
         with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
             for chunk in chunks:
                 choice = chunk.choices[0] if chunk.choices else ChunkChoice()
-                if has_text := bool(choice.answer or choice.thinking):
+                has_text = bool(choice.answer or choice.thinking)
+                if has_text:
                     times.append(self._clock())
                 if choice.finish_reason:
                     reason, ended = choice.finish_reason, self._clock()
-                elif not (has_text or chunk.usage):
+                elif not has_text and not chunk.usage:
                     continue
                 counted = chunk.usage or counted
                 tokens = len(times) if counted.completion_tokens is None else counted.completion_tokens
-                first, last = (times[0], times[-1]) if times else (None, None)
+                first = last = None
+                if times:
+                    first, last = times[0], times[-1]
                 metrics = RequestMetrics(asked, None, first, last, ended, tokens)
                 usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
                 yield ChatAnswer(choice.answer, choice.thinking, usage, reason)

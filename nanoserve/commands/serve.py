@@ -98,7 +98,9 @@ def run(options: ServeOptions) -> None:
 
     with listen(options.host, options.port) as listener, ExitStack() as loading:
         address, port = listener.getsockname()[:2]
-        tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+        if ":" in address:
+            address = f"[{address}]"
+        tell(f"listening on http://{address}:{port}")
         service = Service(**_service_settings(options, loading.enter_context(show_progress())), limits=limits)
         asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
         if service.engine.trace_failure is not None:
@@ -106,7 +108,7 @@ def run(options: ServeOptions) -> None:
 
 
 def _service_settings(options: ServeOptions, progress: Progress) -> dict[str, Any]:
-    """What the service works with, opened. The engine process starts when the server runs."""
+    """Open everything that the service works with. The engine process starts when the server runs."""
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
     resolved = resolve_model(options.model, offline=options.offline, progress=progress)
