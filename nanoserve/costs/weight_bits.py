@@ -52,8 +52,11 @@ def _vocabulary_bits(model: ModelConfig, quantization: Quantization) -> dict[str
 def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequence[str]]]:
     """The columns of each matrix of a layer, and the modules of its blocks of rows."""
     names, moe = checkpoint_names(model).layer, model.moe
+    query_key_value = names.qkv
+    if model.mla is None:  # a layer may share keys and values, or have its keys as values
+        query_key_value = names.qkv[: len(model.qkv_sizes)]
     matrices: dict[str, tuple[int, Sequence[str]]] = {
-        "qkv": (model.hidden_size, names.qkv),
+        "qkv": (model.hidden_size, query_key_value),
         "output": (model.num_heads * model.head_dim, [names.output]),
     }
     if moe is None or not model.is_sparse(layer):

@@ -79,3 +79,13 @@ def test_layers_of_unlike_formats_are_counted_apart() -> None:
     rows = 16  # of 8 rows, padded
     packed = 256 * rows * (4.625 + 6.5625) / 8
     assert ModelCounts(model).stage_weight_bytes(0) == plain - 2 * 2 * 256 * 8 + packed
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-31b"])
+def test_a_layer_without_all_of_queries_keys_and_values_has_blocks_for_those_it_has(name: str) -> None:
+    """Layers that share keys and values have queries alone; layers whose values are keys have two blocks."""
+    model = replace(load_shape(name), quantization=Quantization.rounding("int4", on_gpu=False))
+    sizes = [len(model.of_layer(layer).qkv_sizes) for layer in range(model.num_layers)]
+    assert len({*sizes}) == 2
+    assert [len(matrix_bits(model, layer)["qkv"]) for layer in range(model.num_layers)] == sizes
+    assert ModelCounts(model).stage_weight_bytes(0) < ModelCounts(load_shape(name)).stage_weight_bytes(0) / 2
