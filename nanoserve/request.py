@@ -284,6 +284,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The likeliest tokens and their log probabilities, best first."""
 
 
+class PlannedDraft(Protocol):
+    """The draft tokens of a row, `nanoserve.scheduler.optional.DraftRow`."""
+
+    @property
+    def verify(self) -> int: ...
+
+    @property
+    def propose(self) -> int: ...
+
+
 class PlannedRow(Protocol):
     """The part of a submitted plan's row that a sequence needs, `nanoserve.scheduler.plan.Row`."""
 
@@ -294,10 +304,7 @@ class PlannedRow(Protocol):
     def sample(self) -> bool: ...
 
     @property
-    def guesses(self) -> int: ...
-
-    @property
-    def draft(self) -> int: ...
+    def draft(self) -> PlannedDraft | None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -108,7 +108,7 @@ def steps_of_a_host_token() -> None:
     begun: dict[int, int] = {}
     taken: Counter[int] = Counter()
     for step, result in record.result_of.items():
-        begun |= {row.sequence: step for row in record.planned[step].plan.rows if row.tier == "host"}
+        begun |= {row.sequence: step for row in record.planned[step].plan.rows if row.host is not None}
         taken.update(step - begun.pop(one.sequence) + 1 for one in result.answers if one.sequence in begun)
     print("\n".join(f"{steps} steps: {tokens} tokens" for steps, tokens in sorted(taken.items())))
 

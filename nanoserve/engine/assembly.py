@@ -34,7 +34,7 @@ from nanoserve.request import ExpectedLengths, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.extension import NOTHING_ATTACHED
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.windows import most_tokens

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from nanoserve.engine_config import EngineConfig
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.extension import Extensions
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.speculator import Speculator
 
 

@@ -48,7 +48,7 @@ class LocalExecutor:
         """Take a plan: launch it, or keep it for the next `collect`. One that holds nothing but swaps is over at once.
         Raises RuntimeError if the executor is closed or as many plans as may be are in flight already."""
         stage = self.stage
-        if plan.swaps and not plan.ends:
+        if plan.host.swaps and not plan.ends:
             self._launch(stage, plan)
             return
         if len(self._queued) + len(self._launched) >= self.max_in_flight:

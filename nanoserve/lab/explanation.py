@@ -12,8 +12,8 @@ import msgspec
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad
-from nanoserve.scheduler.plan import Answer, Copy, Row, Tier
+from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad, Tier, draft_of, tier_of
+from nanoserve.scheduler.plan import Answer, Copy, Row
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
 MEANINGS = {
@@ -181,14 +181,14 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
             load=_shown(planned.load),
             decision=_shown(planned.decision),
             bound=planned.decision.bound,
-            layout=plan.layout,
-            strategy=plan.strategy,
-            transition=plan.transition,
+            layout=plan.layouts.current,
+            strategy=plan.host.strategy,
+            transition=plan.layouts.transition,
             rows=tuple(_row(row, sequences[row.sequence], texts) for row in plan.rows),
             tables=planned.tables,
             shared=tuple(sorted(block for block, times in Counter(on_device).items() if times > 1)),
             copies=plan.copies,
-            swaps=tuple(ExplainedSwap(one.sequence, one.direction, len(one.device_blocks)) for one in plan.swaps),
+            swaps=tuple(ExplainedSwap(one.sequence, one.direction, len(one.device_blocks)) for one in plan.host.swaps),
             ended_sequences=plan.end,
             free_blocks=blocks.device - blocks.used_device,
             total_blocks=blocks.device,
@@ -215,12 +215,14 @@ def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
 
 def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     shown: tuple[str, ...] = ("?",)
-    if not row.fed:
+    if not row.placeholder:
         shown = texts(row.tokens[:MOST_TOKENS])
     kind: Literal["prefill", "decode"] = "decode"
-    if len(row.tokens) - row.guesses > 1 or row.start < sequence.prompt_tokens:
+    if len(row.tokens) - draft_of(row).verify > 1 or row.start < sequence.prompt_tokens:
         kind = "prefill"
-    return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown, row.guesses)
+    return ExplainedRow(
+        row.sequence, row.start, len(row.tokens), kind, tier_of(row), row.sample, shown, draft_of(row).verify
+    )
 
 
 def _shown(value: Load | Decision | LayoutsLoad | HostLoad | HostDecision | None) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import msgspec
 from nanoserve.record.times import Beside, StageTimes
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
+from nanoserve.scheduler.optional import Tier
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import StepFeatures
 

@@ -14,11 +14,11 @@ import msgspec
 
 from nanoserve.record.events import Corrected, Event, Forecast
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.optional import Cohort
-from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
+from nanoserve.scheduler.optional import Cohort, HostRow
+from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.predictor import LearningPredictor, Predictor
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.work import HostBatch, StepFeatures
+from nanoserve.scheduler.work import HostBatch, StepFeatures, work_of
 
 if TYPE_CHECKING:  # most engines have no cohorts
     from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
@@ -61,7 +61,7 @@ class Forecasts:
 
     def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
-        predictor = self._predictors[plan.layout] if self._predictors else None
+        predictor = self._predictors[plan.layouts.current] if self._predictors else None
         if predictor is None or not plan.rows:
             return
         if predictor is not self._newest:
@@ -76,10 +76,10 @@ class Forecasts:
 
     def on_result(self, result: StepResult) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
-        if self._newest is not None and result.host_work and next(self._host_results):
+        if self._newest is not None and result.host.work and next(self._host_results):
             # An asymmetric step attends for the same sequences in layer after layer: together they are one number.
             by_size: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-            for one in result.host_work:
+            for one in result.host.work:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
@@ -87,7 +87,7 @@ class Forecasts:
         if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
-        if result.host_lost is not None:
+        if result.host.lost is not None:
             return  # what it waited for never came
         work = forecast.work
         if work.strategy == "overlap":
@@ -108,16 +108,16 @@ def _lessons() -> Iterator[bool]:
 def features_of(plan: StepPlan, cohorts: "HostCohorts | None" = None) -> StepFeatures:
     """Sum a plan up, as if all cohorts under way, before they follow it, join an overlapped step."""
     if cohorts is None:
-        return StepFeatures(strategy=plan.strategy, device=work_of(plan.rows))
-    device = work_of(row for row in plan.rows if row.tier == "device")
-    on_host = [row for row in plan.rows if row.tier == "host"]
-    if plan.strategy == "overlap":
+        return StepFeatures(strategy=plan.host.strategy, device=work_of(plan.rows))
+    device = work_of(row for row in plan.rows if row.host is None)
+    on_host = [row for row in plan.rows if row.host is not None]
+    if plan.host.strategy == "overlap":
         beginning = [_batch(on_host, 0)] if on_host else []
         under_way = [_passing(cohort) for cohort in cohorts.under_way.values()]
         return StepFeatures(strategy="overlap", device=device, host=(*beginning, *under_way))
-    first, second = ([row for row in on_host if row.sub_batch == number] for number in (0, 1))
+    first, second = ([row for row in on_host if row.host == HostRow(number)] for number in (0, 1))
     return StepFeatures(
-        strategy=plan.strategy, device=device, host=_batches(first, cohorts), host_second=_batches(second, cohorts)
+        strategy=plan.host.strategy, device=device, host=_batches(first, cohorts), host_second=_batches(second, cohorts)
     )
 
 
@@ -142,7 +142,7 @@ def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: "HostCoh
     """Host batches that took part in an overlapped step: they began in it, or their cohort advanced or finished."""
     assert cohorts is not None, "only host sequences make a step overlap"
     beginning = [batch for batch in work.host if batch.attended == 0]
-    layers = {progress.step: progress.layers for progress in result.cohorts}
+    layers = {progress.step: progress.layers for progress in result.host.cohorts}
     joined = [
         _passing(cohort)
         for begun, cohort in cohorts.under_way.items()

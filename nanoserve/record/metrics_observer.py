@@ -201,12 +201,12 @@ class StepMetrics(StepObserver):
         self.counts.add(now, (planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens))
         self._keep_busy(now, stages[-1].computed)
         self.occupancy.add(now, planned.blocks.device_share)
-        self.strategy_steps[planned.plan.strategy] += 1
+        self.strategy_steps[planned.plan.host.strategy] += 1
         self._look_at_host(planned)
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
         if isinstance(times, SwapTimes):
-            blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
+            blocks = next(swap.device_blocks for swap in planned.plan.host.swaps if swap.swap == times.swap)
             self.swapped_tokens[times.direction] += len(blocks) // self._groups * self._block_size
             self._keep_busy(planned.time, times.ended)
             self._look_at_host(planned)

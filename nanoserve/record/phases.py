@@ -48,7 +48,7 @@ class Phase:
         return f"{verb} {layouts[self.layout]}"
 
     def with_plan(self, planned: Planned) -> "Phase":
-        plan, directions = planned.plan, [swap.direction for swap in planned.plan.swaps]
+        plan, directions = planned.plan, [swap.direction for swap in planned.plan.host.swaps]
         return replace(
             self,
             plans=self.plans + bool(plan.rows),
@@ -80,9 +80,9 @@ class PhaseTracker:
 
     def _on_plan(self, planned: Planned) -> list[Phase]:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
-        phase = self._phase or Phase("compute", plan.layout, now, now)
-        if plan.transition is not None:
-            return self._turn(phase, plan.transition, now, blocks)
+        phase = self._phase or Phase("compute", plan.layouts.current, now, now)
+        if plan.layouts.transition is not None:
+            return self._turn(phase, plan.layouts.transition, now, blocks)
         if plan.rows:
             self._idle = None
         elif self._idle is not None:

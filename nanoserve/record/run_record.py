@@ -15,7 +15,8 @@ from nanoserve.record.metrics import RequestTiming
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Request, SequenceUpdate
-from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
+from nanoserve.scheduler.optional import Tier, tier_of
+from nanoserve.scheduler.plan import StepPlan, StepResult
 
 _GIGA = 1e9
 Span = tuple[float, float]
@@ -98,7 +99,7 @@ class RunRecord:
             if update.sequence.error is not None:
                 raise RuntimeFailure(update.sequence.error)
         lost = [f"workers die: {reason}" for reason in self.losses]
-        lost += [f"attention on the CPU is lost: {result.host_lost}" for result in self.results if result.host_lost]
+        lost += [f"attention on the CPU is lost: {result.host.lost}" for result in self.results if result.host.lost]
         if lost:
             raise RuntimeFailure(f"nothing can be measured of a run in which {lost[0]}")
 
@@ -165,7 +166,7 @@ class RunRecord:
         tiers: dict[int, list[Tier]] = {}
         for row in chain.from_iterable(plan.rows for plan in self.plans):
             if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
-                tiers.setdefault(row.sequence, []).append(row.tier)
+                tiers.setdefault(row.sequence, []).append(tier_of(row))
         sequences = {update.request_id: update.sequence.sequence_id for update in self._updates}
         return [tiers[sequences[request.request_id]] for request in self._requests]
 

@@ -10,7 +10,8 @@ from nanoserve.record.chrome_trace import ChromeTraceFile, Track
 from nanoserve.record.events import Collected, Corrected, Event, ExecutorFailed, Finished, Forecast, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes
-from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
+from nanoserve.scheduler.optional import HostWork, draft_of
+from nanoserve.scheduler.plan import StepPlan, StepResult
 
 _MILLI, _GIGA = 1e3, 1e9
 
@@ -115,16 +116,16 @@ class RunTrace:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
         self._count_blocks("KV blocks on the device", blocks.used_device, blocks.device, now)
         self._count_blocks("KV blocks in the host pool", blocks.used_host, blocks.host, now)
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             moved = len(swap.device_blocks)
             arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": moved}
             self._bar(Track(self._scheduler, "swaps"), f"{moved} blocks {swap.direction}", now, now, arguments)
-        if not plan.rows and (plan.swaps or plan.transition is not None):
+        if not plan.rows and (plan.host.swaps or plan.layouts.transition is not None):
             return  # swaps alone have no end, and a change of the layout is no micro-batch
         self._in_flight[plan.step] = _first_free(track for track, _ in self._in_flight.values()), planned
         self._counter("tokens of a micro-batch", now, {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens})
-        beginning = {row.sequence for row in plan.rows if row.tier == "host"}
-        if plan.strategy == "overlap" and beginning:
+        beginning = {row.sequence for row in plan.rows if row.host is not None}
+        if plan.host.strategy == "overlap" and beginning:
             track = _first_free(cohort.track for cohort in self._cohorts)
             self._cohorts.append(_Cohort(plan.step, track, now, len(beginning), beginning))
 
@@ -138,11 +139,11 @@ class RunTrace:
         if not self._reports_times and result.step is not None:
             self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
         if not self._reports_host_times:
-            self._draw_works(result.host_work, now)
-        if result.host_lost is not None:
-            self._bar(self._processor, result.host_lost, now, now)
+            self._draw_works(result.host.work, now)
+        if result.host.lost is not None:
+            self._bar(self._processor, result.host.lost, now, now)
         answered = {answer.sequence for answer in result.answers}
-        all_lost = result.lost is not None or result.host_lost is not None
+        all_lost = result.lost is not None or result.host.lost is not None
         for cohort in list(self._cohorts):
             cohort.waiting -= answered
             if all_lost or not cohort.waiting:
@@ -154,8 +155,8 @@ class RunTrace:
         plan, forecast = planned.plan, self._forecasts.pop(planned.plan.step, None)
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
-        name = name if plan.strategy == "device" else f"{plan.strategy}: {name}"
-        if guesses := sum([row.guesses for row in plan.rows]):
+        name = name if plan.host.strategy == "device" else f"{plan.host.strategy}: {name}"
+        if guesses := sum([draft_of(row).verify for row in plan.rows]):
             counts, name = {**counts, "guesses": guesses}, f"{name} + {guesses} guesses"
         facts = counts | {"sequences": len(plan.rows)} | facts_of(plan, forecast, result)
         self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
@@ -248,9 +249,9 @@ def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
 
 def facts_of(plan: StepPlan, forecast: Forecast | None, result: StepResult) -> dict[str, object]:
     """Arguments of a step's bar: how it ran, what it took, and what was predicted. Cohorts are named by their step."""
-    facts: dict[str, object] = {"strategy": plan.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
-    if result.cohorts:
-        facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
+    facts: dict[str, object] = {"strategy": plan.host.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
+    if result.host.cohorts:
+        facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.host.cohorts}
     if forecast is not None:
         decision = forecast.decision
         facts["predicted_ms"] = round(forecast.predicted * _MILLI, 3)

@@ -6,7 +6,7 @@ from nanoserve.scheduler.cpu_attention.host_decoding import HostDecoding
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.layout_change.layouts import Layouts
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.drafts import Drafts
 from nanoserve.scheduler.speculation.speculator import Speculator
 

@@ -1,12 +1,19 @@
-"""The members of Load and Decision that belong to a mechanism, and say nothing where it is not used."""
+"""The members of Load, Decision, Row, StepPlan and StepResult that belong to a mechanism, and say nothing without it.
+
+Those of rows are None without it: every step sends its rows to every worker.
+"""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from nanoserve.scheduler.work import Strategy
 
 if TYPE_CHECKING:
+    from nanoserve.request import PlannedDraft, PlannedRow
     from nanoserve.scheduler.load import Load
+    from nanoserve.scheduler.plan import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,118 @@ class HostDecision:
     """The strategies that ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutCapacity:
+    """The KV blocks and plans in flight of a parallel layout."""
+
+    num_blocks: int
+    pipeline_depth: int = 1
+    """Most plans in flight."""
+
+
+Tier = Literal["device", "host"]
+
+
+class HostRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row whose KV is in host memory."""
+
+    sub_batch: int = 0
+    """0, or 1 for the second of the two that alternate in an asymmetric step."""
+
+
+def tier_of(row: "Row") -> Tier:
+    """Where the KV of a row's sequence is."""
+    if row.host is None:
+        return "device"
+    return "host"
+
+
+class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The draft tokens of a row (speculation)."""
+
+    verify: int = 0
+    """How many of the row's last tokens are draft tokens. The answer is the longest run of them that is sampled as
+    proposed, and one token more."""
+    propose: int = 0
+    """How many tokens the executor's drafter shall propose after the answer, for the sequence's next row. The block
+    table reaches start + len(tokens) + propose positions: the drafter's own cache has the same blocks."""
+
+
+def draft_of(row: "PlannedRow") -> "PlannedDraft":
+    """The draft tokens of a row that may have none."""
+    if row.draft is None:
+        return NO_DRAFT
+    return row.draft
+
+
+class LayoutPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The parallel layout of a plan."""
+
+    current: int = 0
+    """Which parallel layout runs it."""
+    transition: int | None = None
+    """The layout to change to; such a plan holds nothing else."""
+
+
+class Swap(msgspec.Struct, frozen=True, array_like=True):
+    """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered."""
+
+    swap: int
+    """Its id, which the result names."""
+    sequence: int
+    direction: Literal["out", "in"]
+    """"out" is device to host, "in" is host to device."""
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+    """Pairwise source and target."""
+    after_row: bool = False
+    """Only for "out": the sequence's row in the same plan, the last chunk of a parked prompt, fills the device blocks.
+    Each layer's blocks are copied once that layer is computed, while later layers compute. The swap may be answered
+    before the row's token, with it or after it."""
+
+
+class HostPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What a plan holds beside the rows on the device."""
+
+    swaps: tuple[Swap, ...] = ()
+    strategy: Strategy = "device"
+    """How host sequences take part."""
+
+
+class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
+    """The host sequences that began a token in plan ``step`` have passed this many layers."""
+
+    step: int
+    layers: int
+
+
+class HostWork(msgspec.Struct, frozen=True, array_like=True):
+    """The time of CPU attention for some host sequences in one layer."""
+
+    sequences: int
+    context_tokens: int
+    """Keys that their attention read, summed over sequences."""
+    seconds: float
+    """Measured from receiving queries, keys and values until the result is ready."""
+
+
+class HostResult(msgspec.Struct, frozen=True, array_like=True):
+    """What an executor has found out about swaps and host sequences since its last result."""
+
+    swapped: tuple[int, ...] = ()
+    """Ids of the swaps that are done."""
+    cohorts: tuple[CohortProgress, ...] = ()
+    """Progress of the host sequences under way."""
+    work: tuple[HostWork, ...] = ()
+    """Attention on the CPU that ended since the last result."""
+    lost: str | None = None
+    """Why attention on the CPU died or hangs. Everything else in the result was known before. No host row of a plan
+    that was submitted before this was collected will be answered after it, and the KV of host sequences must be
+    recomputed. Nothing else is affected: the plans end, and their rows on the device and all swaps are answered. Host
+    rows of later plans run as before."""
+
+
 ONE_LAYOUT = LayoutsLoad()
 NO_HOST = HostLoad()
 DEVICE_ONLY = HostDecision()
+NO_DRAFT = DraftRow()

@@ -4,16 +4,12 @@ Plans and results are msgspec Structs, so they cross to worker processes as type
 arrays there: every step sends its rows to every worker.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.scheduler.work import Chunk, StepWork, Strategy
-
-Tier = Literal["device", "host"]
+from nanoserve.scheduler import optional
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +37,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
     names a host sequence whose token is under way; this step finishes it.
 
-    A fed row is a decode that is planned before its token is known: the device fills in what the sequence's row samples
-    in the preceding plan with rows. It is always answered; if that token ended the sequence, the answer is discarded.
+    Under asynchronous scheduling, a decode may be planned before its token is known. The row then has a placeholder:
+    the device fills in what the sequence's row samples in the preceding plan with rows. The row is always answered; if
+    that token ended the sequence, the answer is discarded.
 
     Neither rows nor answers are ever in a cycle, so the garbage collector skips them.
     """
@@ -53,23 +50,17 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: tuple[int, ...]
     """The ids at positions start, start + 1, ..."""
     sample: bool
-    """Whether the logits after the last position are sampled; with guesses, also those before each of them."""
+    """Whether the logits after the last position are sampled; with draft tokens, also those before each of them."""
     new_blocks: tuple[int, ...] = ()
     """Appended to the sequence's block table before the row is computed. Where the model has several cache groups, for
     each block's worth of positions there is one block of every group, in their order; -1 where the sequence needs none,
     as these positions lie behind the group's window."""
-    tier: Tier = "device"
-    """Where the sequence's KV is, which is the pool that its block numbers refer to."""
-    sub_batch: int = 0
-    """0, or 1 for the second of the two that alternate in an asymmetric step."""
-    fed: bool = False
-    """The token is on the device; ``tokens`` is then (0,), a placeholder."""
-    guesses: int = 0
-    """How many of the last tokens are guesses (speculation). The answer is the longest run of them that is sampled as
-    guessed, and one token more."""
-    draft: int = 0
-    """How many tokens the executor's drafter shall guess after the answer, for the sequence's next row. The block table
-    reaches start + len(tokens) + draft positions: the drafter's own cache has the same blocks."""
+    placeholder: bool = False
+    """The token is on the device; ``tokens`` is then (0,)."""
+    host: optional.HostRow | None = None
+    """Where the sequence's KV is in host memory; its block numbers are then those of the host's pool."""
+    draft: optional.DraftRow | None = None
+    """Draft tokens that the row verifies, and those to propose after it."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -77,23 +68,6 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
     source: int
     target: int
-
-
-class Swap(msgspec.Struct, frozen=True, array_like=True):
-    """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered."""
-
-    swap: int
-    """Its id, which the result names."""
-    sequence: int
-    direction: Literal["out", "in"]
-    """"out" is device to host, "in" is host to device."""
-    device_blocks: tuple[int, ...]
-    host_blocks: tuple[int, ...]
-    """Pairwise source and target."""
-    after_row: bool = False
-    """Only for "out": the sequence's row in the same plan, the last chunk of a parked prompt, fills the device blocks.
-    Each layer's blocks are copied once that layer is computed, while later layers compute. The swap may be answered
-    before the row's token, with it or after it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -108,22 +82,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     begin: tuple[Begin, ...] = ()
     rows: tuple[Row, ...] = ()
     copies: tuple[Copy, ...] = ()
-    swaps: tuple[Swap, ...] = ()
     end: tuple[int, ...] = ()
-    layout: int = 0
-    """Which parallel layout runs it."""
-    strategy: Strategy = "device"
-    """How host sequences take part."""
-    transition: int | None = None
-    """The layout to change to; such a plan holds nothing else."""
     decodes: int = 0
     prompt_tokens: int = 0
     """Rows of one token, and tokens of longer rows, as the plan builder counts them."""
+    layouts: optional.LayoutPlan = optional.LayoutPlan()
+    """Which of several parallel layouts runs it, or the one to change to."""
+    host: optional.HostPlan = optional.HostPlan()
+    """Swaps, and how host sequences take part."""
 
     @property
     def ends(self) -> bool:
         """Whether its step ends. A plan of nothing but swaps is answered by theirs."""
-        return bool(self.rows) or self.transition is not None or self.strategy == "overlap"
+        return bool(self.rows) or self.layouts.transition is not None or self.host.strategy == "overlap"
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -143,23 +114,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a drafter guesses to follow these tokens, where the row asked for it; perhaps fewer, or none."""
 
 
-class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
-    """The host sequences that began a token in plan ``step`` have passed this many layers."""
-
-    step: int
-    layers: int
-
-
-class HostWork(msgspec.Struct, frozen=True, array_like=True):
-    """The time of CPU attention for some host sequences in one layer."""
-
-    sequences: int
-    context_tokens: int
-    """Keys that their attention read, summed over sequences."""
-    seconds: float
-    """Measured from receiving queries, keys and values until the result is ready."""
-
-
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What the executor has found out since its last result."""
 
@@ -167,10 +121,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The plan that ended, or None. This also answers its rows without ``sample``."""
     answers: tuple[Answer, ...] = ()
     """Answers by sequence, perhaps to earlier plans."""
-    swapped: tuple[int, ...] = ()
-    """Ids of the swaps that are done."""
-    cohorts: tuple[CohortProgress, ...] = ()
-    """Progress of the host sequences under way."""
     seconds: float = 0.0
     """Device time of the step, without what guesses behind it."""
     lost: str | None = None
@@ -179,24 +129,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     the layout of the last answered transition; plans may be submitted at once and wait for them."""
     ran: float = 0.0
     """Seconds that the dead workers had run; 0 if they were still starting, so that no plan has reached them."""
-    host_work: tuple[HostWork, ...] = ()
-    """Attention on the CPU that ended since the last result."""
-    draft_seconds: float = 0.0
-    """How long a drafter guessed behind the step."""
-    host_lost: str | None = None
-    """Why attention on the CPU died or hangs. Everything else in the result was known before. No host row of a plan
-    that was submitted before this was collected will be answered after it, and the KV of host sequences must be
-    recomputed. Nothing else is affected: the plans end, and their rows on the device and all swaps are answered. Host
-    rows of later plans run as before."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutCapacity:
-    """The KV blocks and plans in flight of a parallel layout."""
-
-    num_blocks: int
-    pipeline_depth: int = 1
-    """Most plans in flight."""
+    draft_seconds: float | None = None
+    """How long a drafter guessed behind the step; None if it did not."""
+    host: optional.HostResult = optional.HostResult()
+    """Swaps that are done, and news of the host sequences."""
 
 
 class Executor(Protocol):
@@ -205,7 +141,8 @@ class Executor(Protocol):
     max_in_flight: int
     """Most plans that are submitted and have not ended."""
     feeds_tokens: bool
-    """Whether it takes fed rows. Then it has one stage, and the next plan is made while the device computes."""
+    """Whether it takes rows with placeholders. Then it has one stage, and the next plan is made while the device
+    computes."""
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; never blocks on the device. Raises RuntimeFailure if the plans in flight will never be answered,
@@ -224,20 +161,3 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free all resources; further calls are errors."""
-
-
-def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
-    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many positions are
-    sampled. A row with guesses is a decode."""
-    contexts: list[int] = []
-    chunks: list[Chunk] = []
-    sampled = guesses = 0
-    for row in rows:
-        sampled += row.sample + row.guesses
-        if len(row.tokens) == 1 or row.guesses:
-            contexts.append(row.start + len(row.tokens))
-            guesses += row.guesses
-        else:
-            chunks.append((row.start, len(row.tokens)))
-    work = sum_up(contexts, chunks, sampled)
-    return msgspec.structs.replace(work, guesses=guesses) if guesses else work

@@ -235,7 +235,7 @@ class PlanBuilder:
             new_blocks = sequence.block_table
         name, known = sequence.sequence_id, len(tokens)
         if start == known:  # its token is still being sampled
-            row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
+            row = Row(name, start, _FED, True, tuple(new_blocks), placeholder=True)
         elif count == 1:
             row = Row(name, start, (tokens[start],), end == known, tuple(new_blocks))
         else:

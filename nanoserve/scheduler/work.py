@@ -1,12 +1,15 @@
 """StepWork and StepFeatures: what the cost of a micro-batch and the time of a step depend on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from nanoserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanoserve.scheduler.plan import Row
 
 Chunk = tuple[int, int]  # first position and number of tokens of a prefill chunk; (0, n) is a whole prompt
 
@@ -54,6 +57,26 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def rows(self) -> int:
         return self.decodes + len(self.chunks)
+
+
+def work_of(rows: "Iterable[Row]", sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
+    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many positions are
+    sampled. A row with draft tokens is a decode."""
+    contexts: list[int] = []
+    chunks: list[Chunk] = []
+    sampled = drafted = 0
+    for row in rows:
+        verified = 0 if row.draft is None else row.draft.verify
+        sampled += row.sample + verified
+        if len(row.tokens) == 1 or verified:
+            contexts.append(row.start + len(row.tokens))
+            drafted += verified
+        else:
+            chunks.append((row.start, len(row.tokens)))
+    work = sum_up(contexts, chunks, sampled)
+    if drafted:
+        return msgspec.structs.replace(work, guesses=drafted)
+    return work
 
 
 Strategy = Literal["device", "asymmetric", "overlap"]

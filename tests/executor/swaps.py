@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from nanoserve.executor.kv_transfer.swapping import BlockMover, LayerMarks, Swapper
-from nanoserve.scheduler.plan import Swap
+from nanoserve.scheduler.optional import Swap
 
 
 def watch_swaps(monkeypatch: pytest.MonkeyPatch) -> list[str]:

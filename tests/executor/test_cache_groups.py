@@ -160,7 +160,7 @@ def test_tokens_are_those_of_masks_over_all_positions(name: str, settings: dict)
     recorder = replayed(grouped, decoder) if grouped.scheduler.feeds_tokens else None
     assert grouped.run(requests()) == expected
     assert recorder is None or len(recorder.replayed) > 10
-    swapped = {swap.direction for plan in grouped.plans for swap in plan.swaps}
+    swapped = {swap.direction for plan in grouped.plans for swap in plan.host.swaps}
     assert swapped == {"in", "out"} if "host_blocks" in settings else grouped.scheduler.table.preemptions > 0
     grouped.engine.close()
 

@@ -13,7 +13,7 @@ from nanoserve.errors import UsageError
 from nanoserve.executor.cpu_attention import host_attention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.scheduler.plan import HostWork
+from nanoserve.scheduler.optional import HostWork
 from tests.executor.host_batches import HostBatch, host_batch
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostRow, Swap
+from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
 from tests.executor.small_model import dense_greedy, local_executor, mechanism_of, small_config, small_decoder
 
@@ -50,7 +51,7 @@ class Driver:
 
     def run(self, *rows: Row, strategy: Strategy = "device", begin: tuple[Begin, ...] = ()) -> StepResult:
         self._step += 1
-        self.executor.submit(StepPlan(self._step, begin=begin, rows=rows, strategy=strategy))
+        self.executor.submit(StepPlan(self._step, begin=begin, rows=rows, host=HostPlan(strategy=strategy)))
         (result,) = self.executor.collect(None)
         for answer in result.answers:
             self.tokens[answer.sequence] += answer.tokens
@@ -68,11 +69,11 @@ class Driver:
     def move_to_host(self, *sequences: int) -> None:
         self._step += 1
         swaps = tuple(Swap(one, one, "out", (2 * one, 2 * one + 1), (2 * one - 1, 2 * one - 2)) for one in sequences)
-        self.executor.submit(StepPlan(self._step, swaps=swaps))
+        self.executor.submit(StepPlan(self._step, host=HostPlan(swaps=swaps)))
         done = set[int]()
         while done < set(sequences):
             for result in self.executor.collect(None):
-                done |= set(result.swapped)
+                done |= set(result.host.swapped)
 
     def begin_on_host(self, *sequences: int, strategy: Strategy = "overlap", sub_batch: int = 0) -> StepResult:
         rows = [
@@ -82,8 +83,7 @@ class Driver:
                 (self.tokens[one][-1],),
                 True,
                 (2 * one - 1, 2 * one - 2),
-                "host",
-                sub_batch=sub_batch,
+                host=HostRow(sub_batch),
             )
             for one in sequences
         ]
@@ -112,11 +112,11 @@ def test_a_group_advances_a_layer_a_step_and_has_its_token_after_one_step_more(
     driver.prefill(1, 2)
     driver.move_to_host(1)
     result = driver.begin_on_host(1)
-    assert result.cohorts == (CohortProgress(2 + 1, 0),)
+    assert result.host.cohorts == (CohortProgress(2 + 1, 0),)
     for layers in range(1, LAYERS + 1):
         driver.settle()
         result = driver.run(driver.decode(2), strategy="overlap")
-        assert [one.layers for one in result.cohorts] == ([layers] if layers < LAYERS else [])
+        assert [one.layers for one in result.host.cohorts] == ([layers] if layers < LAYERS else [])
         assert sorted(answer.sequence for answer in result.answers) == ([2] if layers < LAYERS else [1, 2])
     for sequence, more in ((1, 2), (2, 1 + LAYERS)):
         assert driver.tokens[sequence][len(PROMPTS[sequence]) :] == dense_greedy(decoder, PROMPTS[sequence], more)
@@ -129,7 +129,7 @@ def test_alone_groups_are_waited_for(driver: Driver, decoder: Decoder) -> None:
     results = [driver.run(strategy="overlap") for _ in range(LAYERS)]
     assert [len(result.answers) for result in results] == [0] * (LAYERS - 1) + [1]
     assert driver.tokens[1][len(PROMPTS[1]) :] == dense_greedy(decoder, PROMPTS[1], 2)
-    work = [one for result in results for one in result.host_work]
+    work = [one for result in results for one in result.host.work]
     assert {(one.sequences, one.context_tokens) for one in work} == {(1, len(PROMPTS[1]) + 1)}
 
 
@@ -139,10 +139,10 @@ def test_an_asymmetric_step_ends_what_was_begun_and_what_begins(driver: Driver, 
     driver.begin_on_host(1, 2)
     driver.settle()
     driver.run(driver.decode(3), strategy="overlap")
-    rest = Row(1, len(driver.tokens[1]) - 1, (), True, tier="host", sub_batch=1)
+    rest = Row(1, len(driver.tokens[1]) - 1, (), True, host=HostRow(1))
     result = driver.run(driver.decode(3), rest, strategy="asymmetric")
     assert sorted(answer.sequence for answer in result.answers) == [1, 3]
-    assert [one.layers for one in result.cohorts] == [1], "who was not taken stays where it was"
+    assert [one.layers for one in result.host.cohorts] == [1], "who was not taken stays where it was"
     result = driver.begin_on_host(1, strategy="asymmetric", sub_batch=1)
     assert [answer.sequence for answer in result.answers] == [1]
     while len(driver.tokens[2]) < len(PROMPTS[2]) + 2:
@@ -161,12 +161,12 @@ def test_when_the_cpu_fails_the_device_goes_on_alone(
     driver.settle()
     with monkeypatch.context() as patch:
         patch.setattr(HostAttentionThread, "problem", property(lambda _: "it is gone"))
-        rest = () if strategy == "overlap" else (Row(1, len(driver.tokens[1]) - 1, (), True, tier="host", sub_batch=1),)
+        rest = () if strategy == "overlap" else (Row(1, len(driver.tokens[1]) - 1, (), True, host=HostRow(1)),)
         result = driver.run(driver.decode(3), *rest, strategy=strategy)
-    assert result.host_lost == "it is gone"
-    assert ([answer.sequence for answer in result.answers], result.cohorts) == ([3], ())
+    assert result.host.lost == "it is gone"
+    assert ([answer.sequence for answer in result.answers], result.host.cohorts) == ([3], ())
     result = driver.begin_on_host(1)  # a new thread attends over the same blocks
-    assert result.host_lost is None
+    assert result.host.lost is None
     while len(driver.tokens[1]) < len(PROMPTS[1]) + 2:
         driver.run(strategy="overlap")
     assert driver.tokens[1][len(PROMPTS[1]) :] == dense_greedy(decoder, PROMPTS[1], 2)

@@ -17,7 +17,8 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import HostPlan, HostResult, Swap
+from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.executor.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_config, small_decoder
 from tests.executor.swaps import watch_swaps
@@ -242,10 +243,10 @@ def test_swaps_alone_are_answered_by_their_ids_alone() -> None:
     caches = executor.runner.caches.keys[1]
     with torch.inference_mode():
         caches[5].fill_(3.5)
-    executor.submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)),)))
-    assert executor.collect(None) == [StepResult(None, swapped=(4,))]
-    executor.submit(StepPlan(1, swaps=(Swap(5, 1, "in", (2,), (7,)),)))
-    assert executor.collect(executor.now() + 60) == [StepResult(None, swapped=(5,))]
+    executor.submit(StepPlan(0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)),))))
+    assert executor.collect(None) == [StepResult(None, host=HostResult(swapped=(4,)))]
+    executor.submit(StepPlan(1, host=HostPlan(swaps=(Swap(5, 1, "in", (2,), (7,)),))))
+    assert executor.collect(executor.now() + 60) == [StepResult(None, host=HostResult(swapped=(5,)))]
     assert (caches[2] == 3.5).all()
     assert executor.collect(None) == [], "nothing is under way any more"
     executor.close()
@@ -254,18 +255,18 @@ def test_swaps_alone_are_answered_by_their_ids_alone() -> None:
 def test_a_plan_with_rows_begins_its_swaps_first() -> None:
     executor = swapping_executor()
     begin, row = first_plan(3).begin, first_plan(3).rows
-    executor.submit(StepPlan(3, begin=begin, rows=row, swaps=(Swap(9, 1, "out", (5,), (7,)),)))
+    executor.submit(StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "out", (5,), (7,)),))))
     results = executor.collect(None)
-    while sum(len(result.swapped) for result in results) == 0:
+    while sum(len(result.host.swapped) for result in results) == 0:
         results += executor.collect(None)
     assert [result.step for result in results if result.answers] == [3]
-    assert [result.swapped for result in results if result.swapped] == [(9,)]
+    assert [result.host.swapped for result in results if result.host.swapped] == [(9,)]
     executor.close()
 
 
 def test_without_a_pool_a_swap_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no host pool"):
-        make_executor().submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)),)))
+        make_executor().submit(StepPlan(0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)),))))
 
 
 def test_a_swap_that_finds_no_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_a_swap_that_finds_no_memory_is_one_clear_line(monkeypatch: pytest.Monke
 
     executor = swapping_executor()
     monkeypatch.setattr(BlockMover, "out", fail)
-    executor.submit(StepPlan(0, swaps=(Swap(4, 1, "out", (5,), (7,)), Swap(5, 2, "in", (1,), (2,)))))
+    executor.submit(StepPlan(0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)), Swap(5, 2, "in", (1,), (2,))))))
     with pytest.raises(RuntimeFailure, match="a swap does not fit"):
         while True:
             executor.collect(None)
@@ -298,7 +299,7 @@ def test_a_step_that_fails_waits_for_the_swaps_beside_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(BlockMover, "into", slow)
     monkeypatch.setattr(executor.runner.decoder, "compute_logits", fail)
     begin, row = first_plan(3).begin, first_plan(3).rows
-    executor.submit(StepPlan(3, begin=begin, rows=row, swaps=(Swap(9, 1, "in", (5,), (7,)),)))
+    executor.submit(StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "in", (5,), (7,)),))))
     with pytest.raises(RuntimeFailure, match="a step of 5 tokens"):
         executor.collect(None)
     assert ended and executor.collect(None) == []

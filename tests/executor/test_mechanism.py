@@ -34,7 +34,7 @@ class Watching(Mechanism):
 
     def complete(self, step: PreparedStep, result: StepResult) -> StepResult:
         self.noted.append(("complete", step.plan.step, len(result.answers)))
-        return msgspec.structs.replace(result, swapped=(9,))
+        return msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, swapped=(9,)))
 
     def abandon(self) -> None:
         self.noted.append(("abandon",))
@@ -71,7 +71,7 @@ def test_the_moments_of_a_step_come_in_order(executor: LocalExecutor, watching: 
     executor.submit(plan())
     (result,) = executor.collect(None)
     assert result.answers[0].tokens == tuple(dense_greedy(executor.runner.decoder, PROMPT, 1))
-    assert result.swapped == (9,)
+    assert result.host.swapped == (9,)
     executor.close()
     assert watching.noted == [
         ("attach", 0),

@@ -8,6 +8,7 @@ import torch
 from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams, TokenLogprob
+from nanoserve.scheduler.optional import HostRow
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from tests.executor.small_model import dense_greedy, dense_logits, small_config, small_decoder
 
@@ -241,7 +242,7 @@ def test_a_plan_without_rows_has_no_answers(runner: ModelRunner) -> None:
         ({"end": (1,), "rows": (whole(1, PROMPT, (0, 1, 2)),)}, "sequence 1 is in a plan without having begun"),
         ({"rows": (whole(1, PROMPT, (0, 1)),)}, "2 blocks of 4 slots do not reach position 10"),
         ({"rows": (whole(1, (*PROMPT, 4), (0, 1, 2)),)}, "beyond its 11 known tokens"),
-        ({"rows": (Row(1, 0, PROMPT, True, (0, 1, 2), "host"),)}, "all in its memory"),
+        ({"rows": (Row(1, 0, PROMPT, True, (0, 1, 2), host=HostRow()),)}, "all in its memory"),
     ],
 )
 def test_impossible_plans_are_refused(runner: ModelRunner, plan: dict[str, tuple[object, ...]], complaint: str) -> None:

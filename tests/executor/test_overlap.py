@@ -29,7 +29,7 @@ def begin(sequence: int, tokens: tuple[int, ...], **params: object) -> Begin:
 
 
 def fed(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
-    return Row(sequence, start, (0,), True, blocks, fed=True)
+    return Row(sequence, start, (0,), True, blocks, placeholder=True)
 
 
 def make_runner(decoder: Decoder, device: str = "cpu") -> ModelRunner:
@@ -170,7 +170,7 @@ def run(
 
     def counting(plan: StepPlan) -> None:
         nonlocal fed_rows
-        fed_rows += sum(row.fed for row in plan.rows)
+        fed_rows += sum(row.placeholder for row in plan.rows)
         submit(plan)
 
     executor.submit = counting  # type: ignore[method-assign]

@@ -23,7 +23,8 @@ from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import HostPlan, HostRow, Swap
+from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
 from tests.executor.fake_graphs import FakeRecorder
 from tests.executor.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
@@ -72,14 +73,14 @@ def chunks(first_step: int = 0) -> Iterator[StepPlan]:
     first = Row(1, 0, PROMPT[:FINAL_CHUNK], False, DEVICE_BLOCKS[:2])
     last = Row(1, FINAL_CHUNK, PROMPT[FINAL_CHUNK:], True, DEVICE_BLOCKS[2:])
     yield StepPlan(first_step, begin=begin(), rows=(first,))
-    yield StepPlan(first_step + 1, rows=(last,), swaps=(PARKED,))
+    yield StepPlan(first_step + 1, rows=(last,), host=HostPlan(swaps=(PARKED,)))
 
 
 def results_of(executor: LocalExecutor, plan: StepPlan) -> list[StepResult]:
     """Until it and its swaps are answered."""
     executor.submit(plan)
     results = executor.collect(None)
-    while {swap.swap for swap in plan.swaps} - {swap for result in results for swap in result.swapped}:
+    while {swap.swap for swap in plan.host.swaps} - {swap for result in results for swap in result.host.swapped}:
         results += executor.collect(None)
     return results
 
@@ -135,7 +136,7 @@ def test_a_layer_leaves_while_the_next_one_is_computed(decoder: Decoder, pool: H
         for cache in (*executor.runner.caches.keys, *executor.runner.caches.values):
             cache.fill_(5.0)  # a number, so that what no token is in can be compared
     for plan in chunks():
-        parking = bool(plan.swaps)
+        parking = bool(plan.host.swaps)
         results_of(executor, plan)
     check_pool(pool, executor.runner)
     executor.close()
@@ -151,7 +152,7 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
     runner.forward = graphs
     first, last = PROMPT[:-1], PROMPT[-1:]
     results_of(executor, StepPlan(0, begin=begin(), rows=(Row(1, 0, first, False, DEVICE_BLOCKS),)))
-    results = results_of(executor, StepPlan(1, rows=(Row(1, len(first), last, True),), swaps=(PARKED,)))
+    results = results_of(executor, StepPlan(1, rows=(Row(1, len(first), last, True),), host=HostPlan(swaps=(PARKED,))))
     token = next(answer.tokens for result in results for answer in result.answers)
     assert recorder.replayed == []
     check_pool(pool, runner)
@@ -188,7 +189,9 @@ def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_d
     parked = Swap(5, 1, "out", tuple(leaving), tuple(here), after_row=True)
     parking = True
     answers = [
-        one for result in results_of(executor, StepPlan(1, rows=(last,), swaps=(parked,))) for one in result.answers
+        one
+        for result in results_of(executor, StepPlan(1, rows=(last,), host=HostPlan(swaps=(parked,))))
+        for one in result.answers
     ]
     assert [list(answer.tokens) for answer in answers] == [dense_greedy(decoder, PROMPT, 1)]
     assert left == [(False, False), (False, False), (True, False), (True, False)]
@@ -206,15 +209,15 @@ def test_a_prompt_is_parked_beside_host_sequences(decoder: Decoder, pool: HostPo
     executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU))
     guest, block = (4, 4, 17), 5
     results_of(executor, StepPlan(0, begin=begin(2, guest), rows=(Row(2, 0, guest[:-1], False, (2,)),)))
-    results_of(executor, StepPlan(1, swaps=(Swap(4, 2, "out", (2,), (block,)),)))
+    results_of(executor, StepPlan(1, host=HostPlan(swaps=(Swap(4, 2, "out", (2,), (block,)),))))
     before = pool.blocks[:, :, block].clone()
-    enters = Row(2, len(guest) - 1, guest[-1:], True, (block,), "host", sub_batch=int(strategy == "asymmetric"))
+    enters = Row(2, len(guest) - 1, guest[-1:], True, (block,), host=HostRow(int(strategy == "asymmetric")))
     first, last = chunks(2)
     results_of(executor, first)
     tokens = dict[int, list[int]]()
     for plan in (
-        replace_plan(last, begin=begin(2, guest), rows=(*last.rows, enters), strategy=strategy),
-        *(StepPlan(4 + step, strategy="overlap") for step in range(LAYERS)),
+        replace_plan(last, begin=begin(2, guest), rows=(*last.rows, enters), host=HostPlan(last.host.swaps, strategy)),
+        *(StepPlan(4 + step, host=HostPlan(strategy="overlap")) for step in range(LAYERS)),
     ):
         for result in results_of(executor, plan):
             tokens |= {answer.sequence: list(answer.tokens) for answer in result.answers}
@@ -246,10 +249,10 @@ def test_every_stage_lets_its_own_layers_leave(decoder: Decoder, config: ModelCo
             stage.runner.begin(step)
             hidden = stage.runner.compute(step, hidden)
         for transfer in transfers:
-            assert transfer.swapper.take_done(None) == tuple(swap.swap for swap in plan.swaps)
+            assert transfer.swapper.take_done(None) == tuple(swap.swap for swap in plan.host.swaps)
     alone = executor_of(decoder, pool)
     for plan in chunks():
-        results_of(alone, replace_plan(plan, swaps=()))
+        results_of(alone, replace_plan(plan, host=HostPlan()))
     check_pool(pool, alone.runner)
     alone.close()
     for transfer in transfers:
@@ -282,18 +285,22 @@ def failing_in_layer(layer_index: int, error: BaseException) -> LayersRunBy:
 
 def test_a_step_that_finds_no_memory_leaves_nothing_waiting(decoder: Decoder, pool: HostPool) -> None:
     executor = executor_of(decoder, pool, layers=failing_in_layer(1, MemoryError()))
-    executor.submit(StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), swaps=(PARKED,)))
+    executor.submit(
+        StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), host=HostPlan(swaps=(PARKED,)))
+    )
     with pytest.raises(RuntimeFailure, match=r"a step of 10 tokens does not fit"):
         executor.collect(None)
     assert executor.collect(None) == [], "the swap is forgotten with the step"
-    results = results_of(executor, StepPlan(1, swaps=(Swap(6, 1, "out", (2,), (2,)),)))
-    assert [result.swapped for result in results] == [(6,)], "later ones go on"
+    results = results_of(executor, StepPlan(1, host=HostPlan(swaps=(Swap(6, 1, "out", (2,), (2,)),))))
+    assert [result.host.swapped for result in results] == [(6,)], "later ones go on"
     executor.close()
 
 
 def test_whatever_a_step_fails_with_the_executor_can_be_closed(decoder: Decoder, pool: HostPool) -> None:
     executor = executor_of(decoder, pool, layers=failing_in_layer(1, ValueError("no layer today")))
-    executor.submit(StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), swaps=(PARKED,)))
+    executor.submit(
+        StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), host=HostPlan(swaps=(PARKED,)))
+    )
     with pytest.raises(ValueError, match="no layer today"):
         executor.collect(None)
     closing = threading.Thread(target=executor.close, daemon=True)
@@ -305,5 +312,5 @@ def test_whatever_a_step_fails_with_the_executor_can_be_closed(decoder: Decoder,
 def test_a_swap_that_follows_no_row_of_its_plan_is_an_error(decoder: Decoder, pool: HostPool) -> None:
     executor = executor_of(decoder, pool)
     with pytest.raises(RuntimeError, match="a swap follows a row"):
-        executor.submit(StepPlan(0, swaps=(PARKED,)))
+        executor.submit(StepPlan(0, host=HostPlan(swaps=(PARKED,))))
     executor.close()

@@ -15,7 +15,7 @@ from nanoserve.executor.kv_transfer.gpu_staging import as_blocks
 from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.kv_transfer.swapping import BlockMover, LayerMarks, Swapper
 from nanoserve.models.shards import Shard, make_shards, shard_config
-from nanoserve.scheduler.plan import Swap
+from nanoserve.scheduler.optional import Swap
 from tests.executor.small_model import small_config
 
 CONFIG = replace(small_config(), num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4, sliding_windows=())

@@ -63,9 +63,9 @@ class DyingExecutor(MemoryCheckingExecutor):
 
     def die(self) -> None:
         """Every block holds nothing, and nobody knows of any sequence; a layout that nobody heard of is not there."""
-        transition = self.plans[-1].transition is not None if self._results and self.plans else False
+        transition = self.plans[-1].layouts.transition is not None if self._results and self.plans else False
         if transition:
-            self._layout = self.plans[-1].layout
+            self._layout = self.plans[-1].layouts.current
         self.forget_what_is_in_flight()
         self._records.clear()
         blocks = {"device": self._layouts[self._layout], "host": len(self._memory["host"])}

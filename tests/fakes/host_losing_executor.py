@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from nanoserve.scheduler.optional import HostResult
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.memory_checking_executor import POISON
@@ -56,14 +57,14 @@ class HostLosingExecutor(DyingExecutor):
         for block in set(range(len(self._memory["host"]))) - self._moving_blocks():
             self._memory["host"][block] = [POISON] * self.block_size
         if known and self._calls % 2:
-            return [*known[:-1], replace(known[-1], host_lost=HOST_CAUSE)]
-        return [*known, StepResult(None, host_lost=HOST_CAUSE)]
+            return [*known[:-1], replace(known[-1], host=replace(known[-1].host, lost=HOST_CAUSE))]
+        return [*known, StepResult(None, host=HostResult(lost=HOST_CAUSE))]
 
     def _moving_blocks(self) -> set[int]:
         """Host blocks of sequences on their way; of a prompt that was parked, until the executor is to forget it."""
         moving = [one.swap for one in self._swaps]
         for plan in self.plans:
-            moving += [swap for swap in plan.swaps if swap.after_row and swap.sequence in self._records]
+            moving += [swap for swap in plan.host.swaps if swap.after_row and swap.sequence in self._records]
         return set(chain.from_iterable(swap.host_blocks for swap in moving))
 
     def _forget_host_tokens(self) -> None:
@@ -72,4 +73,4 @@ class HostLosingExecutor(DyingExecutor):
         on_host = {sequence for sequence, record in self._records.items() if record.tier == "host"}
         for index, result in enumerate(self._results):
             answers = tuple(answer for answer in result.answers if answer.sequence not in on_host)
-            self._results[index] = replace(result, answers=answers, cohorts=())
+            self._results[index] = replace(result, answers=answers, host=replace(result.host, cohorts=()))

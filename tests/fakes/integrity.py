@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.kv import NO_BLOCK, BlockPool
+from nanoserve.scheduler.optional import draft_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
 from nanoserve.scheduler.windows import WindowedBlocks, first_seen
@@ -45,7 +46,7 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     moves_after_row = place is Place.MOVING and plans > 0
     elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
     known = len(sequence.tokens) - (status is Status.DECODE)
-    guesses = sum(row.guesses for row in sequence.in_flight)
+    guesses = sum(draft_of(row).verify for row in sequence.in_flight)
     goes_on = not sequence.finished
     contradictions = {
         "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)

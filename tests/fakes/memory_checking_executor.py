@@ -26,7 +26,8 @@ from msgspec.structs import replace
 
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.kv import NO_BLOCK
-from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
+from nanoserve.scheduler.optional import CohortProgress, HostResult, Swap, Tier, draft_of, tier_of
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 from nanoserve.scheduler.windows import first_seen
 
 POISON = (-1, -1, -1)
@@ -152,14 +153,14 @@ class MemoryCheckingExecutor:
     # ---- the Executor protocol ----
 
     def submit(self, plan: StepPlan) -> None:
-        if plan.layout != self._layout:
-            raise MemoryViolation(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} runs")
+        if plan.layouts.current != self._layout:
+            raise MemoryViolation(f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} runs")
         self.plans.append(plan)
-        if plan.transition is not None:
-            self._results.append(self._change_layout(plan, plan.transition))
+        if plan.layouts.transition is not None:
+            self._results.append(self._change_layout(plan, plan.layouts.transition))
             return
-        if not plan.rows and plan.strategy != "overlap":
-            if not plan.swaps:
+        if not plan.rows and plan.host.strategy != "overlap":
+            if not plan.host.swaps:
                 raise MemoryViolation(f"plan {plan.step} does nothing")
             self._run(plan)
             return
@@ -173,7 +174,7 @@ class MemoryCheckingExecutor:
         done = [swap for swap in self._swaps if swap.due <= self._time]
         if done:
             self._swaps = [swap for swap in self._swaps if swap.due > self._time]
-            results.append(StepResult(None, swapped=tuple(self._finish_swap(swap) for swap in done)))
+            results.append(StepResult(None, host=HostResult(swapped=tuple(self._finish_swap(swap) for swap in done))))
         return results
 
     def now(self) -> float:
@@ -195,13 +196,13 @@ class MemoryCheckingExecutor:
             self._copy(copy)
         for row in plan.rows:
             self._poison_new_blocks(row)
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             self._prepare_swap(swap)
             if not swap.after_row:
                 self._begin_swap(swap)
-        if plan.rows and plan.strategy == "device" and self._cohorts:
+        if plan.rows and plan.host.strategy == "device" and self._cohorts:
             raise MemoryViolation(f"plan {plan.step} lets host sequences under way stand still")
-        if not plan.rows and plan.strategy == "overlap" and self._results:
+        if not plan.rows and plan.host.strategy == "overlap" and self._results:
             raise MemoryViolation(
                 f"plan {plan.step} holds nothing, and others are in flight that host sequences pass with"
             )
@@ -210,22 +211,22 @@ class MemoryCheckingExecutor:
         for row in plan.rows:  # all rows write before any reads
             if row.tokens:
                 self._write(self._with_fed_token(row))
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             if swap.after_row:
                 self._check_filled(swap, plan)
                 self._begin_swap(swap)
         answers = [self._read_and_answer(row) for row in self._rows_to_answer(plan)]
         progress = tuple(CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items())
-        return StepResult(plan.step, tuple(answers), cohorts=progress)
+        return StepResult(plan.step, tuple(answers), host=HostResult(cohorts=progress))
 
     def _rows_to_answer(self, plan: StepPlan) -> list[Row]:
         """Rows of the device, and those of host sequences that have come to the end of their token."""
-        on_host = {row.sequence: row for row in plan.rows if row.tier == "host"}
-        rows = [row for row in plan.rows if row.sample and row.tier == "device"]
-        if plan.strategy == "asymmetric":
+        on_host = {row.sequence: row for row in plan.rows if row.host is not None}
+        rows = [row for row in plan.rows if row.sample and row.host is None]
+        if plan.host.strategy == "asymmetric":
             return rows + [self._leave_cohort(row) for row in on_host.values()]
-        if plan.strategy == "overlap":
-            waits = not any(row.tier == "device" for row in plan.rows)
+        if plan.host.strategy == "overlap":
+            waits = not any(row.host is None for row in plan.rows)
             for cohort in self._cohorts.values():
                 if not next(self._cpu_is_done) and not waits:
                     continue
@@ -253,20 +254,20 @@ class MemoryCheckingExecutor:
 
     def _check_tiers(self, plan: StepPlan) -> None:
         """Rows only where their sequence is, and only those the strategy knows."""
-        moving = {swap.sequence for swap in plan.swaps if not swap.after_row}
+        moving = {swap.sequence for swap in plan.host.swaps if not swap.after_row}
         moving |= {one.swap.sequence for one in self._swaps}
         under_way = set(chain.from_iterable(cohort.rows for cohort in self._cohorts.values()))
         for row in plan.rows:
             record = self._record(row)
-            record.tier = record.tier or row.tier
-            if row.sequence in moving or row.tier != record.tier:
+            record.tier = record.tier or tier_of(row)
+            if row.sequence in moving or tier_of(row) != record.tier:
                 raise MemoryViolation(f"sequence {row.sequence} has a row where it is not")
-            if row.tier == "host" and (plan.strategy == "device" or not row.sample):
+            if row.host is not None and (plan.host.strategy == "device" or not row.sample):
                 raise MemoryViolation(f"plan {plan.step} has no place for a row on the host")
-            if plan.strategy == "overlap" and (row.sequence in under_way or not row.tokens):
+            if plan.host.strategy == "overlap" and (row.sequence in under_way or not row.tokens):
                 raise MemoryViolation(f"sequence {row.sequence} begins a token with one under way")
-            if row.sub_batch and (row.tier == "device" or plan.strategy != "asymmetric"):
-                raise MemoryViolation(f"sequence {row.sequence} cannot be in sub-batch {row.sub_batch}")
+            if row.host is not None and row.host.sub_batch and plan.host.strategy != "asymmetric":
+                raise MemoryViolation(f"sequence {row.sequence} cannot be in sub-batch {row.host.sub_batch}")
 
     def end(self, plan: StepPlan) -> None:
         """The sequences that this plan ends, and nothing else of it."""
@@ -291,7 +292,7 @@ class MemoryCheckingExecutor:
         keep = max(ended.computed // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
         keep *= len(self.windows)
         forgotten = set(ended.block_table[keep:] if ended.tier == "device" else ended.block_table)
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             if swap.sequence == sequence:
                 forgotten -= set(swap.device_blocks if swap.direction == "out" else swap.host_blocks)
         self._poison(ended.tier, forgotten)
@@ -321,7 +322,7 @@ class MemoryCheckingExecutor:
     def _check_filled(self, swap: Swap, plan: StepPlan) -> None:
         """A swap that follows its row: all that the sequence needs moves, and the row is the last of its prompt."""
         row = next((row for row in plan.rows if row.sequence == swap.sequence), None)
-        if row is None or not row.sample or row.tier != "device" or swap.direction != "out":
+        if row is None or not row.sample or row.host is not None or swap.direction != "out":
             raise MemoryViolation(f"swap {swap.swap} follows no row that computes the last of a prompt")
         record = self._records[swap.sequence]
         needed = set(self._held(record))
@@ -351,7 +352,7 @@ class MemoryCheckingExecutor:
     def _change_layout(self, plan: StepPlan, layout: int) -> StepResult:
         if self._results or self._swaps or self._cohorts:
             raise MemoryViolation(f"transition in plan {plan.step} with something in flight")
-        if plan.rows or plan.begin or plan.copies or plan.swaps:
+        if plan.rows or plan.begin or plan.copies or plan.host.swaps:
             raise MemoryViolation(f"transition in plan {plan.step} is not alone")
         self.end(plan)
         if on_device := [key for key, record in self._records.items() if record.tier == "device"]:
@@ -367,7 +368,7 @@ class MemoryCheckingExecutor:
         held = len(self._record(row).block_table)
         for index, block in enumerate(row.new_blocks, start=held):
             if index // len(self.windows) * self.block_size >= row.start:
-                self._memory[row.tier][block] = [POISON] * self.block_size
+                self._memory[tier_of(row)][block] = [POISON] * self.block_size
 
     def _copy(self, copy: Copy) -> None:
         device = self._memory["device"]
@@ -380,11 +381,11 @@ class MemoryCheckingExecutor:
 
     def _with_fed_token(self, row: Row) -> Row:
         """The row as it is on the device, where the token is."""
-        if not row.fed:
+        if not row.placeholder:
             return row
         record = self._record(row)
         in_flight = [result.step for result in self._results]
-        if not self.feeds_tokens or row.tokens != (0,) or row.tier != "device" or not row.sample:
+        if not self.feeds_tokens or row.tokens != (0,) or row.host is not None or not row.sample:
             raise MemoryViolation(f"sequence {row.sequence}: its row is not one that can be fed")
         if in_flight != [record.last_plan] or row.start != len(record.tokens) - 1:
             raise MemoryViolation(f"sequence {row.sequence}: no plan in flight samples the token at {row.start}")
@@ -403,7 +404,7 @@ class MemoryCheckingExecutor:
             for group in range(len(self.windows)):
                 block, slot = self._slot(record, position, group)
                 self._check_no_other_reader(row, block, slot, (token, position, group))
-                self._memory[row.tier][block][slot] = (token, position, group)
+                self._memory[tier_of(row)][block][slot] = (token, position, group)
         record.computed = row.start + len(known)
 
     def _slot(self, record: _Record, position: int, group: int = 0) -> tuple[int, int]:
@@ -422,11 +423,11 @@ class MemoryCheckingExecutor:
 
     def _check_no_other_reader(self, row: Row, block: int, slot: int, content: Slot) -> None:
         """Another sequence's computed prefix must not be written over with something else."""
-        before = self._memory[row.tier][block][slot]
+        before = self._memory[tier_of(row)][block][slot]
         if before in (POISON, content):
             return
         for other, record in self._records.items():
-            if other != row.sequence and record.tier == row.tier and block in self._held(record):
+            if other != row.sequence and record.tier == tier_of(row) and block in self._held(record):
                 place = record.block_table.index(block)
                 group, position = place % len(self.windows), place // len(self.windows) * self.block_size + slot
                 if position < len(record.tokens) and (record.tokens[position], position, group) == before:
@@ -435,10 +436,10 @@ class MemoryCheckingExecutor:
     def _read_and_answer(self, row: Row) -> Answer:
         record = self._records[row.sequence]
         guesses = row.tokens[len(record.tokens) - row.start :]
-        if len(guesses) != row.guesses:
-            raise MemoryViolation(f"sequence {row.sequence} has {len(guesses)} guesses and says {row.guesses}")
-        if row.draft:
-            self._slot(record, row.start + len(row.tokens) + row.draft - 1)
+        if len(guesses) != draft_of(row).verify:
+            raise MemoryViolation(f"sequence {row.sequence} has {len(guesses)} guesses and says {draft_of(row).verify}")
+        if draft_of(row).propose:
+            self._slot(record, row.start + len(row.tokens) + draft_of(row).propose - 1)
         self._check_prefix(row, record)
         answered: list[int] = []
         for guess in (*guesses, None):
@@ -448,14 +449,14 @@ class MemoryCheckingExecutor:
             if token != guess:
                 break
         record.computed += len(answered) - 1  # the guesses that are right
-        draft = self.drafter(record.tokens, record.begin, row.draft)
+        draft = self.drafter(record.tokens, record.begin, draft_of(row).propose)
         return Answer(sequence=row.sequence, tokens=tuple(answered), draft=tuple(draft))
 
     def _check_prefix(self, row: Row, record: _Record) -> None:
         for group, window in enumerate(self.windows):
             for position in range(first_seen(row.start, window), len(record.tokens)):
                 block, slot = self._slot(record, position, group)
-                found, expected = self._memory[row.tier][block][slot], (record.tokens[position], position, group)
+                found, expected = self._memory[tier_of(row)][block][slot], (record.tokens[position], position, group)
                 if found != expected:
                     raise MemoryViolation(
                         f"sequence {row.sequence}: block {block} slot {slot} holds {found}, not {expected}"

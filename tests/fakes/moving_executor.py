@@ -39,7 +39,7 @@ class MovingExecutor(SimulatedExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         """Note how much its swaps move."""
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             self._swapped[swap.swap] = KV_BYTES * len(swap.device_blocks) * self._block_size
         super().submit(plan)
 

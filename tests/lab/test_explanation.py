@@ -12,8 +12,7 @@ from nanoserve.record.events import Event, Planned
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad
-from nanoserve.scheduler.plan import Tier
+from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad, Tier
 from tests.scheduler.lives import lives
 from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom, check
 

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from nanoserve.record.events import Blocks, Planned
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.optional import draft_of
 from nanoserve.scheduler.plan import StepPlan
 
 NO_BLOCKS = Blocks(0, 1, 0, 0, 0, 0)
@@ -12,7 +13,7 @@ NO_BLOCKS = Blocks(0, 1, 0, 0, 0, 0)
 
 def step_tokens(plan: StepPlan) -> tuple[int, int]:
     """Rows of one token without its guesses, and tokens of longer rows, counted one by one."""
-    lengths = [len(row.tokens) - row.guesses for row in plan.rows]
+    lengths = [len(row.tokens) - draft_of(row).verify for row in plan.rows]
     return lengths.count(1), sum(lengths) - lengths.count(1)
 
 

@@ -19,7 +19,8 @@ from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostRow, HostWork
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.lab.simulator.tier_times import TierTimes
@@ -82,9 +83,9 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
 
 
 def test_a_step_that_nobody_predicted_tells_what_it_took() -> None:
-    result = StepResult(7, cohorts=(CohortProgress(5, 2),), seconds=0.25)
+    result = StepResult(7, host=HostResult(cohorts=(CohortProgress(5, 2),)), seconds=0.25)
     facts = {"strategy": "overlap", "measured_ms": 250.0, "layers_of_cohorts": {"step 5": 2}}
-    assert facts_of(StepPlan(7, strategy="overlap"), None, result) == facts
+    assert facts_of(StepPlan(7, host=HostPlan(strategy="overlap")), None, result) == facts
 
 
 def _result(time: float, result: StepResult) -> Collected:
@@ -92,15 +93,15 @@ def _result(time: float, result: StepResult) -> Collected:
 
 
 def on_host(*sequences: int) -> tuple[Row, ...]:
-    return tuple(Row(sequence, 4, (1,), True, tier="host") for sequence in sequences)
+    return tuple(Row(sequence, 4, (1,), True, host=HostRow()) for sequence in sequences)
 
 
 def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = RunTrace(file, 10.0)
-        trace(_result(14.0, StepResult(None, host_work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0)))))
-        trace(_result(16.0, StepResult(None, host_work=(HostWork(1, 6, 3.0),))))  # some of it was before 14
-        trace(_result(17.0, StepResult(1, host_lost="it hangs")))
+        trace(_result(14.0, StepResult(None, host=HostResult(work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0))))))
+        trace(_result(16.0, StepResult(None, host=HostResult(work=(HostWork(1, 6, 3.0),)))))  # some of it was before 14
+        trace(_result(17.0, StepResult(1, host=HostResult(lost="it hangs"))))
     bars, _ = events_of(tmp_path / "trace.json")
     spans = [(bar["ts"] / 1e6, bar["dur"] / 1e6) for bar in bars["attention on the CPU"]]
     assert spans == [(1, 1), (2, 2), (4, 2), (7, 0)]
@@ -112,12 +113,16 @@ def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Pa
 def test_a_cohort_lasts_until_all_of_it_is_answered_or_lost(end: str, tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = RunTrace(file, 0.0)
-        trace(planned(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0))
-        trace(planned(StepPlan(4, rows=on_host(7), strategy="overlap"), 2.0))
+        trace(planned(StepPlan(3, rows=on_host(5, 6), host=HostPlan(strategy="overlap")), 1.0))
+        trace(planned(StepPlan(4, rows=on_host(7), host=HostPlan(strategy="overlap")), 2.0))
         trace(_result(3.0, StepResult(4, (Answer(5, (1,)),))))
-        last = StepResult(5, (Answer(6, (1,)),)) if end == "answered" else StepResult(5, **{end: "killed"})
+        last = {
+            "answered": StepResult(5, (Answer(6, (1,)),)),
+            "lost": StepResult(5, lost="killed"),
+            "host_lost": StepResult(5, host=HostResult(lost="killed")),
+        }[end]
         trace(_result(4.0, last))
-        trace(planned(StepPlan(6, rows=on_host(8), strategy="overlap"), 5.0))
+        trace(planned(StepPlan(6, rows=on_host(8), host=HostPlan(strategy="overlap")), 5.0))
         trace(_result(6.0, StepResult(6, (Answer(8, (1,)),))))
     bars, _ = events_of(tmp_path / "trace.json")
     first, another = bars["cohort 0"]
@@ -129,7 +134,7 @@ def test_a_cohort_lasts_until_all_of_it_is_answered_or_lost(end: str, tmp_path: 
 def test_cohorts_of_a_failed_step_are_forgotten(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = RunTrace(file, 0.0)
-        trace(planned(StepPlan(3, rows=on_host(5, 6), strategy="overlap"), 1.0))
+        trace(planned(StepPlan(3, rows=on_host(5, 6), host=HostPlan(strategy="overlap")), 1.0))
         trace(ExecutorFailed(1.5))
         trace(_result(2.0, StepResult(None, lost="killed")))
     assert "cohort 0" not in events_of(tmp_path / "trace.json")[0]

@@ -19,7 +19,8 @@ from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import HostPlan, HostResult, LayoutCapacity, LayoutPlan, Swap
+from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
@@ -136,11 +137,15 @@ def _blocks(*, host: int, device: int = 3, preemptions: int = 0) -> Blocks:
 
 
 def _rows(step: int, time: float, blocks: Blocks, *, layout: int) -> Planned:
-    return planned(StepPlan(step, rows=(Row(0, 5, (1,), True),), layout=layout), time, blocks)
+    return planned(StepPlan(step, rows=(Row(0, 5, (1,), True),), layouts=LayoutPlan(current=layout)), time, blocks)
 
 
 def _swap(step: int, time: float, blocks: Blocks, *, layout: int) -> Planned:
-    return planned(StepPlan(step, swaps=(Swap(0, 0, "out", (1,), (1,)),), layout=layout), time, blocks)
+    return planned(
+        StepPlan(step, host=HostPlan(swaps=(Swap(0, 0, "out", (1,), (1,)),)), layouts=LayoutPlan(current=layout)),
+        time,
+        blocks,
+    )
 
 
 def _result(time: float, result: StepResult) -> Collected:
@@ -157,8 +162,8 @@ def test_a_turn_is_counted_from_the_moment_at_which_the_pool_was_empty() -> None
     tracker.on_event(_result(3.0, StepResult(2)))
     last = _blocks(host=1, device=0, preemptions=1)
     tracker.on_event(_swap(3, 3.0, last, layout=1))
-    tracker.on_event(_result(4.0, StepResult(None, swapped=(0,))))
-    over = tracker.on_event(planned(StepPlan(4, layout=1, transition=0), 4.0, last))
+    tracker.on_event(_result(4.0, StepResult(None, host=HostResult(swapped=(0,)))))
+    over = tracker.on_event(planned(StepPlan(4, layouts=LayoutPlan(current=1, transition=0)), 4.0, last))
     decode, drain = over
     assert decode == Phase("compute", 1, 0.0, 3.0, plans=3, decodes=3)
     assert drain == Phase("drain", 1, 3.0, 4.0, swaps_out=1, turn=PhaseTurn(finished=3, through_pool=1, recomputed=1))
@@ -170,7 +175,7 @@ def test_a_turn_is_counted_from_the_moment_at_which_the_pool_was_empty() -> None
 def test_a_death_in_a_transition_ends_it_and_the_next_plan_tells_the_layout() -> None:
     tracker, blocks = PhaseTracker(), _blocks(host=0)
     tracker.on_event(_rows(0, 0.0, blocks, layout=0))
-    tracker.on_event(planned(StepPlan(1, transition=1), 1.0, blocks))
+    tracker.on_event(planned(StepPlan(1, layouts=LayoutPlan(transition=1)), 1.0, blocks))
     lost = StepResult(None, lost="worker 1 was killed")
     assert tracker.on_event(_result(3.0, lost)) == [Phase("reshard", 1, 1.0, 3.0)]
     tracker.on_event(_rows(2, 4.0, blocks, layout=0))
@@ -182,9 +187,9 @@ def test_an_idle_moment_is_no_drain_if_rows_follow() -> None:
     tracker.on_event(_rows(0, 0.0, blocks, layout=1))
     tracker.on_event(_result(1.0, StepResult(0)))
     tracker.on_event(_swap(1, 1.0, blocks, layout=1))
-    tracker.on_event(_result(2.0, StepResult(None, swapped=(0,))))
+    tracker.on_event(_result(2.0, StepResult(None, host=HostResult(swapped=(0,)))))
     tracker.on_event(_rows(2, 2.0, blocks, layout=1))
     tracker.on_event(_result(3.0, StepResult(2)))
-    decode, drain = tracker.on_event(planned(StepPlan(3, layout=1, transition=0), 3.5, blocks))
+    decode, drain = tracker.on_event(planned(StepPlan(3, layouts=LayoutPlan(current=1, transition=0)), 3.5, blocks))
     assert (decode.ended, decode.swaps_out, drain.swaps_out, drain.began) == (3.0, 1, 0, 3.0)
     assert drain.name(["P2", "T2"]) == "draining T2"

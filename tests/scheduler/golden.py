@@ -25,7 +25,8 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
+from nanoserve.scheduler.optional import LayoutCapacity
+from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
@@ -138,22 +139,22 @@ def _spell_out(plan: StepPlan) -> list[str]:
     A row is its sequence, first position, ids or ``fed``, blocks added, * if it is sampled, and whether it is on the
     host; there ``second`` says that it is in sub-batch 1.
     """
-    layout = f" in layout {plan.layout}" if plan.layout else ""
-    strategy = "" if plan.strategy == "device" else f" {plan.strategy}"
-    transition = "" if plan.transition is None else f" to layout {plan.transition}"
+    layout = f" in layout {plan.layouts.current}" if plan.layouts.current else ""
+    strategy = "" if plan.host.strategy == "device" else f" {plan.host.strategy}"
+    transition = "" if plan.layouts.transition is None else f" to layout {plan.layouts.transition}"
     end = "".join(f" end {sequence}" for sequence in plan.end)
     begin = "".join(f" begin {entry.sequence}" for entry in plan.begin)
     copies = "".join(f" copy {copy.source}>{copy.target}" for copy in plan.copies)
     lines = [f"step {plan.step}{layout}{strategy}:{transition}{end}{begin}{copies}"]
     swaps: dict[bool, list[str]] = {False: [], True: []}
-    for swap in plan.swaps:
+    for swap in plan.host.swaps:
         arrow = ">" if swap.direction == "out" else "<"
         line = f"  {swap.sequence} {list(swap.device_blocks)}{arrow}{list(swap.host_blocks)}"
         swaps[swap.after_row].append(line)
     lines += swaps[False]
     for row in plan.rows:
-        ids = " fed" if row.fed else "".join(f" {token}" for token in row.tokens) or " under way"
+        ids = " fed" if row.placeholder else "".join(f" {token}" for token in row.tokens) or " under way"
         blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
-        tier = "" if row.tier == "device" else f" host{' second' if row.sub_batch else ''}"
+        tier = "" if row.host is None else f" host{' second' if row.host.sub_batch else ''}"
         lines.append(f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}")
     return lines + swaps[True]

@@ -7,8 +7,8 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.optional import HostDecision
-from nanoserve.scheduler.plan import Answer, LayoutCapacity, Row, StepPlan, StepResult
+from nanoserve.scheduler.optional import HostDecision, LayoutCapacity
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
@@ -192,7 +192,7 @@ def test_nothing_is_planned_beyond_the_length_limit(max_tokens: int | None) -> N
     engine.add(request("r", 1, 2, 3, max_tokens=max_tokens))
     tokens = [token for update in finish(engine) for token in update.new_tokens]
     assert len(rows_of(engine)) == len(tokens) == (max_tokens or 17)
-    assert sum(row.fed for row in rows_of(engine)) == max(0, len(tokens) - 2)
+    assert sum(row.placeholder for row in rows_of(engine)) == max(0, len(tokens) - 2)
 
 
 def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None:
@@ -202,7 +202,7 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert [token for update in updates for token in update.new_tokens] == [103, 104, 105, 106, END]
     assert updates[-1].sequence.finish_reason is FinishReason.STOP
     (*_, last) = rows_of(engine)
-    assert (last.fed, last.start) == (True, 7), "the end token was to be fed before it was known"
+    assert (last.placeholder, last.start) == (True, 7), "the end token was to be fed before it was known"
     assert engine.scheduler.pool.free_blocks == 16
     # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
     assert len(engine.scheduler.pool.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
@@ -293,7 +293,7 @@ def test_what_the_host_must_see_first_is_never_fed(params: dict[str, object]) ->
     engine.add(request("r", 1, 2, 3, max_tokens=6, **params))
     finish(engine)
     assert len(rows_of(engine)) == 6
-    assert not any(row.fed for row in rows_of(engine))
+    assert not any(row.placeholder for row in rows_of(engine))
 
 
 def test_samples_with_temperature_and_logprobs_are_fed() -> None:
@@ -346,7 +346,7 @@ def test_a_decode_that_is_to_move_to_the_host_is_not_fed_until_it_can() -> None:
     engine.step()
     policy.decision = Decision(64, 64, host=HostDecision(swap_in=1))
     assert [row.sequence for row in plans_of(engine)[before].rows] == [0]
-    assert [swap.sequence for plan in plans_of(engine)[before : before + 2] for swap in plan.swaps] == [1]
+    assert [swap.sequence for plan in plans_of(engine)[before : before + 2] for swap in plan.host.swaps] == [1]
     finish(engine)
 
 
@@ -356,7 +356,7 @@ def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_g
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)
     assert engine.scheduler.table.preemptions == 0
-    moves = [plan.step for plan in plans_of(engine) for swap in plan.swaps if swap.direction == "out"]
+    moves = [plan.step for plan in plans_of(engine) for swap in plan.host.swaps if swap.direction == "out"]
     before = [row.start for plan in plans_of(engine) if plan.step < moves[0] for row in plan.rows if row.sequence == 1]
     assert before == [0, 3, 4]  # it had room for 5, but the old one had none for 4
 

@@ -17,8 +17,8 @@ from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Policy
-from nanoserve.scheduler.optional import Alternative
-from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, StepResult
+from nanoserve.scheduler.optional import Alternative, CohortProgress, HostPlan, HostResult, HostRow, HostWork
+from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.scheduler import Scheduler
@@ -52,7 +52,7 @@ class Learner(CorrectedPredictor):
 
 
 def on_host(sequence: int, start: int, *, going_on: bool = False, sub_batch: int = 0) -> Row:
-    return Row(sequence, start, () if going_on else (1,), True, tier="host", sub_batch=sub_batch)
+    return Row(sequence, start, () if going_on else (1,), True, host=HostRow(sub_batch))
 
 
 def cohorts_with(*plans: StepPlan) -> HostCohorts:
@@ -71,7 +71,7 @@ def sequence(number: int) -> Sequence:
 
 DEVICE_ROWS = (Row(0, 41, (1,), True), Row(1, 0, (1, 1, 1), True), Row(2, 8, (1, 1), False))
 DEVICE_WORK = StepWork(decodes=1, decode_context=42, chunks=((0, 3), (8, 2)), sampled=2)
-BEGAN = StepPlan(3, rows=(on_host(5, 8), on_host(6, 8)), strategy="overlap")
+BEGAN = StepPlan(3, rows=(on_host(5, 8), on_host(6, 8)), host=HostPlan(strategy="overlap"))
 
 # ---------------------------------------------------------------------------------------------------- features
 
@@ -83,7 +83,7 @@ def test_a_step_of_the_device_is_its_rows() -> None:
 def test_cohorts_under_way_are_expected_to_join_beside_those_that_begin() -> None:
     cohorts = cohorts_with(BEGAN)
     cohorts.advance(3, 2)
-    plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), strategy="overlap")
+    plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), host=HostPlan(strategy="overlap"))
     expected = (HostBatch(1, 5, 0), HostBatch(2, 18, 3))
     assert features_of(plan, cohorts) == StepFeatures(strategy="overlap", device=DEVICE_WORK, host=expected)
 
@@ -92,7 +92,7 @@ def test_an_asymmetric_step_takes_rows_out_of_their_cohorts_by_how_far_they_are(
     cohorts = cohorts_with(BEGAN)
     cohorts.advance(3, 1)
     rows = (on_host(5, 9, going_on=True), on_host(6, 9, going_on=True, sub_batch=1), on_host(7, 4, sub_batch=1))
-    features = features_of(StepPlan(4, rows=(*DEVICE_ROWS, *rows), strategy="asymmetric"), cohorts)
+    features = features_of(StepPlan(4, rows=(*DEVICE_ROWS, *rows), host=HostPlan(strategy="asymmetric")), cohorts)
     assert features.host == (HostBatch(1, 9, 2),)
     assert features.host_second == (HostBatch(1, 9, 2), HostBatch(1, 5, 0))
     assert features.sampled == 5
@@ -108,7 +108,7 @@ def test_once_many_results_were_learned_from_one_in_seventeen_is(of_all: bool) -
     forecasts.of_all = of_all
     for step in range(296):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1))
-        forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0))
+        forecasts.on_result(StepResult(step, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=3.0))
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 17
     measured = [one.step for one in shown if isinstance(one, Forecast) and one.measured is not None]
     assert measured[256:258] == ([256, 257] if of_all else [271, 288])
@@ -120,7 +120,7 @@ def test_a_forecast_is_told_when_its_step_is_planned_and_again_when_it_is_measur
     decision = Decision(5, 1)
     forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, decision)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
-    forecasts.on_result(StepResult(None, swapped=(1,)))
+    forecasts.on_result(StepResult(None, host=HostResult(swapped=(1,))))
     assert shown == [Corrected({"steps": 0.0}), expected]
     forecasts.on_result(StepResult(0, seconds=3.0))
     assert shown[2:] == [Corrected({"steps": 1.0}), replace(expected, measured=3.0)]
@@ -141,11 +141,15 @@ def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], jo
     learner, cohorts = Learner(), cohorts_with(BEGAN)
     cohorts.advance(3, 2)
     forecasts = Forecasts([learner], cohorts=cohorts)
-    plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), strategy="overlap")
+    plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), host=HostPlan(strategy="overlap"))
     forecasts.on_plan(plan, None, Decision(5, 1))
     cohorts.follow(plan, {7: sequence(7)})
-    cohorts.follow(StepPlan(5, rows=(on_host(8, 4),), strategy="overlap"), {8: sequence(8)})  # in flight behind it
-    forecasts.on_result(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0))
+    cohorts.follow(
+        StepPlan(5, rows=(on_host(8, 4),), host=HostPlan(strategy="overlap")), {8: sequence(8)}
+    )  # in flight behind it
+    forecasts.on_result(
+        StepResult(4, host=HostResult(cohorts=tuple(CohortProgress(*one) for one in progress)), seconds=1.0)
+    )
     assert learner.steps[0][0].host == (HostBatch(1, 5, 0), *joined)
 
 
@@ -153,9 +157,9 @@ def test_the_cpus_work_counts_by_its_median() -> None:
     learner = Learner()
     forecasts = Forecasts([learner])
     works = (HostWork(2, 18, 1.0), HostWork(2, 18, 90.0), HostWork(2, 18, 2.0), HostWork(1, 5, 3.0))
-    forecasts.on_result(StepResult(None, host_work=works))  # of nobody's plan
+    forecasts.on_result(StepResult(None, host=HostResult(work=works)))  # of nobody's plan
     forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1))
-    forecasts.on_result(StepResult(0, host_work=works, seconds=1.0))
+    forecasts.on_result(StepResult(0, host=HostResult(work=works), seconds=1.0))
     assert learner.works == [(2, 18, 2.0), (1, 5, 3.0)]
 
 
@@ -164,7 +168,7 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
     forecasts = Forecasts([learner])
     for step in (0, 1):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1))
-    forecasts.on_result(StepResult(0, seconds=9.0, host_lost="it hangs"))
+    forecasts.on_result(StepResult(0, seconds=9.0, host=HostResult(lost="it hangs")))
     forecasts.on_reset()
     forecasts.on_result(StepResult(1, seconds=9.0))
     assert learner.steps == []
@@ -175,9 +179,9 @@ def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None
     for predictors in ([], [LinearPredictor()]):
         forecasts = Forecasts(predictors, shown.append)
         forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1))
-        forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0))
+        forecasts.on_result(StepResult(0, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=9.0))
     forecasts = Forecasts([Learner()], shown.append)
-    forecasts.on_plan(StepPlan(0, strategy="overlap"), None, Decision(5, 1))
+    forecasts.on_plan(StepPlan(0, host=HostPlan(strategy="overlap")), None, Decision(5, 1))
     assert not shown
 
 
@@ -264,7 +268,7 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
     executor = SimulatedExecutor(times, block_size=2)
     record = record_run(Engine(scheduler(), executor, vocab_size=VOCAB_SIZE), requests())
     assert executor.host_tokens > 20
-    assert sum(len(result.host_work) for result in record.results) > 20
+    assert sum(len(result.host.work) for result in record.results) > 20
     assert replay(record, scheduler, vocab_size=VOCAB_SIZE) == record.plans
     corrections = [one.predictors[0].corrections for one in made]  # type: ignore[attr-defined]
     assert corrections[0] == corrections[1]

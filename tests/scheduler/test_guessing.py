@@ -14,12 +14,13 @@ from nanoserve.request import Request, SamplingParams, Status
 from nanoserve.request import Sequence as Sequence_
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.plan import Begin, Row, work_of
+from nanoserve.scheduler.optional import DraftRow, draft_of
+from nanoserve.scheduler.plan import Begin, Row
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.draft_lengths import COUNTS, Acceptance, choose_counts, expected_tokens
 from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.speculation.speculator import Speculator
-from nanoserve.scheduler.work import StepWork
+from nanoserve.scheduler.work import StepWork, work_of
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.integrity import host_pool
 from tests.fakes.linear_predictor import LinearPredictor
@@ -103,7 +104,7 @@ def test_guesses_change_no_answer(
 
 
 def test_a_row_with_guesses_is_one_decode_that_samples_every_position() -> None:
-    rows = [Row(1, 9, (4, 5, 6), True, guesses=2), Row(2, 7, (4,), True), Row(3, 0, (1, 2), False)]
+    rows = [Row(1, 9, (4, 5, 6), True, draft=DraftRow(verify=2)), Row(2, 7, (4,), True), Row(3, 0, (1, 2), False)]
     assert work_of(rows) == StepWork(decodes=2, decode_context=12 + 8, chunks=((0, 2),), sampled=4, guesses=2)
     assert work_of(rows).tokens == 6
 
@@ -256,7 +257,7 @@ def test_a_rejection_moves_nothing_but_the_count_of_computed_tokens() -> None:
         known, blocks, chain = list(sequence.tokens), list(sequence.block_table), list(sequence.chain)
         engine.step()
         row = executor.plans[-1].rows[0]
-        assert (row.guesses, row.start) == (7, len(known) - 1)
+        assert (draft_of(row).verify, row.start) == (7, len(known) - 1)
         assert sequence.tokens[:-1] == known  # one token more, as of a row without guesses
         assert sequence.computed == len(known)
         assert sequence.block_table[: len(blocks)] == blocks
@@ -273,8 +274,8 @@ def test_a_guess_that_was_wrong_is_never_found_in_the_prefix_cache() -> None:
     guessed = []
     while engine.has_work:
         engine.step()
-        guessed += [row for row in executor.plans[-1].rows if row.guesses]
-    wrong = max(guessed, key=lambda row: row.guesses)
+        guessed += [row for row in executor.plans[-1].rows if draft_of(row).verify]
+    wrong = max(guessed, key=lambda row: draft_of(row).verify)
     begin = Begin(0, prompt, 3, 0, 0, params)
     known = list(prompt) + knows(prompt, begin, wrong.start + 1 - len(prompt))
     engine.add(Request("s", (*known, *wrong.tokens[1:], 5), params, seed=0))
@@ -300,7 +301,7 @@ def test_a_policy_may_set_how_many_guesses_there_are(wanted: int, most: int) -> 
     engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), seed=0))
     while engine.has_work:
         engine.step()
-    guesses = [plan.rows[0].guesses for plan in executor.plans if plan.rows and plan.rows[0].start >= 2]
+    guesses = [draft_of(plan.rows[0]).verify for plan in executor.plans if plan.rows and plan.rows[0].start >= 2]
     assert max(guesses) == most
     assert all(each == most for each in guesses[:5])
     assert speculator.counts.rows == sum(map(bool, guesses))
@@ -313,7 +314,7 @@ def test_guesses_are_drafted_beside_those_that_are_checked() -> None:
     engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0))
     while engine.has_work:
         engine.step()
-    assert [plan.rows[0].guesses for plan in executor.plans if plan.rows] == [0, 7, 7, 7]
+    assert [draft_of(plan.rows[0]).verify for plan in executor.plans if plan.rows] == [0, 7, 7, 7]
 
 
 def test_throttling_counts_sequences_however_many_guesses_they_have() -> None:

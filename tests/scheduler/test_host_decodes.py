@@ -49,12 +49,12 @@ def test_what_is_under_way_goes_on_beside_steps_that_were_decided_without_the_ho
     bench.add("z", 4, 8)
     bench.step(OVERLAP)
     bench.step(Decision(64, 64))
-    assert [plan.strategy for plan in bench.plans[-2:]] == ["overlap", "overlap"]
+    assert [plan.host.strategy for plan in bench.plans[-2:]] == ["overlap", "overlap"]
     bench.step()
     assert bench.load.host.cohorts == (Cohort(1, 1, 5),)
     assert (bench.load.host.decodes, bench.load.host.ready) == (2, 1), "none begins"
     bench.step()
-    assert bench.plans[-1].strategy == "device"
+    assert bench.plans[-1].host.strategy == "device"
     bench.finish()
 
 
@@ -64,7 +64,7 @@ def test_host_sequences_under_way_go_on_when_a_policy_knows_nothing_of_them() ->
     forced = bench.scheduler.forced_steps
     while not bench.step(Decision(64, 64)):
         pass
-    assert [(plan.strategy, plan.rows) for plan in bench.plans[-2:]] == [("overlap", ())] * 2
+    assert [(plan.host.strategy, plan.rows) for plan in bench.plans[-2:]] == [("overlap", ())] * 2
     assert bench.scheduler.forced_steps == forced
     bench.finish()
 
@@ -73,7 +73,9 @@ def test_a_drain_waits_for_the_host_sequences_under_way() -> None:
     bench = _on_host(2)
     bench.step(OVERLAP)
     bench.finish(Decision(64, 64, host=HostDecision(swap_in=2), layout=1))
-    kinds = [(plan.strategy, plan.transition) for plan in bench.plans if not plan.rows and not plan.swaps]
+    kinds = [
+        (plan.host.strategy, plan.layouts.transition) for plan in bench.plans if not plan.rows and not plan.host.swaps
+    ]
     assert kinds == [("overlap", None), ("overlap", None), ("device", 1)]
 
 
@@ -135,7 +137,7 @@ def test_all_plans_of_a_pipeline_take_those_under_way_along() -> None:
     before = len(bench.plans)
     bench.step(Decision(64, 1, host=HostDecision(strategy="overlap", decodes=(1, 0))))
     plans = bench.plans[before:]
-    assert [plan.strategy for plan in plans] == ["overlap"] * 3
+    assert [plan.host.strategy for plan in plans] == ["overlap"] * 3
     assert [[row.sequence for row in plan.rows] for plan in plans] == [[1, 0], [2], [3]]
     bench.step()
     assert bench.load.host.cohorts == (Cohort(0, 1, 5),), "as the first of them told"
@@ -152,8 +154,8 @@ def test_what_a_plan_in_flight_may_be_finishing_is_not_told_to_end_in_another() 
     bench.step(Decision(64, 1, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
     bench.step()
     bench.step()
-    assert [plan.strategy for plan in bench.plans[before:]] == ["overlap", "overlap", "asymmetric"]
-    on_host = [row for plan in bench.plans[before:] for row in plan.rows if row.tier == "host"]
+    assert [plan.host.strategy for plan in bench.plans[before:]] == ["overlap", "overlap", "asymmetric"]
+    on_host = [row for plan in bench.plans[before:] for row in plan.rows if row.host is not None]
     assert [(row.sequence, row.start) for row in on_host if row.tokens] == [(0, 5)], "its next token"
     bench.finish()
 
@@ -165,7 +167,7 @@ def test_one_that_is_told_to_end_is_told_so_once() -> None:
     before = len(bench.plans)
     bench.step(Decision(64, 1, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
     (plan,) = bench.plans[before:]
-    assert [(row.sequence, row.tokens) for row in plan.rows if row.tier == "host"] == [(0, ())]
+    assert [(row.sequence, row.tokens) for row in plan.rows if row.host is not None] == [(0, ())]
     bench.finish(Decision(64, 64, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
 
 

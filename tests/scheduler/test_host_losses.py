@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.cpu_attention.host_decoding import MOST_LOSSES
 from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.optional import HostDecision
+from nanoserve.scheduler.optional import HostDecision, HostResult
 from nanoserve.scheduler.plan import StepResult
 from tests.fakes.integrity import check_integrity, host_pool
 from tests.scheduler.lives import lives
@@ -129,7 +129,7 @@ def test_after_three_losses_there_is_no_host_tier() -> None:
     bench.step(Decision(3, 0, host=HostDecision(park=True)))  # a place on the host is reserved for it
     bench.add("b", 4, 4)
     for _ in range(MOST_LOSSES):
-        bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
+        bench.scheduler.apply(StepResult(None, host=HostResult(lost="killed")), 0.0)
         check_integrity(bench.scheduler)
     bench.executor.host_dies()  # for the memory's sake; nobody is there to be lost
     swaps = len(bench.swapped())
@@ -146,7 +146,7 @@ def test_what_arrives_on_a_host_that_was_given_up_is_computed_again() -> None:
     bench.step()
     bench.step(Decision(0, 0, host=HostDecision(swap_out=1)))
     for _ in range(MOST_LOSSES):
-        bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
+        bench.scheduler.apply(StepResult(None, host=HostResult(lost="killed")), 0.0)
     while bench.scheduler.awaits_results:
         bench.step()
     assert len(bench.scheduler.waiting) == 1

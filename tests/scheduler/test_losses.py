@@ -190,11 +190,11 @@ def test_a_transition_that_was_lost_is_decided_anew(target: int) -> None:
     bench.scheduler.policy = TransitionMinimizing(64)
     for name in "abcdef":
         bench.add(name, 9, 4)
-    while not (bench.plans and bench.plans[-1].transition == target):
+    while not (bench.plans and bench.plans[-1].layouts.transition == target):
         plan = bench.scheduler.schedule(0.0)
         if plan is not None:
             bench.executor.submit(plan)
-            if plan.transition == target:
+            if plan.layouts.transition == target:
                 bench.executor.die()
         bench.step()
     bench.finish()

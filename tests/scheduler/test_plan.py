@@ -3,22 +3,13 @@
 import msgspec
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import (
-    Answer,
-    Begin,
-    CohortProgress,
-    Copy,
-    HostWork,
-    Row,
-    StepPlan,
-    StepResult,
-    Swap,
-)
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostWork, Swap
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 
 
 def test_a_plan_crosses_to_another_process_as_typed_msgpack() -> None:
     begin = Begin(3, (1, 2), 2, 0, 5, SamplingParams(logit_bias={1: 2.0}, stop=("x",)), (0,))
-    rows = (Row(3, 0, (1, 2), True, (4,)), Row(5, 7, (0,), True, fed=True))
+    rows = (Row(3, 0, (1, 2), True, (4,)), Row(5, 7, (0,), True, placeholder=True))
     plan = StepPlan(7, begin=(begin,), rows=rows, copies=(Copy(1, 2),), end=(9,))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
 
@@ -30,22 +21,30 @@ def test_a_row_names_a_block_of_every_cache_group_and_costs_nothing_more_with_on
     assert len(msgspec.msgpack.encode(grouped)) == len(single) + 2, "a byte for each more block"
 
 
+def test_a_plain_row_has_a_byte_for_each_mechanism() -> None:
+    """By the specification of msgpack: an array of 8, small integers, true, an empty array, false, nil and nil."""
+    encoded = bytes([0x98, 3, 7, 0x91, 5, 0xC3, 0x90, 0xC2, 0xC0, 0xC0])
+    assert msgspec.msgpack.encode(Row(3, 7, (5,), True)) == encoded
+
+
 def test_a_swap_says_whether_it_follows_its_row() -> None:
     out = Swap(swap=1, sequence=3, direction="out", device_blocks=(4,), host_blocks=(0,))
     parked = Swap(swap=2, sequence=5, direction="out", device_blocks=(6, 7), host_blocks=(1, 2), after_row=True)
-    plan = StepPlan(8, rows=(Row(5, 0, (1, 2), True, (6, 7)),), swaps=(out, parked))
+    plan = StepPlan(8, rows=(Row(5, 0, (1, 2), True, (6, 7)),), host=HostPlan(swaps=(out, parked)))
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
     assert decoded == plan
-    assert [swap.after_row for swap in decoded.swaps] == [False, True]
+    assert [swap.after_row for swap in decoded.host.swaps] == [False, True]
 
 
 def test_a_result_carries_what_the_cpu_took_and_that_its_attention_was_lost() -> None:
     result = StepResult(
         4,
         (Answer(1, (9,)),),
-        cohorts=(CohortProgress(3, 1),),
-        host_work=(HostWork(8, 4096, 0.002), HostWork(1, 16, 0.0001)),
-        host_lost="the thread that attends on the CPU was killed",
+        host=HostResult(
+            cohorts=(CohortProgress(3, 1),),
+            work=(HostWork(8, 4096, 0.002), HostWork(1, 16, 0.0001)),
+            lost="the thread that attends on the CPU was killed",
+        ),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
     assert msgspec.json.decode(msgspec.json.encode(result), type=StepResult) == result
@@ -53,4 +52,4 @@ def test_a_result_carries_what_the_cpu_took_and_that_its_attention_was_lost() ->
 
 def test_a_result_that_says_nothing_of_the_host_says_so() -> None:
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(StepResult(0)), type=StepResult)
-    assert (plain.host_work, plain.host_lost) == ((), None)
+    assert (plain.host.work, plain.host.lost) == ((), None)

@@ -26,7 +26,7 @@ def test_the_newest_is_swapped_out_while_the_oldest_decodes() -> None:
     bench = _two_decodes()
     bench.step(Decision(0, 64, host=HostDecision(swap_out=1)))
     (plan,) = bench.plans[1:]
-    assert [swap.sequence for swap in plan.swaps] == [1]
+    assert [swap.sequence for swap in plan.host.swaps] == [1]
     assert [row.sequence for row in plan.rows] == [0]
     assert plan.end == (1,)
     bench.step(DECODE)
@@ -81,7 +81,7 @@ def test_a_sequence_given_up_while_it_moves_returns_its_blocks_when_it_has_moved
         for _ in range(3):
             bench.step(Decision(0, 0, host=HostDecision(swap_out=1)))
     bench.step(decision)
-    (moving,) = [swap.sequence for swap in bench.plans[-1].swaps]
+    (moving,) = [swap.sequence for swap in bench.plans[-1].host.swaps]
     held = bench.scheduler.pool.free_blocks + host_pool(bench.scheduler).free_blocks
     bench.give_up("ab"[moving])
     assert bench.scheduler.pool.free_blocks + host_pool(bench.scheduler).free_blocks == held
@@ -114,7 +114,7 @@ def test_a_parked_prompt_moves_with_its_last_row_and_its_reservation_was_made_be
     assert host_pool(bench.scheduler).free_blocks == 5  # five tokens, and the first of the answer
     assert bench.swapped() == []
     bench.step()
-    (swap,) = bench.plans[-1].swaps
+    (swap,) = bench.plans[-1].host.swaps
     (row,) = bench.plans[-1].rows
     assert (swap.sequence, swap.direction, swap.after_row) == (0, "out", True)
     assert (row.start, row.sample, bench.plans[-1].end) == (3, True, ())
@@ -222,7 +222,7 @@ def test_plans_that_only_swap_take_no_place_in_flight() -> None:
     bench.policy.decision = Decision(0, 0, host=HostDecision(swap_out=1))
     plan = bench.scheduler.schedule(0.0)
     assert isinstance(plan, StepPlan)
-    assert (len(plan.swaps), len(plan.rows), bench.scheduler.steps_in_flight) == (1, 0, 0)
+    assert (len(plan.host.swaps), len(plan.rows), bench.scheduler.steps_in_flight) == (1, 0, 0)
     assert bench.scheduler.awaits_results
     bench.policy.decision = DECODE
     beside = bench.scheduler.schedule(0.0)

@@ -7,7 +7,7 @@ import pytest
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy
-from nanoserve.scheduler.optional import HostDecision
+from nanoserve.scheduler.optional import HostDecision, LayoutPlan
 from nanoserve.scheduler.plan import StepPlan
 from tests.scheduler.tiered import Bench
 
@@ -24,7 +24,7 @@ def _running(**settings: int) -> Bench:
 
 
 def _transitions(bench: Bench) -> list[int]:
-    return [plan.transition for plan in bench.plans if plan.transition is not None]
+    return [plan.layouts.transition for plan in bench.plans if plan.layouts.transition is not None]
 
 
 def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None:
@@ -32,14 +32,14 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
     bench.step(TO_1)
     assert bench.swapped() == ["0 out"]
     bench.step()
-    assert bench.plans[-1] == StepPlan(2, end=bench.plans[-1].end, transition=1)
+    assert bench.plans[-1] == StepPlan(2, end=bench.plans[-1].end, layouts=LayoutPlan(transition=1))
     bench.step()
     assert (bench.load.layouts.current, bench.load.total_blocks, bench.scheduler.extensions.layouts.current) == (
         1,
         5,
         1,
     )
-    assert bench.plans[-1].layout == 1
+    assert bench.plans[-1].layouts.current == 1
     assert bench.scheduler.table.preemptions == 2
     bench.finish(Decision(64, 64, layout=1, host=HostDecision(swap_in=1)))
     assert _transitions(bench) == [1]
@@ -125,7 +125,7 @@ def test_a_transition_that_fails_leaves_the_layout_as_it_was() -> None:
     submit = bench.executor.submit
 
     def fails_to_change(plan: StepPlan) -> None:
-        if plan.transition is not None:
+        if plan.layouts.transition is not None:
             bench.executor.end(plan)
             raise RuntimeFailure("the weights did not arrive")
         submit(plan)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from nanoserve.engine.engine import Engine
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
-from nanoserve.scheduler.optional import HostDecision
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import HostDecision, LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.windows import most_tokens
 from nanoserve.scheduler.work import Strategy

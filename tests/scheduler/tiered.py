@@ -7,7 +7,8 @@ from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
-from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
+from nanoserve.scheduler.optional import LayoutCapacity
+from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.fakes.integrity import check_integrity, host_pool
@@ -107,4 +108,4 @@ class Bench:
 
     def swapped(self) -> list[str]:
         """All swaps so far, as "0 out"."""
-        return [f"{swap.sequence} {swap.direction}" for plan in self.plans for swap in plan.swaps]
+        return [f"{swap.sequence} {swap.direction}" for plan in self.plans for swap in plan.host.swaps]

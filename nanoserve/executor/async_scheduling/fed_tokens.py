@@ -29,7 +29,7 @@ class FedTokens(Mechanism):
     def prepare(self, step: "PreparedStep") -> None:
         """Stage the places of the tokens to fill in. Raises RuntimeError if the last step did not sample one."""
         self._source, self._places = self._last, None
-        fed = [place for place, row in enumerate(step.rows) if row.fed]
+        fed = [place for place, row in enumerate(step.rows) if row.placeholder]
         if fed:
             sequences = [step.rows[place].sequence for place in fed]
             targets = row_ends(step.rows)[fed] - 1

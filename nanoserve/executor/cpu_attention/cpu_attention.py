@@ -89,9 +89,9 @@ class CpuAttention(Mechanism):
     def prepare(self, step: "PreparedStep") -> None:
         """Leave the step its rows on the device, and stage the host rows that begin a token."""
         plan = step.plan
-        if plan.strategy == "device":
+        if plan.host.strategy == "device":
             return
-        step.rows = [row for row in plan.rows if row.tier == "device"]
+        step.rows = [row for row in plan.rows if row.host is None]
         step.forward = HybridForward(step, [self._stage_beginning(plan, number) for number in range(2)], self.run)
 
     def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
@@ -116,7 +116,7 @@ class CpuAttention(Mechanism):
                 half.append(beginning.group(decoder))
             rows = _host_rows(step.plan, number)
             half.extend(self.hybrid.take([row.sequence for row in rows if not row.tokens]))
-        if step.plan.strategy == "overlap":
+        if step.plan.host.strategy == "overlap":
             passed, forward.groups = self.hybrid.overlap(device, halves[0])
         else:
             passed, forward.groups = self.hybrid.asymmetric(device, *halves)
@@ -177,15 +177,17 @@ class LocalCpuAttention(CpuAttention):
         work, lost = self.hybrid.take_work(), self.hybrid.take_loss()
         answers = result.answers
         if step.plan.step <= self._lost_up_to:
-            on_host = {row.sequence for row in step.plan.rows if row.tier == "host"}
+            on_host = {row.sequence for row in step.plan.rows if row.host is not None}
             answers = tuple(answer for answer in answers if answer.sequence not in on_host)
         if lost is not None and self._newest > step.plan.step:  # its host rows are not waited for
             self._lost_up_to = self._newest
             self.abandon()
         return msgspec.structs.replace(
-            result, answers=answers, cohorts=self.hybrid.progress, host_work=work, host_lost=lost
+            result,
+            answers=answers,
+            host=msgspec.structs.replace(result.host, cohorts=self.hybrid.progress, work=work, lost=lost),
         )
 
 
 def _host_rows(plan: StepPlan, sub_batch: int) -> list[Row]:
-    return [row for row in plan.rows if row.tier == "host" and row.sub_batch == sub_batch]
+    return [row for row in plan.rows if row.host is not None and row.host.sub_batch == sub_batch]

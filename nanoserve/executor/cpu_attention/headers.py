@@ -7,7 +7,7 @@ CPU is.
 
 import msgspec
 
-from nanoserve.scheduler.plan import CohortProgress, HostWork
+from nanoserve.scheduler.optional import CohortProgress, HostWork
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError, first_line
 from nanoserve.executor.step.staging import to_pinned
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.scheduler.plan import HostWork
+from nanoserve.scheduler.optional import HostWork
 from triton_ops import cache_write, paged_attention
 from triton_ops.cpu import cpu_operators
 

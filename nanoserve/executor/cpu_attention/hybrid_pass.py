@@ -16,7 +16,8 @@ from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost, H
 from nanoserve.executor.step.forward_pass import LayerComputed
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Angles, Decoder, DecoderLayer
-from nanoserve.scheduler.plan import CohortProgress, HostWork, Row
+from nanoserve.scheduler.optional import CohortProgress, HostWork
+from nanoserve.scheduler.plan import Row
 
 
 @dataclass(frozen=True, slots=True)

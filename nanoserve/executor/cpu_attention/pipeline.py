@@ -66,7 +66,9 @@ class WorkerCpuAttention(CpuAttention):
         if not isinstance(step.forward, HybridForward):
             return result
         header = step.forward.leaving
-        return msgspec.structs.replace(result, cohorts=header.cohorts, host_work=header.host_work)
+        return msgspec.structs.replace(
+            result, host=msgspec.structs.replace(result.host, cohorts=header.cohorts, work=header.host_work)
+        )
 
     def abandon(self) -> None:
         """Drop all host sequences under way, in any stage."""
@@ -83,7 +85,7 @@ class WorkerCpuAttention(CpuAttention):
         if intermediate_hidden_states is None:
             return None
         # Sequences that the plan does not name are carried along.
-        sub_batches = {row.sequence: row.sub_batch for row in forward.step.plan.rows if row.tier == "host"}
+        sub_batches = {row.sequence: row.host.sub_batch for row in forward.step.plan.rows if row.host is not None}
         first = own = forward.step.num_tokens
         for named in header.leaving:
             end = first + len(named.sequences)

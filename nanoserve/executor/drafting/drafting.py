@@ -12,6 +12,7 @@ from nanoserve.errors import first_line
 from nanoserve.executor.drafting.drafter import DraftedSequence, Drafter
 from nanoserve.executor.drafting.features import FeaturePass
 from nanoserve.executor.mechanism import Mechanism
+from nanoserve.scheduler.optional import draft_of
 from nanoserve.scheduler.plan import Answer, Row, StepResult
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class Drafting(Mechanism):
             row, sequence = sampled[answer.sequence]
             sequence.tokens += answer.tokens
             sequence.seen = min(sequence.seen, len(sequence.tokens) - 1)  # what is behind was guessed wrong
-            if row.draft and not answer.complete:
-                asked.append((place, sequence, row.draft))
+            if draft_of(row).propose and not answer.complete:
+                asked.append((place, sequence, draft_of(row).propose))
         if not asked or self.failed:
             return answers
         sequences = [sequence for _, sequence, _ in asked]

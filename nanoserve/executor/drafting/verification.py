@@ -11,6 +11,7 @@ from nanoserve.executor.sampling.sampler import SamplingState
 from nanoserve.executor.step.answers import NOT_NUMBERS, SampledRows
 from nanoserve.executor.step.staging import Staging
 from nanoserve.request import TokenLogprob
+from nanoserve.scheduler.optional import draft_of
 from nanoserve.scheduler.plan import Answer, Row
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ class Verification(Mechanism):
     def prepare(self, step: "PreparedStep") -> None:
         """Have the draft tokens of rows count as known."""
         for row in step.rows:
-            record = self._runner.records.get(row.sequence) if row.guesses else None
+            record = self._runner.records.get(row.sequence) if draft_of(row).verify else None
             if record is None:
                 continue
             end = row.start + len(row.tokens)
-            if end - row.guesses <= record.num_known:
+            if end - draft_of(row).verify <= record.num_known:
                 record.num_known = max(record.num_known, end)
 
 
@@ -59,14 +60,14 @@ class VerifiedRows(SampledRows):
         for row, state, end in zip(rows, states, ends.tolist(), strict=True):
             if not row.sample:
                 continue
-            first = len(row.tokens) - row.guesses
+            first = len(row.tokens) - draft_of(row).verify
             drafts = row.tokens[first:]
             verified.append(VerifiedRow(row.sequence, state, drafts))
-            for count in range(row.guesses + 1):
+            for count in range(draft_of(row).verify + 1):
                 sequences.append(row.sequence)
                 states_there.append(state.after(drafts[:count]))
                 positions.append(row.start + first + count)
-                last_tokens.append(end - 1 - row.guesses + count)
+                last_tokens.append(end - 1 - draft_of(row).verify + count)
         if not verified:
             return None
         staged = cls.at_positions(sequences, states_there, positions, np.array(last_tokens), staging)

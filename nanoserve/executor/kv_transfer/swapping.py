@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoserve.executor.kv_transfer.gpu_staging import BlockArrays, GpuStaging, Ready, block_arrays, copy_blocks_between
 from nanoserve.executor.kv_transfer.host_pool import HostPart
-from nanoserve.scheduler.plan import Swap
+from nanoserve.scheduler.optional import Swap
 
 
 class LayerMarks:

@@ -10,7 +10,8 @@ from nanoserve.executor.kv_transfer.swapping import BlockMover, LocalSwaps, Swap
 from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.start.memory import memory_errors
 from nanoserve.record.times import SwapTimes
-from nanoserve.scheduler.plan import StepResult, Swap
+from nanoserve.scheduler.optional import HostResult, Swap
+from nanoserve.scheduler.plan import StepResult
 
 if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
@@ -43,7 +44,7 @@ class KvTransfer(Mechanism):
     def begin(self, step: "PreparedStep") -> None:
         """Have the plan's swaps carried out, behind all work issued so far. Where some follow the step's rows, they
         follow its layers one by one. Raises RuntimeError if a swap follows a row and the step has none."""
-        swaps = step.plan.swaps
+        swaps = step.plan.host.swaps
         if not swaps:
             return
         if step.inputs is None and any(swap.after_row for swap in swaps):
@@ -63,11 +64,13 @@ class LocalKvTransfer(KvTransfer):
 
     def complete(self, step: "PreparedStep", result: StepResult) -> StepResult:
         swapped = self._take_done(time.monotonic())
-        return msgspec.structs.replace(result, swapped=swapped) if swapped else result
+        if not swapped:
+            return result
+        return msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, swapped=swapped))
 
     def wait(self, until: float | None) -> StepResult | None:
         swapped = self._take_done(until)
-        return StepResult(step=None, swapped=swapped) if swapped else None
+        return StepResult(step=None, host=HostResult(swapped=swapped)) if swapped else None
 
     def abandon(self) -> None:
         self.swapper.abandon()

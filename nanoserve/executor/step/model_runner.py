@@ -167,7 +167,7 @@ class ModelRunner:
     def begin(self, step: PreparedStep) -> None:
         """Issue what comes before the layers of a step whose turn has come. Raises RuntimeError if nothing here carries
         out the plan's swaps."""
-        if step.plan.swaps and not self.moves_blocks:
+        if step.plan.host.swaps and not self.moves_blocks:
             raise RuntimeError("this executor has no host pool")
         step.results.begin()
         if step.copies is not None:
@@ -232,7 +232,7 @@ class ModelRunner:
     def _stage_rows(self, step: PreparedStep) -> None:
         """Have the inputs of the step's rows moved to the device, and what their sampling needs."""
         rows = step.rows
-        if any(row.tier != "device" for row in rows):
+        if any(row.host is not None for row in rows):
             raise RuntimeError("the rows of a plan for one device are all in its memory")
         records = self.take_rows(rows)
         ends = row_ends(rows)

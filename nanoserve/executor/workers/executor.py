@@ -39,7 +39,8 @@ from nanoserve.executor.workers.messages import (
 from nanoserve.executor.workers.outstanding import HostLosses, Moves
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import Times
-from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
+from nanoserve.scheduler.optional import LayoutCapacity
+from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class WorkersExecutor:
@@ -145,8 +146,8 @@ class WorkersExecutor:
             self._in_flight.add(plan.step)
         self._moves.begin(plan)
         self._host_losses.sent(plan)
-        if plan.transition is not None:
-            self._transitions[plan.step] = plan.transition
+        if plan.layouts.transition is not None:
+            self._transitions[plan.step] = plan.layouts.transition
         if self._running:
             self._send(plan)
         else:
@@ -208,7 +209,7 @@ class WorkersExecutor:
 
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
-        if not self._start.coupled or plan.transition is not None:
+        if not self._start.coupled or plan.layouts.transition is not None:
             group.send(RunPlan(plan))
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)

@@ -6,6 +6,7 @@ import msgspec
 
 from nanoserve.executor.workers.messages import HostLost
 from nanoserve.record.times import ReshardTimes, SwapTimes
+from nanoserve.scheduler.optional import HostResult
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
@@ -27,15 +28,17 @@ class HostLosses:
         return self._reason is not None
 
     def sent(self, plan: StepPlan) -> None:
-        if plan.strategy != "device":
-            self._under_way.update(row.sequence for row in plan.rows if row.tier == "host")
+        if plan.host.strategy != "device":
+            self._under_way.update(row.sequence for row in plan.rows if row.host is not None)
 
     def answered(self, result: StepResult) -> StepResult:
         """A plan's result, without answers for lost host sequences."""
         if result.step in self._silenced:
             silenced = self._silenced.pop(result.step)
             heard = tuple(answer for answer in result.answers if answer.sequence not in silenced)
-            result = msgspec.structs.replace(result, answers=heard, cohorts=())
+            result = msgspec.structs.replace(
+                result, answers=heard, host=msgspec.structs.replace(result.host, cohorts=())
+            )
         if self._under_way:
             self._under_way.difference_update(answer.sequence for answer in result.answers)
         return result
@@ -48,7 +51,7 @@ class HostLosses:
     def tell(self, in_flight: Iterable[int]) -> StepResult:
         """The loss as a result; `in_flight` are the plans that have not ended. Send all workers ForgetHost ahead of the
         next plan."""
-        result = StepResult(None, host_lost=self._reason)
+        result = StepResult(None, host=HostResult(lost=self._reason))
         self._told += 1
         self._reason = None
         for step in in_flight:
@@ -70,7 +73,7 @@ class Moves:
         return bool(self._swaps)
 
     def begin(self, plan: StepPlan) -> None:
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             self._swaps[swap.swap] = self._num_workers
 
     def end_part(self, times: ReshardTimes | SwapTimes) -> StepResult | None:
@@ -86,4 +89,4 @@ class Moves:
         if self._swaps[times.swap]:
             return None
         del self._swaps[times.swap]
-        return StepResult(None, swapped=(times.swap,))
+        return StepResult(None, host=HostResult(swapped=(times.swap,)))

@@ -106,7 +106,11 @@ class PrefetchThread:
         try:
             while True:
                 message = decoder.decode(self._socket.recv())
-                if isinstance(message, RunPlan) and self._prepare is not None and message.plan.transition is None:
+                if (
+                    isinstance(message, RunPlan)
+                    and self._prepare is not None
+                    and message.plan.layouts.transition is None
+                ):
                     received = time.monotonic()
                     self._places.acquire()
                     try:
@@ -216,8 +220,8 @@ class Worker:
             self._tell_prepared()
             if isinstance(message, PrefetchedStep):
                 self._take(message, max(free, message.received))
-            elif isinstance(message, RunPlan) and message.plan.transition is not None:
-                self._reshard(message.plan.step, message.plan.transition)
+            elif isinstance(message, RunPlan) and message.plan.layouts.transition is not None:
+                self._reshard(message.plan.step, message.plan.layouts.transition)
             elif isinstance(message, RunPlan):
                 self._take_coupled(message.plan)
             elif isinstance(message, Follow):

@@ -10,8 +10,8 @@ from msgspec.structs import replace as replace_fields
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.scheduler.plan import StepPlan, work_of
-from nanoserve.scheduler.work import Chunk, StepWork
+from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.work import Chunk, StepWork, work_of
 
 STEP_KINDS = ("decode", "prefill", "mixed")
 

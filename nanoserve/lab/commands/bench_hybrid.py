@@ -18,7 +18,7 @@ from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine, Poli
 from nanoserve.lab.commands.bench_options import MOST_REQUESTS, operators_title
 from nanoserve.lab.commands.bench_variants import Comparison, Table, VariantsOptions
 from nanoserve.lab.workloads import parse_lengths
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.policies import find_policy, parse_policies
 
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"

@@ -9,11 +9,12 @@ from random import Random
 from typing import Literal, cast
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.lab.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
+from nanoserve.lab.simulator.host_attention import HostAttention, HostToken, Processor, SubBatch
 from nanoserve.lab.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, StepTimes, TieredTimes
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap, work_of
-from nanoserve.scheduler.work import StepWork
+from nanoserve.scheduler.optional import HostResult, Swap, draft_of
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
+from nanoserve.scheduler.work import StepWork, work_of
 
 END_TOKEN, DUMMY_TOKEN = 0, 1
 VOCAB_SIZE = 2
@@ -71,7 +72,7 @@ class DummyModel:
             if not row.sample or not row.tokens:
                 continue
             last = self._last[row.sequence]
-            if row.guesses or row.draft:
+            if draft_of(row).verify or draft_of(row).propose:
                 answers.append(self._guessed(row, last))
             elif row.start + len(row.tokens) < last:
                 answers.append(Answer(row.sequence, _DUMMY))
@@ -80,15 +81,15 @@ class DummyModel:
         return tuple(answers)
 
     def _guessed(self, row: Row, last: int) -> Answer:
-        first, rates = row.start + len(row.tokens) - row.guesses, self._rates
-        guesses = row.tokens[len(row.tokens) - row.guesses :]
+        first, rates = row.start + len(row.tokens) - draft_of(row).verify, self._rates
+        guesses = row.tokens[len(row.tokens) - draft_of(row).verify :]
         end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, guesses))  # its last token's position
         tokens = _DUMMY * (end - first + 1)
         if end >= last:
             tokens = _DUMMY * (last - first) + _END
-        drawn = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(row.draft))
+        drawn = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(draft_of(row).propose))
         right = sum(takewhile(bool, drawn))
-        return Answer(row.sequence, tokens, draft=_DUMMY * right + _END * (row.draft - right))
+        return Answer(row.sequence, tokens, draft=_DUMMY * right + _END * (draft_of(row).propose - right))
 
 
 class SimulatedExecutor:
@@ -152,24 +153,24 @@ class SimulatedExecutor:
         Raises UsageError for host rows under a layout of several stages, and RuntimeError for a plan that the scheduler
         must not make.
         """
-        only_moves = plan.swaps and not plan.ends
+        only_moves = plan.host.swaps and not plan.ends
         if self._in_flight >= self.max_in_flight and not only_moves:
             raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             if not swap.after_row:
                 self._swap(swap, Passage(self._now, self._now))
-        if plan.transition is not None:
-            self._change_layout(plan, plan.transition)
+        if plan.layouts.transition is not None:
+            self._change_layout(plan, plan.layouts.transition)
         elif only_moves:
             self._answer(plan)  # nothing ends, but the model may be told to forget
-        elif plan.layout != self._layout:
-            raise RuntimeError(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} is current")
+        elif plan.layouts.current != self._layout:
+            raise RuntimeError(f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} is current")
         else:
-            if plan.strategy != "device" and self._concerns_host(plan):
+            if plan.host.strategy != "device" and self._concerns_host(plan):
                 passages = self._run_hybrid(plan)
             else:
                 passages = self._run(plan)
-            for swap in plan.swaps:
+            for swap in plan.host.swaps:
                 if swap.after_row:
                     self._swap(swap, Passage(passages[0].start, passages[-1].end))
 
@@ -178,7 +179,10 @@ class SimulatedExecutor:
         drafting = self._draft_seconds(plan.rows)
         passages = self._pipeline.run(work, self._now, drafting)
         seconds = passages[-1].end - passages[0].start - drafting
-        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafting))
+        drafted: float | None = None
+        if drafting:
+            drafted = drafting
+        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafted))
         self._tell(plan, work, passages)
         return passages
 
@@ -186,7 +190,7 @@ class SimulatedExecutor:
         """One token after the other, for all rows that ask for one."""
         if not self._draft_cost:
             return 0.0
-        asked = [(row.draft, row.start + len(row.tokens)) for row in rows if row.draft]
+        asked = [(draft_of(row).propose, row.start + len(row.tokens)) for row in rows if draft_of(row).propose]
         if not asked:
             return 0.0
         times, work = self._times, self._times.work([context for _, context in asked])
@@ -259,7 +263,7 @@ class SimulatedExecutor:
         seconds = max(self._times.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
         start, end = self._move(swap.direction, seconds, source.start)
         end = max(end, source.end)
-        self._know(end, StepResult(None, swapped=(swap.swap,)))
+        self._know(end, StepResult(None, host=HostResult(swapped=(swap.swap,))))
         self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, start, end, after_row=swap.after_row))
 
     def _change_layout(self, plan: StepPlan, layout: int) -> None:
@@ -278,8 +282,8 @@ class SimulatedExecutor:
 
     def _concerns_host(self, plan: StepPlan) -> bool:
         """Whether host sequences take part in the step, so that it takes another time than a plain one."""
-        carries = plan.strategy == "overlap" and self._host is not None and self._host.under_way
-        return carries or not plan.rows or any(row.tier == "host" for row in plan.rows)
+        carries = plan.host.strategy == "overlap" and self._host is not None and self._host.under_way
+        return carries or not plan.rows or any(row.host is not None for row in plan.rows)
 
     def _run_hybrid(self, plan: StepPlan) -> Sequence[Passage]:
         if self._times.num_stages > 1:
@@ -292,7 +296,7 @@ class SimulatedExecutor:
         tokens = {answer.sequence: answer for answer in self._answer(plan)}
         work = self._work(row for row in plan.rows if row.tokens)
         start = self._pipeline.begin(work, self._now)
-        if plan.strategy == "overlap":
+        if plan.host.strategy == "overlap":
             passage, answers = self._overlap(self._host, plan, tokens, start)
         else:
             passage, answers = self._asymmetric(self._host, plan, tokens, start)
@@ -300,7 +304,8 @@ class SimulatedExecutor:
         progress, done = self._host.progress, self._host.take_work(passage.end)
         seconds = passage.end - passage.start
         self._know(
-            passage.end, StepResult(plan.step, tuple(answers), cohorts=progress, seconds=seconds, host_work=done)
+            passage.end,
+            StepResult(plan.step, tuple(answers), host=HostResult(cohorts=progress, work=done), seconds=seconds),
         )
         self._tell(plan, work, [passage])
         return [passage]
@@ -309,9 +314,11 @@ class SimulatedExecutor:
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
     ) -> tuple[Passage, list[Answer]]:
         beginning = {
-            row.sequence: HostRow(row.start + 1, tokens.pop(row.sequence)) for row in plan.rows if row.tier == "host"
+            row.sequence: HostToken(row.start + 1, tokens.pop(row.sequence))
+            for row in plan.rows
+            if row.host is not None
         }
-        device = self._work(row for row in plan.rows if row.tier == "device")
+        device = self._work(row for row in plan.rows if row.host is None)
         passage, sampled = attention.overlap(plan.step, device, beginning, start)
         self.host_tokens += len(sampled)
         return passage, list(tokens.values()) + sampled
@@ -320,18 +327,16 @@ class SimulatedExecutor:
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
     ) -> tuple[Passage, list[Answer]]:
         """Run an asymmetric step: all rows end their token in it, and rows without tokens leave their cohorts."""
-        batches: tuple[list[HostRow], list[HostRow]] = ([], [])
+        batches: tuple[list[HostToken], list[HostToken]] = ([], [])
         for row in plan.rows:
-            if row.tier == "host":
+            if row.host is not None:
                 if row.tokens:
-                    host_row = HostRow(row.start + 1, tokens[row.sequence])
+                    host_row = HostToken(row.start + 1, tokens[row.sequence])
                 else:
                     host_row = attention.take(row.sequence)
-                batches[row.sub_batch].append(host_row)
-        first, second = (
-            SubBatch(self._work(row for row in plan.rows if row.tier == "device" and row.sub_batch == number), host)
-            for number, host in enumerate(batches)
-        )
+                batches[row.host.sub_batch].append(host_row)
+        first = SubBatch(self._work(row for row in plan.rows if row.host is None), batches[0])
+        second = SubBatch(self._work(()), batches[1])
         passage = attention.asymmetric(first, second, start)
         host = {row.answer.sequence: row.answer for batch in batches for row in batch}
         self.host_tokens += len(host)

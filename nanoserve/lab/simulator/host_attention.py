@@ -14,12 +14,13 @@ import msgspec
 
 from nanoserve.lab.simulator.pipeline import Passage, TieredTimes
 from nanoserve.record.times import HostTimes
-from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork
+from nanoserve.scheduler.optional import CohortProgress, HostWork
+from nanoserve.scheduler.plan import Answer
 from nanoserve.scheduler.work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
-class HostRow:
+class HostToken:
     """A host sequence whose token is under way."""
 
     context: int
@@ -38,7 +39,7 @@ class _Cohort:
     """Host sequences that began a token in the same step."""
 
     step: int
-    rows: dict[int, HostRow]  # by sequence id
+    rows: dict[int, HostToken]  # by sequence id
     layers: int
     ready: float
     """Layers that it has passed, and when the CPU finishes its attention in the next layer, in seconds."""
@@ -49,7 +50,7 @@ class SubBatch:
     """One of the two sub-batches of an asymmetric step."""
 
     device: StepWork
-    host: Sequence[HostRow] = ()
+    host: Sequence[HostToken] = ()
     """Its rows whose KV is in host memory, each from its layer on."""
 
 
@@ -95,17 +96,17 @@ class HostAttention:
         """Progress of the cohorts under way, the oldest first."""
         return tuple([CohortProgress(cohort.step, cohort.layers) for cohort in self._cohorts])
 
-    def take(self, sequence: int) -> HostRow:
+    def take(self, sequence: int) -> HostToken:
         """Take one host sequence out of its cohort; raises RuntimeError if its token is not under way."""
         for cohort in self._cohorts:
             if row := cohort.rows.pop(sequence, None):
                 if not cohort.rows:
                     self._cohorts.remove(cohort)
-                return HostRow(row.context, row.answer, cohort.layers + 1)
+                return HostToken(row.context, row.answer, cohort.layers + 1)
         raise RuntimeError(f"sequence {sequence} has no token under way")
 
     def overlap(
-        self, step: int, device: StepWork, beginning: dict[int, HostRow], start: float
+        self, step: int, device: StepWork, beginning: dict[int, HostToken], start: float
     ) -> tuple[Passage, list[Answer]]:
         """A step of Asynchronous Overlap (APEX): one batch on the device, cohorts join where the CPU is done in time.
 
@@ -216,18 +217,18 @@ class HostAttention:
         rows = sum(row.first_layer <= layer for row in batch.host)
         return self._times.layers_seconds(batch.device.tokens + rows, 0) / self._layers
 
-    def _note(self, rows: Collection[HostRow], seconds: float, ended: float) -> None:
+    def _note(self, rows: Collection[HostToken], seconds: float, ended: float) -> None:
         if rows:
             self._works.append((ended, HostWork(len(rows), sum([row.context for row in rows]), seconds)))
 
-    def _seconds(self, rows: Iterable[HostRow]) -> float:
+    def _seconds(self, rows: Iterable[HostToken]) -> float:
         """What the CPU takes for one layer's attention of these rows, moving what it needs and gives included."""
         if not (contexts := [row.context for row in rows]):
             return 0.0
         return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))
 
 
-def _together(first: StepWork, second: StepWork, host: Sequence[HostRow]) -> StepWork:
+def _together(first: StepWork, second: StepWork, host: Sequence[HostToken]) -> StepWork:
     """Embedding and head of both sub-batches, which run once: rows that begin are embedded, all are sampled."""
     decodes = first.decodes + second.decodes + sum(row.attended == 0 for row in host)
     sampled = first.sampled + second.sampled + len(host)

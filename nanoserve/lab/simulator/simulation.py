@@ -18,7 +18,7 @@ from nanoserve.record.sketches import Sketch, mean_series
 from nanoserve.request import Request
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.speculator import Speculator

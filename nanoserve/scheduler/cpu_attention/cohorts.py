@@ -19,8 +19,8 @@ class HostCohorts(dict[int, _HostCohort]):
 
     def follow(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
         """Host sequences of an overlapped plan begin their token in it; any other plan finishes those that it names."""
-        on_host = [row.sequence for row in plan.rows if row.tier == "host"]
-        if plan.strategy != "overlap":
+        on_host = [row.sequence for row in plan.rows if row.host is not None]
+        if plan.host.strategy != "overlap":
             for sequence in on_host:
                 self.leave(sequence)
         elif on_host:

@@ -9,6 +9,7 @@ from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 from nanoserve.scheduler.extension import Extension
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.optional import HostRow
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
@@ -58,8 +59,7 @@ class HostDecoding(Extension):
                 start=sequence.computed,
                 tokens=(),
                 sample=True,
-                tier="host",
-                sub_batch=0 if len(self._rows) < first else 1,
+                host=HostRow(0 if len(self._rows) < first else 1),
             )
             self._rows.append(row)
             builder.acts = True
@@ -69,7 +69,7 @@ class HostDecoding(Extension):
     def _under_way(self) -> list[Sequence]:
         """Host sequences under way that a plan may finish, the most advanced first."""
         # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
-        if any(plan.strategy == "overlap" for plan in self._in_flight.values()):
+        if any(plan.host.strategy == "overlap" for plan in self._in_flight.values()):
             return []
         return self.cohorts.most_advanced
 
@@ -88,8 +88,7 @@ class HostDecoding(Extension):
             tokens=tuple(sequence.tokens[start:]),
             sample=True,
             new_blocks=tuple(new_blocks),
-            tier="host",
-            sub_batch=sub_batch,
+            host=HostRow(sub_batch),
         )
         self._rows.append(row)
         sequence.in_flight.append(row)
@@ -122,16 +121,16 @@ class HostDecoding(Extension):
             return replace(
                 plan,
                 rows=(*plan.rows, *rows),
-                strategy=self._decided,
+                host=replace(plan.host, strategy=self._decided),
                 decodes=plan.decodes + len(beginning),
             )
-        holds_nothing = not plan.rows and not plan.swaps and plan.transition is None
+        holds_nothing = not plan.rows and not plan.host.swaps and plan.layouts.transition is None
         if holds_nothing or (plan.rows and self.cohorts):
-            return replace(plan, strategy="overlap")
+            return replace(plan, host=replace(plan.host, strategy="overlap"))
         return plan
 
     def planned(self, plan: StepPlan) -> None:
-        if self.cohorts or plan.strategy != "device":
+        if self.cohorts or plan.host.strategy != "device":
             self.cohorts.follow(plan, self._table.sequences)
 
     # ---- results ----------------------------------------------------------------------------------------------
@@ -141,9 +140,9 @@ class HostDecoding(Extension):
             self.cohorts.leave(sequence.sequence_id)
 
     def take_in(self, result: StepResult, gained: int) -> None:
-        for progress in result.cohorts:
+        for progress in result.host.cohorts:
             self.cohorts.advance(progress.step, progress.layers)
-        if result.host_lost is not None:
+        if result.host.lost is not None:
             # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
             self.losses += 1
             self._host.lose(for_good=self.losses >= MOST_LOSSES)

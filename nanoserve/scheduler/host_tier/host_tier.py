@@ -7,8 +7,8 @@ from nanoserve.scheduler.extension import Extension
 from nanoserve.scheduler.host_tier.host_blocks import HostBlocks
 from nanoserve.scheduler.host_tier.swaps import Swaps
 from nanoserve.scheduler.load import Load
-from nanoserve.scheduler.optional import HostLoad
-from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import HostLoad, Swap
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import RankOrdered, in_order
@@ -138,7 +138,7 @@ class HostTier(Extension):
         if not self._planned:
             return plan
         swaps, self._planned = self._planned, []
-        return replace(plan, swaps=tuple(swaps))
+        return replace(plan, host=replace(plan.host, swaps=tuple(swaps)))
 
     # ---- parking ----------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class HostTier(Extension):
             self._table.retire(sequence)
 
     def take_in(self, result: StepResult, gained: int) -> None:
-        for swap in result.swapped:
+        for swap in result.host.swapped:
             self.swaps.answered(swap)
 
     def released(self, sequence: Sequence) -> None:

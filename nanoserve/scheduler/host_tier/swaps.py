@@ -6,7 +6,7 @@ from typing import Literal
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.host_tier.host_blocks import HostBlocks
 from nanoserve.scheduler.kv import NO_BLOCK
-from nanoserve.scheduler.plan import Swap
+from nanoserve.scheduler.optional import Swap
 from nanoserve.scheduler.sequence_table import SequenceTable
 
 Direction = Literal["out", "in"]

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from nanoserve.scheduler.extension import Extension
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.load import Load
-from nanoserve.scheduler.optional import LayoutsLoad
-from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
+from nanoserve.scheduler.optional import LayoutCapacity, LayoutsLoad
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -87,10 +87,10 @@ class Layouts(Extension):
         if self.current == 0 and self._next is None:
             return plan
         transition, self._next = self._next, None
-        return replace(plan, layout=self.current, transition=transition)
+        return replace(plan, layouts=replace(plan.layouts, current=self.current, transition=transition))
 
     def planned(self, plan: StepPlan) -> None:
-        self._target = plan.transition
+        self._target = plan.layouts.transition
 
     def take_in(self, result: StepResult, gained: int) -> None:
         if gained:
@@ -98,10 +98,10 @@ class Layouts(Extension):
 
     def plan_ended(self, plan: StepPlan, result: StepResult) -> None:
         """After a transition, the blocks are those of the new layout."""
-        if plan.transition is None:
+        if plan.layouts.transition is None:
             return
         self.transitions += 1
-        self.current = plan.transition
+        self.current = plan.layouts.transition
         self._target, self._is_draining = None, False
         capacity = self._capacities[self.current]
         self._scheduler.pool.replace_blocks(capacity.num_blocks)

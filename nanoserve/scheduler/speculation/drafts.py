@@ -4,10 +4,12 @@ from msgspec.structs import replace
 
 from nanoserve.request import Place, PlannedRow, Sequence
 from nanoserve.scheduler.extension import Extension
-from nanoserve.scheduler.plan import Answer, StepPlan, StepResult, work_of
+from nanoserve.scheduler.optional import DraftRow, draft_of
+from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.work import work_of
 
 
 class Drafts(Extension):
@@ -32,7 +34,7 @@ class Drafts(Extension):
         sequences, places = [], []
         for place, row in enumerate(builder.rows):
             sequence = self._table.sequences[row.sequence]
-            if row.sample and not row.fed and sequence.place is Place.DEVICE:
+            if row.sample and not row.placeholder and sequence.place is Place.DEVICE:
                 sequences.append(sequence)
                 places.append(place)
         if not sequences:
@@ -64,8 +66,7 @@ class Drafts(Extension):
         row = replace(
             row,
             tokens=row.tokens + guesses,
-            guesses=len(guesses),
-            draft=draft,
+            draft=DraftRow(len(guesses), draft),
             new_blocks=row.new_blocks + tuple(new_blocks),
         )
         builder.rows[place] = sequence.in_flight[-1] = row
@@ -73,18 +74,20 @@ class Drafts(Extension):
 
     def answered(self, sequence: Sequence, row: PlannedRow, answer: Answer) -> None:
         """Take back the positions of guesses that were wrong, and learn from the answer."""
-        if row.guesses:
+        draft = draft_of(row)
+        if draft.verify:
             accepted = max(0, len(answer.tokens) - 1)
-            sequence.computed -= row.guesses - accepted
-        if row.guesses or row.draft or self._feeds_tokens:
-            self.speculator.learn(sequence, row.guesses, len(answer.tokens), row.draft, answer.draft)
+            sequence.computed -= draft.verify - accepted
+        if row.draft is not None or self._feeds_tokens:
+            self.speculator.learn(sequence, draft.verify, len(answer.tokens), draft.propose, answer.draft)
 
     def plan_ended(self, plan: StepPlan, result: StepResult) -> None:
         """Learn how long drafting took."""
-        if result.draft_seconds:
-            asking = [row for row in plan.rows if row.draft]
-            longest = max([row.draft for row in asking])
-            self.speculator.learn_pace(result.draft_seconds / longest, steady=all(row.guesses for row in asking))
+        if result.draft_seconds is not None:
+            asking = [row.draft for row in plan.rows if row.draft is not None and row.draft.propose]
+            longest = max([draft.propose for draft in asking])
+            steady = all(draft.verify for draft in asking)
+            self.speculator.learn_pace(result.draft_seconds / longest, steady=steady)
 
     def released(self, sequence: Sequence) -> None:
         if sequence.finished:

@@ -135,12 +135,14 @@ class _HybridScheduler(WatchedScheduler):
     def schedule(self, now: float) -> StepPlan | None:
         plan = super().schedule(now)
         if plan is not None:
-            seen, on_host = self._hybrid_seen, [row for row in plan.rows if row.tier == "host"]
-            seen.moves.update(swap.direction for swap in plan.swaps)
+            seen, on_host = self._hybrid_seen, [row for row in plan.rows if row.host is not None]
+            seen.moves.update(swap.direction for swap in plan.host.swaps)
             begun = sum(bool(row.tokens) for row in on_host)
-            seen.host_rows.update({plan.strategy: begun, "finished by " + plan.strategy: len(on_host) - begun})
+            seen.host_rows.update(
+                {plan.host.strategy: begun, "finished by " + plan.host.strategy: len(on_host) - begun}
+            )
             if 0 < len(on_host) < len(plan.rows):
-                seen.beside_device[plan.strategy] += 1
+                seen.beside_device[plan.host.strategy] += 1
         return plan
 
 

@@ -110,7 +110,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def collecting(self: LocalExecutor, until: float | None) -> Any:
         results = collect(self, until)
-        told.extend(result.host_lost for result in results if result.host_lost is not None)
+        told.extend(result.host.lost for result in results if result.host.lost is not None)
         return results
 
     monkeypatch.setattr(LocalExecutor, "collect", collecting)

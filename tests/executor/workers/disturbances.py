@@ -12,12 +12,12 @@ from tests.executor.workers.loads import TIGHT_BLOCKS, Case, Reference
 
 CASE = Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=24, seed=1)
 PHASES: dict[str, Callable[[StepPlan], bool]] = {
-    "prefilling": lambda plan: plan.layout == 0 and any(len(row.tokens) > 1 for row in plan.rows),
-    "swapping out": lambda plan: any(swap.direction == "out" for swap in plan.swaps),
-    "to decode": lambda plan: plan.transition == 1,
-    "swapping in": lambda plan: any(swap.direction == "in" for swap in plan.swaps),
-    "decoding": lambda plan: plan.layout == 1 and bool(plan.rows),
-    "to prefill": lambda plan: plan.transition == 0 and plan.step >= 0,
+    "prefilling": lambda plan: plan.layouts.current == 0 and any(len(row.tokens) > 1 for row in plan.rows),
+    "swapping out": lambda plan: any(swap.direction == "out" for swap in plan.host.swaps),
+    "to decode": lambda plan: plan.layouts.transition == 1,
+    "swapping in": lambda plan: any(swap.direction == "in" for swap in plan.host.swaps),
+    "decoding": lambda plan: plan.layouts.current == 1 and bool(plan.rows),
+    "to prefill": lambda plan: plan.layouts.transition == 0 and plan.step >= 0,
 }
 
 

@@ -20,6 +20,7 @@ from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, S
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.optional import LayoutPlan
 from nanoserve.scheduler.plan import Executor, StepPlan
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
@@ -135,9 +136,9 @@ class WatchedScheduler(Scheduler):
         plan = super().schedule(now)
         if plan is not None:
             self._seen.copies += len(plan.copies)
-            self._seen.swaps += len(plan.swaps)
+            self._seen.swaps += len(plan.host.swaps)
             self._seen.chunks += sum(not row.sample for row in plan.rows)
-            on_host = [row for row in plan.rows if row.tier == "host"]
+            on_host = [row for row in plan.rows if row.host is not None]
             self._seen.host_tokens += sum(len(row.tokens) for row in on_host)
             self._seen.taken += sum(not row.tokens for row in on_host)
             self._seen.together = max(self._seen.together, self.steps_in_flight)
@@ -320,7 +321,9 @@ def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size:
     seen = Seen()
     engine = _engine(executor, case, vocab_size, seen)
     if isinstance(executor, WorkersExecutor) and executor.layout != engine.status.layouts[0]:
-        executor.submit(StepPlan(-1, transition=engine.status.layouts[0]))  # where the engine before has left it
+        executor.submit(
+            StepPlan(-1, layouts=LayoutPlan(transition=engine.status.layouts[0]))
+        )  # where the engine before has left it
         while not executor.collect(None):
             pass
     for arrivals in parts:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoserve.executor.cpu_attention.headers import Header, Leaving
 from nanoserve.executor.workers.distributed import Activations, Expected
 from nanoserve.models.shards import Shard
-from nanoserve.scheduler.plan import CohortProgress, HostWork
+from nanoserve.scheduler.optional import CohortProgress, HostWork
 
 HIDDEN_SIZE = 3
 

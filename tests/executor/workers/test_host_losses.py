@@ -2,13 +2,14 @@
 
 from nanoserve.executor.workers.messages import HostLost
 from nanoserve.executor.workers.outstanding import HostLosses
-from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostRow, HostWork
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 
 
 def plan(step: int, *, host: tuple[int, ...] = (), device: tuple[int, ...] = ()) -> StepPlan:
-    rows = [Row(sequence, 4, (1,), sample=True, tier="host") for sequence in host]
+    rows = [Row(sequence, 4, (1,), sample=True, host=HostRow()) for sequence in host]
     rows += [Row(sequence, 4, (1,), sample=True) for sequence in device]
-    return StepPlan(step, rows=tuple(rows), strategy="overlap" if host else "device")
+    return StepPlan(step, rows=tuple(rows), host=HostPlan(strategy="overlap" if host else "device"))
 
 
 def result(step: int, *sequences: int) -> StepResult:
@@ -22,7 +23,9 @@ def heard_of(losses: HostLosses, told: StepResult) -> list[int]:
 def test_nothing_is_kept_back_as_long_as_nothing_is_lost() -> None:
     losses = HostLosses()
     losses.sent(plan(0, host=(1, 2), device=(3,)))
-    told = StepResult(0, (Answer(3, (9,)),), cohorts=(CohortProgress(0, 1),), host_work=(HostWork(2, 8, 0.1),))
+    told = StepResult(
+        0, (Answer(3, (9,)),), host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(2, 8, 0.1),))
+    )
     assert losses.answered(told) is told
     assert not losses.pending
 
@@ -33,7 +36,7 @@ def test_plans_in_flight_are_silent_about_host_sequences_and_end() -> None:
     losses.sent(plan(1, host=(4,), device=(5,)))
     losses.heard(HostLost(1, "it hangs", forgotten=0))
     assert losses.pending
-    assert losses.tell([0, 1]) == StepResult(None, host_lost="worker 1: it hangs")
+    assert losses.tell([0, 1]) == StepResult(None, host=HostResult(lost="worker 1: it hangs"))
     assert not losses.pending
     assert heard_of(losses, result(0, 3, 1, 2)) == [3]
     assert heard_of(losses, result(1, 5, 4)) == [5]
@@ -47,8 +50,8 @@ def test_no_progress_is_told_of_cohorts_that_are_lost() -> None:
     losses.sent(plan(0, host=(1,)))
     losses.heard(HostLost(0, "it died", forgotten=0))
     losses.tell([0])
-    told = losses.answered(StepResult(0, cohorts=(CohortProgress(0, 1),), host_work=(HostWork(1, 4, 0.1),)))
-    assert (told.cohorts, len(told.host_work)) == ((), 1)
+    told = losses.answered(StepResult(0, host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(1, 4, 0.1),))))
+    assert (told.host.cohorts, len(told.host.work)) == ((), 1)
 
 
 def test_a_sequence_that_was_lost_and_runs_again_is_heard_of_after_another_loss() -> None:
@@ -58,7 +61,7 @@ def test_a_sequence_that_was_lost_and_runs_again_is_heard_of_after_another_loss(
     losses.tell([0])
     losses.sent(plan(1, host=(7,), device=(1,)))
     losses.heard(HostLost(1, "it died too", forgotten=1))
-    assert losses.tell([0, 1]).host_lost == "worker 1: it died too"
+    assert losses.tell([0, 1]).host.lost == "worker 1: it died too"
     assert heard_of(losses, result(0, 1)) == []
     assert heard_of(losses, result(1, 1, 7)) == [1]
 
@@ -68,7 +71,7 @@ def test_stages_that_fail_together_lose_once() -> None:
     losses = HostLosses()
     losses.heard(HostLost(0, "it hangs", forgotten=0))
     losses.heard(HostLost(1, "it hangs", forgotten=0))
-    assert losses.tell([]).host_lost == "worker 0: it hangs"
+    assert losses.tell([]).host.lost == "worker 0: it hangs"
     losses.heard(HostLost(2, "it hangs", forgotten=0))
     assert not losses.pending
     losses.heard(HostLost(2, "it hangs again", forgotten=1))

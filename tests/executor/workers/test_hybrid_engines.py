@@ -53,7 +53,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count, submit = Counter[str](), WorkersExecutor.submit
 
     def counting(executor: WorkersExecutor, plan: StepPlan) -> None:
-        count[plan.strategy] += any(row.tier == "host" for row in plan.rows)
+        count[plan.host.strategy] += any(row.host is not None for row in plan.rows)
         submit(executor, plan)
 
     monkeypatch.setattr(WorkersExecutor, "submit", counting)

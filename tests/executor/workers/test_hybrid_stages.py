@@ -13,7 +13,8 @@ import pytest
 from nanoserve.executor.workers import process
 from nanoserve.executor.workers.building import part_of
 from nanoserve.executor.workers.executor import WorkersExecutor
-from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
+from nanoserve.scheduler.optional import HostWork
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.utils.threads import cores_in_use
 from tests.executor.workers.disturbances import Pair
 from tests.executor.workers.loads import TIGHT_BLOCKS, Case, Reference, pairwise, start_workers
@@ -84,10 +85,10 @@ class Watched:
             return reference.check(self.executor, list(cases))
 
     def _note(self, result: StepResult) -> None:
-        for cohort in result.cohorts:
+        for cohort in result.host.cohorts:
             self.progress.setdefault(cohort.step, []).append(cohort.layers)
-        self.work += result.host_work
-        self.lost += [] if result.host_lost is None else [result.host_lost]
+        self.work += result.host.work
+        self.lost += [] if result.host.lost is None else [result.host.lost]
         self.deaths += result.lost is not None
 
 
@@ -110,7 +111,7 @@ def in_the_sixth_plan_with_host_rows(action: Callable[[], None]) -> Callable[[St
 
     def look(plan: StepPlan) -> None:
         nonlocal plans
-        if any(row.tier == "host" for row in plan.rows):
+        if any(row.host is not None for row in plan.rows):
             plans += 1
             if plans == 6:
                 action()

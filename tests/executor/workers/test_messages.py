@@ -32,7 +32,8 @@ from nanoserve.executor.workers.messages import (
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import SamplingParams, TokenLogprob
-from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import HostPlan, Swap
+from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 
 PARAMS = SamplingParams(n=2, logit_bias={7: -1.5}, stop=("end",), stop_token_ids=(3,), seed=5, json_schema="{}")
 PLAN = StepPlan(
@@ -40,7 +41,7 @@ PLAN = StepPlan(
     begin=(Begin(8, (1, 2, 3), 2, 1, 2**63 - 1, PARAMS, (0, 1)),),
     rows=(Row(8, 0, (1, 2, 3), True, (4, 5)), Row(9, 12, (6,), False)),
     copies=(Copy(4, 5),),
-    swaps=(Swap(2, 6, "in", (9, 3), (70, 2)),),
+    host=HostPlan(swaps=(Swap(2, 6, "in", (9, 3), (70, 2)),)),
     end=(7,),
 )
 LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))

@@ -11,6 +11,7 @@ import zmq
 
 from nanoserve.executor.workers.messages import Allocate, Follow, ForgetHost, Prepare, RunPlan, ToWorker
 from nanoserve.executor.workers.worker import THREAD_NAME, PrefetchedStep, PrefetchThread
+from nanoserve.scheduler.optional import LayoutPlan
 from nanoserve.scheduler.plan import StepPlan
 
 PATIENCE = 240.0
@@ -111,8 +112,8 @@ def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
 
 def test_a_change_of_layout_is_left_to_the_loop(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
-    engine.say(RunPlan(StepPlan(0, transition=1)))
-    assert thread.next(PATIENCE) == RunPlan(StepPlan(0, transition=1))
+    engine.say(RunPlan(StepPlan(0, layouts=LayoutPlan(transition=1))))
+    assert thread.next(PATIENCE) == RunPlan(StepPlan(0, layouts=LayoutPlan(transition=1)))
 
 
 def test_what_fails_in_another_thread_fails_in_the_loop(engine: Engine) -> None:

@@ -10,6 +10,7 @@ import pytest
 from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.times import ReshardTimes
+from nanoserve.scheduler.optional import LayoutPlan
 from nanoserve.scheduler.plan import StepPlan
 from tests.executor.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, start_workers
 from tests.executor.workers.test_layouts import check_workers, reference_of
@@ -60,7 +61,7 @@ def test_answers_are_those_of_one_process(reference: Reference, two_layouts: Wor
 def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> None:
     two_layouts.take_times()
     target = 1 - two_layouts.layout
-    two_layouts.submit(StepPlan(7, transition=target))
+    two_layouts.submit(StepPlan(7, layouts=LayoutPlan(transition=target)))
     (result,) = two_layouts.collect(None)
     assert result.step == 7 and two_layouts.layout == target
     moves = [times for times in two_layouts.take_times() if isinstance(times, ReshardTimes)]

@@ -18,6 +18,7 @@ from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.executor.workers.group import WorkerGroup
 from nanoserve.executor.workers.messages import Allocate, ToWorker
 from nanoserve.request import Place, SequenceUpdate
+from nanoserve.scheduler.optional import LayoutPlan
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.executor.workers.disturbances import CASE, PHASES, Pair
@@ -143,7 +144,7 @@ def test_without_its_files_the_layout_changes_and_a_death_is_the_end(reference: 
         os.kill(workers(mark)[1], signal.SIGKILL)
         (result,) = executor.collect(executor.now() + 20)
         assert result.lost == "worker 1 was killed by SIGKILL"
-        executor.submit(StepPlan(0, transition=1 - executor.layout))
+        executor.submit(StepPlan(0, layouts=LayoutPlan(transition=1 - executor.layout)))
         with pytest.raises(WorkersFailed, match=r"^the workers died and cannot be started again: .*no such model dir"):
             executor.collect(None)
     assert workers(mark) == []

@@ -22,7 +22,8 @@ from nanoserve.executor.workers.distributed import Activations
 from nanoserve.executor.workers.messages import ForgetHost, HostLost, RunPlan
 from nanoserve.executor.workers.worker import THREAD_NAME, Worker, WorkerLayout
 from nanoserve.models.shards import Shard
-from nanoserve.scheduler.plan import Row, StepPlan, Swap
+from nanoserve.scheduler.optional import HostPlan, Swap
+from nanoserve.scheduler.plan import Row, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -119,7 +120,10 @@ def test_a_swap_begins_when_the_step_before_its_plan_is_done(
     runner.mechanisms = [transfer_by(Mover(runner.moved))]
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner)
     row = Row(8, 0, (1,), sample=True)
-    for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
+    for plan in (
+        StepPlan(0, rows=(row,)),
+        StepPlan(1, rows=(row,), host=HostPlan(swaps=(Swap(0, 9, "in", (4,), (2,)),))),
+    ):
         engine.send(msgspec.msgpack.encode(RunPlan(plan)))
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
@@ -207,7 +211,11 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
     runner.mechanisms = [transfer_by(LayeredMover(runner.left))]
     worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner)
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
-    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
+    engine.send(
+        msgspec.msgpack.encode(
+            RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), host=HostPlan(swaps=(parked,))))
+        )
+    )
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert runner.left_in_time == [True] * 3

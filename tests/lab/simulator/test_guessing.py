@@ -16,6 +16,7 @@ from nanoserve.lab.simulator.executor import DUMMY_TOKEN, END_TOKEN, SimulatedDr
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
+from nanoserve.scheduler.optional import DraftRow
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.lab.simulator.linear_times import LinearTimes
 
@@ -71,10 +72,10 @@ def test_a_sequence_ends_in_the_middle_of_its_guesses() -> None:
     """Its fourth token is the last one: of three right guesses, two and the end."""
     executor = SimulatedExecutor(LinearTimes(), drafter=SimulatedDrafter((1.0,)))
     begin = Begin(0, (1, 1), 2, 0, 4, SamplingParams())
-    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=3),)))
+    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)))
     ((first,),) = [result.answers for result in executor.collect(None)]
     assert (first.tokens, first.draft) == ((DUMMY_TOKEN,), (DUMMY_TOKEN,) * 3)
-    executor.submit(StepPlan(1, rows=(Row(0, 2, (1, 1, 1, 1), True, guesses=3),)))
+    executor.submit(StepPlan(1, rows=(Row(0, 2, (1, 1, 1, 1), True, draft=DraftRow(verify=3)),)))
     ((second,),) = [result.answers for result in executor.collect(None)]
     assert second.tokens == (DUMMY_TOKEN, DUMMY_TOKEN, END_TOKEN)
 
@@ -82,7 +83,7 @@ def test_a_sequence_ends_in_the_middle_of_its_guesses() -> None:
 def test_drafting_takes_its_share_behind_the_last_stage() -> None:
     executor = SimulatedExecutor(LinearTimes(num_stages=2, step=0.5), drafter=SimulatedDrafter((1.0,), 0.1))
     begin = Begin(0, (1, 1), 2, 0, 9, SamplingParams())
-    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=3),)))
+    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)))
     (result,) = executor.collect(None)
     assert result.draft_seconds == pytest.approx(3 * 0.1 * (0.5 + 0.5))
     assert (result.seconds, executor.now()) == pytest.approx((1.0, 1.3))

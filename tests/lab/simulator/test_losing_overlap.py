@@ -83,7 +83,7 @@ def slow_overlap(factor: float, since: float) -> SimulatedExecutor:
 
 
 def strategies(record: RunRecord, since: float) -> Sequence[Strategy]:
-    return [plan.strategy for plan in record.plans if plan.ends and record.planned[plan.step].time >= since]
+    return [plan.host.strategy for plan in record.plans if plan.ends and record.planned[plan.step].time >= since]
 
 
 @pytest.fixture(scope="module")

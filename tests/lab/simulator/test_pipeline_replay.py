@@ -13,7 +13,7 @@ from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import Chunk, StepWork
@@ -117,5 +117,5 @@ def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
 
     executor = MovingExecutor([JitteryMoves(number, seed) for number in stages], block_size=4, workers=4)
     record = record_run(Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps))
-    assert any(plan.transition is not None for plan in record.plans), "the second answer has several tokens"
+    assert any(plan.layouts.transition is not None for plan in record.plans), "the second answer has several tokens"
     assert replay(record, scheduler, vocab_size=2) == record.plans

@@ -135,9 +135,9 @@ def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
     executor = RealTimeExecutor(depth, seed=depth, host_blocks=NUM_BLOCKS, host_losses=(70, 150))
     record = record_run(Engine(scheduler(), executor, vocab_size=50), _requests(depth))
     told = list(record.results)
-    assert sum(result.host_lost is not None for result in told) == 2
-    assert any(result.swapped for result in told)
-    assert sum(row.tier == "host" for plan in record.plans for row in plan.rows) > 10
+    assert sum(result.host.lost is not None for result in told) == 2
+    assert any(result.host.swapped for result in told)
+    assert sum(row.host is not None for plan in record.plans for row in plan.rows) > 10
     assert replay(record, scheduler, vocab_size=50) == record.plans
 
 

@@ -9,7 +9,8 @@ from nanoserve.lab.simulator.executor import DUMMY_TOKEN, END_TOKEN, SimulatedEx
 from nanoserve.lab.simulator.pipeline import Passage
 from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostRow, LayoutPlan, Swap
+from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
 from tests.lab.simulator.tier_times import TierTimes
 
@@ -23,11 +24,11 @@ def _decode(sequence: int, keys: int = 5) -> Row:
 
 
 def _host(sequence: int, keys: int = 5, *, sub_batch: int = 0) -> Row:
-    return Row(sequence, keys - 1, (1,), True, tier="host", sub_batch=sub_batch)
+    return Row(sequence, keys - 1, (1,), True, host=HostRow(sub_batch))
 
 
 def _going_on(sequence: int, keys: int = 5, *, sub_batch: int = 0) -> Row:
-    return Row(sequence, keys - 1, (), True, tier="host", sub_batch=sub_batch)
+    return Row(sequence, keys - 1, (), True, host=HostRow(sub_batch))
 
 
 def _swap(swap: int, direction: str, blocks: int) -> Swap:
@@ -52,7 +53,7 @@ def _executor(*layouts: TierTimes) -> SimulatedExecutor:
 def _step(
     executor: SimulatedExecutor, step: int, rows: Iterable[Row] = (), strategy: Strategy = "overlap"
 ) -> StepResult:
-    executor.submit(StepPlan(step, rows=tuple(rows), strategy=strategy))
+    executor.submit(StepPlan(step, rows=tuple(rows), host=HostPlan(strategy=strategy)))
     (result,) = executor.collect(None)
     assert result.step == step
     return result
@@ -75,12 +76,12 @@ def test_a_swap_behind_its_row_moves_with_the_step_that_computes_it(
     executor.collect(None)
     prompt = Row(0, 0, (1, 1, 1, 1), True)
     swaps = (Swap(7, 0, "out", (1, 2), (3, 4), after_row=True),)
-    executor.submit(StepPlan(1, begin=_begin(0), rows=(prompt,), swaps=swaps, strategy=strategy))
+    executor.submit(StepPlan(1, begin=_begin(0), rows=(prompt,), host=HostPlan(swaps=swaps, strategy=strategy)))
     results = executor.collect(None)
     if moved.end > 6:
-        assert [result.swapped for result in results] == [()]
+        assert [result.host.swapped for result in results] == [()]
         results += executor.collect(None)
-    assert [(result.step, result.swapped) for result in results] == [(1, ()), (None, (7,))]
+    assert [(result.step, result.host.swapped) for result in results] == [(1, ()), (None, (7,))]
     assert _swaps(executor) == [("out", moved)]
     assert executor.now() == moved.end
 
@@ -89,30 +90,40 @@ def test_a_swap_behind_its_row_waits_for_the_pipeline_and_for_the_link() -> None
     executor = _executor(TierTimes(num_layers=3, num_stages=3, swap_token=3.0))
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # a second in each stage
     executor.submit(
-        StepPlan(1, begin=_begin(0), rows=(Row(0, 0, (1, 1), True),), swaps=(Swap(1, 0, "out", (1,), (3,), True),))
+        StepPlan(
+            1,
+            begin=_begin(0),
+            rows=(Row(0, 0, (1, 1), True),),
+            host=HostPlan(swaps=(Swap(1, 0, "out", (1,), (3,), True),)),
+        )
     )
     executor.submit(
-        StepPlan(2, begin=_begin(2), rows=(Row(2, 0, (1, 1), True),), swaps=(Swap(2, 2, "out", (2,), (4,), True),))
+        StepPlan(
+            2,
+            begin=_begin(2),
+            rows=(Row(2, 0, (1, 1), True),),
+            host=HostPlan(swaps=(Swap(2, 2, "out", (2,), (4,), True),)),
+        )
     )
     assert _swaps(executor) == [("out", (1, 4)), ("out", (3, 5))]
 
 
 def test_a_swap_moves_beside_the_step_and_is_answered_when_it_is_over() -> None:
     executor = _executor(TierTimes(num_layers=3))  # a step takes 3 seconds, a block of 2 tokens 2
-    executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),), swaps=(_swap(7, "out", 2),)))
+    executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),), host=HostPlan(swaps=(_swap(7, "out", 2),))))
     assert [result.step for result in executor.collect(None)] == [0]
     assert executor.now() == 3
-    assert executor.collect(None) == [StepResult(None, swapped=(7,))]
+    assert executor.collect(None) == [StepResult(None, host=HostResult(swapped=(7,)))]
     assert executor.now() == 4
 
 
 def test_swaps_queue_in_their_direction_and_do_not_hinder_those_of_the_other() -> None:
     executor = _executor()
-    executor.submit(StepPlan(0, swaps=(_swap(0, "out", 2), _swap(1, "out", 1), _swap(2, "in", 1))))
+    executor.submit(StepPlan(0, host=HostPlan(swaps=(_swap(0, "out", 2), _swap(1, "out", 1), _swap(2, "in", 1)))))
     known = {}
     for _ in range(3):
         (result,) = executor.collect(None)
-        known[result.swapped[0]] = executor.now()
+        known[result.host.swapped[0]] = executor.now()
     assert known == {2: 2, 0: 4, 1: 6}
     assert _swaps(executor) == [("out", (0, 4)), ("out", (4, 6)), ("in", (0, 2))]
 
@@ -120,16 +131,16 @@ def test_swaps_queue_in_their_direction_and_do_not_hinder_those_of_the_other() -
 def test_a_plan_of_swaps_alone_takes_no_place_in_flight_and_does_not_end() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))
-    executor.submit(StepPlan(1, swaps=(_swap(0, "in", 9),), end=(1,)))
+    executor.submit(StepPlan(1, host=HostPlan(swaps=(_swap(0, "in", 9),)), end=(1,)))
     with pytest.raises(RuntimeError, match="plan 2: 1 plans are in flight already"):
         executor.submit(StepPlan(2, rows=(_decode(1),)))
     results = [result for _ in range(2) for result in executor.collect(None)]
-    assert [(result.step, result.swapped) for result in results] == [(0, ()), (None, (0,))]
+    assert [(result.step, result.host.swapped) for result in results] == [(0, ()), (None, (0,))]
 
 
 def test_the_stages_devices_swap_at_once() -> None:
     executor = _executor(TierTimes(num_stages=3))
-    executor.submit(StepPlan(0, swaps=(_swap(0, "out", 3),)))
+    executor.submit(StepPlan(0, host=HostPlan(swaps=(_swap(0, "out", 3),))))
     executor.collect(None)
     assert executor.now() == 2
 
@@ -139,7 +150,9 @@ def test_a_sequence_that_begins_again_on_the_host_still_answers_as_many_tokens_a
     executor.submit(StepPlan(0, begin=_begin(1, answer=3), rows=(Row(1, 0, (1, 1), True),)))
     executor.collect(None)
     again = Begin(1, (1, 1, 1), 2, 0, 3, SamplingParams())
-    executor.submit(StepPlan(1, end=(1,), begin=(again,), rows=(_host(1, keys=3),), strategy="asymmetric"))
+    executor.submit(
+        StepPlan(1, end=(1,), begin=(again,), rows=(_host(1, keys=3),), host=HostPlan(strategy="asymmetric"))
+    )
     first = executor.collect(None)[0].answers[0]
     second = _step(executor, 2, [_host(1, keys=4)], "asymmetric").answers[0]
     assert (first.tokens, second.tokens) == ((DUMMY_TOKEN,), (END_TOKEN,))
@@ -152,9 +165,9 @@ def test_a_transition_waits_for_what_is_under_way_and_reloads_over_the_link() ->
     executor = _executor(TierTimes(num_stages=3), TierTimes(reload=7.0))
     assert executor.max_in_flight == 3
     executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),)))  # through 3 stages of 1 second
-    executor.submit(StepPlan(1, swaps=(_swap(0, "out", 6),)))  # 12 tokens over three stages: 4 seconds
-    executor.submit(StepPlan(2, transition=1))
-    executor.submit(StepPlan(3, rows=(_decode(1),), layout=1))
+    executor.submit(StepPlan(1, host=HostPlan(swaps=(_swap(0, "out", 6),))))  # 12 tokens over three stages: 4 seconds
+    executor.submit(StepPlan(2, layouts=LayoutPlan(transition=1)))
+    executor.submit(StepPlan(3, rows=(_decode(1),), layouts=LayoutPlan(current=1)))
     times = {}
     for _ in range(4):
         (result,) = executor.collect(None)
@@ -168,15 +181,15 @@ def test_a_transition_waits_for_what_is_under_way_and_reloads_over_the_link() ->
 def test_a_plan_for_another_layout_than_the_current_is_refused() -> None:
     executor = _executor(TierTimes(), TierTimes())
     with pytest.raises(RuntimeError, match="plan 0 is for layout 1, but 0 is current"):
-        executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),), layout=1))
+        executor.submit(StepPlan(0, begin=_begin(1), rows=(_decode(1),), layouts=LayoutPlan(current=1)))
 
 
 def test_the_layout_does_not_change_under_a_host_sequence() -> None:
     executor = _executor(TierTimes(), TierTimes())
-    executor.submit(StepPlan(0, begin=_begin(1), rows=(_host(1),), strategy="overlap"))
+    executor.submit(StepPlan(0, begin=_begin(1), rows=(_host(1),), host=HostPlan(strategy="overlap")))
     executor.collect(None)
     with pytest.raises(RuntimeError, match="plan 1 changes the layout while"):
-        executor.submit(StepPlan(1, transition=1))
+        executor.submit(StepPlan(1, layouts=LayoutPlan(transition=1)))
 
 
 # ------------------------------------------------------------------------------------------ asynchronous overlap
@@ -194,7 +207,7 @@ def test_a_host_token_takes_one_step_more_than_there_are_layers() -> None:
     executor = _started(TierTimes(num_layers=3, host_key=0.1))
     results = [_step(executor, step, [_decode(0), *([_host(1)] if step == 0 else [])]) for step in range(4)]
     assert [_answered(result) for result in results] == [[0], [0], [0], [0, 1]]
-    assert [result.cohorts for result in results] == [
+    assert [result.host.cohorts for result in results] == [
         (CohortProgress(0, 0),),
         (CohortProgress(0, 1),),
         (CohortProgress(0, 2),),
@@ -218,7 +231,7 @@ def test_a_processor_that_is_late_lets_the_cohort_miss_a_step_and_no_one_waits()
     # come to the second half of layer 0 at 6.5 and 9.5.
     executor = _started(TierTimes(num_layers=3, host_key=1.0))
     results = [_step(executor, step, [_decode(0), *([_host(1)] if step == 0 else [])]) for step in range(4)]
-    assert [result.cohorts[0].layers for result in results] == [0, 0, 1, 1]
+    assert [result.host.cohorts[0].layers for result in results] == [0, 0, 1, 1]
     assert [result.seconds for result in results] == [3, 3, 3, 3]
     assert executor.now() == 15
 
@@ -230,7 +243,7 @@ def test_a_processor_serves_one_cohort_at_a_time() -> None:
     executor = _started(TierTimes(num_layers=3, host_key=0.5), host=2)
     begins = {0: [_host(1)], 1: [_host(2)]}
     results = [_step(executor, step, [_decode(0), *begins.get(step, [])]) for step in range(4)]
-    layers = [{cohort.step: cohort.layers for cohort in result.cohorts} for result in results]
+    layers = [{cohort.step: cohort.layers for cohort in result.host.cohorts} for result in results]
     assert layers == [{0: 0}, {0: 1, 1: 0}, {0: 1, 1: 1}, {0: 2, 1: 1}]
     attention = _attention(executor)
     assert [one.began for one in attention] == [3.5, 6.5, 9, 11.5, 14.5]
@@ -240,8 +253,8 @@ def test_a_processor_serves_one_cohort_at_a_time() -> None:
 def test_steps_of_the_device_alone_carry_nobody_on() -> None:
     executor = _started(TierTimes(host_key=0.1))
     _step(executor, 0, [_decode(0), _host(1)])
-    assert _step(executor, 1, [_decode(0)], "device").cohorts == ()
-    assert _step(executor, 2, [_decode(0)]).cohorts == (CohortProgress(0, 1),)
+    assert _step(executor, 1, [_decode(0)], "device").host.cohorts == ()
+    assert _step(executor, 2, [_decode(0)]).host.cohorts == (CohortProgress(0, 1),)
 
 
 def test_a_step_without_rows_waits_for_the_processor_and_computes_what_its_cohorts_pass() -> None:
@@ -252,13 +265,13 @@ def test_a_step_without_rows_waits_for_the_processor_and_computes_what_its_cohor
     assert executor.now() == 7.5
     result = _step(executor, 2)
     assert executor.now() == 12
-    assert (_answered(result), result.cohorts, result.seconds) == ([1], (), 0.5)
+    assert (_answered(result), result.host.cohorts, result.seconds) == ([1], (), 0.5)
 
 
 def test_host_sequences_want_one_stage() -> None:
     executor = _executor(TierTimes(num_stages=3))
     with pytest.raises(UsageError, match="simulated for one pipeline stage, not for 3; use --pp 1"):
-        executor.submit(StepPlan(0, begin=_begin(1), rows=(_host(1),), strategy="overlap"))
+        executor.submit(StepPlan(0, begin=_begin(1), rows=(_host(1),), host=HostPlan(strategy="overlap")))
 
 
 # ----------------------------------------------------------------------------------------- asymmetric pipelining
@@ -295,10 +308,10 @@ def test_part_way_sequences_take_part_in_the_layers_that_are_left_and_leave_thei
     # From 12: the CPU is late by 1.5 s, so layer 0 takes 1.5; layer 1: one and one; layers 2 and 3: two and one.
     assert result.seconds == pytest.approx(1.5 + 2 + 2 * 3)
     assert _answered(result) == [0, 2]
-    assert result.cohorts == (CohortProgress(0, 1),)
-    assert _step(executor, 3, [_decode(0)]).cohorts == (CohortProgress(0, 2),)
+    assert result.host.cohorts == (CohortProgress(0, 1),)
+    assert _step(executor, 3, [_decode(0)]).host.cohorts == (CohortProgress(0, 2),)
     last = _step(executor, 4, [_going_on(1)], "asymmetric")
-    assert (_answered(last), last.cohorts) == ([1], ())
+    assert (_answered(last), last.host.cohorts) == ([1], ())
 
 
 def test_who_has_no_token_under_way_cannot_go_on() -> None:

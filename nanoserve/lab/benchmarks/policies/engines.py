@@ -29,7 +29,7 @@ from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 
 
 def open_workers(

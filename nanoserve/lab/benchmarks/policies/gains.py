@@ -6,7 +6,7 @@ from statistics import median
 
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_speedup_bound
 from nanoserve.record.run_record import RunRecord
-from nanoserve.scheduler.plan import HostWork
+from nanoserve.scheduler.optional import HostWork
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.work import Strategy
 
@@ -36,18 +36,18 @@ def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
     for plan in record.plans:
         passes = 0
         for row in plan.rows:
-            if row.tier == "device":
+            if row.host is None:
                 resident.discard(row.sequence)
                 continue
             resident.add(row.sequence)
-            if plan.strategy == "overlap":
+            if plan.host.strategy == "overlap":
                 passed[row.sequence] = plan.step, 0
                 passes += 1
             elif row.tokens:
                 passes += layers + 1
             elif row.sequence in passed:
                 passes += layers - passed.pop(row.sequence)[1]
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             if swap.direction == "out":
                 resident.add(swap.sequence)
             else:
@@ -58,16 +58,16 @@ def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
         for answer in result.answers:
             if answer.sequence in passed:
                 passes += layers - passed.pop(answer.sequence)[1]
-        for progress in result.cohorts:
+        for progress in result.host.cohorts:
             for sequence, (began, before) in passed.items():
                 if began == progress.step:
                     passes += progress.layers - before
                     passed[sequence] = began, progress.layers
-        device = [row for row in plan.rows if row.tier == "device"]
+        device = [row for row in plan.rows if row.host is None]
         if device and all(len(row.tokens) == 1 for row in device):
             keys = sum(row.start + 1 for row in device)
             tokens = passes / (layers + 1)
-            yield DecodeStep(plan.strategy, result.seconds, len(device), keys, len(resident), tokens)
+            yield DecodeStep(plan.host.strategy, result.seconds, len(device), keys, len(resident), tokens)
 
 
 def device_slowness(steps: Iterable[DecodeStep], predictor: Predictor) -> float | None:
@@ -123,7 +123,7 @@ def gains_of_run(record: RunRecord, alone: RunRecord, predictor: Predictor) -> G
     slowness = device_slowness(decode_steps(alone, predictor.num_layers), predictor)
     if slowness is None:
         return None
-    rate = host_rate([work for result in record.results for work in result.host_work])
+    rate = host_rate([work for result in record.results for work in result.host.work])
     return gains(list(decode_steps(record, predictor.num_layers)), predictor, slowness=slowness, rate=rate)
 
 

@@ -25,7 +25,8 @@ from nanoserve.record.metrics import MILLISECONDS, Distribution, in_milliseconds
 from nanoserve.record.phases import Phase, PhaseTurn
 from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.record.times import StageTimes
-from nanoserve.scheduler.plan import StepPlan, Tier
+from nanoserve.scheduler.optional import Tier
+from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.work import Strategy
 
 Picture = tuple[Sequence[AnyPanel], int, tuple[float, float]]
@@ -101,7 +102,7 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
     metrics = {
         **_request_metrics(run),
         "steps": sum(bool(plan.rows) for plan in record.plans),
-        "transitions": sum(plan.transition is not None for plan in record.plans),
+        "transitions": sum(plan.layouts.transition is not None for plan in record.plans),
         "phases": None,
         "reshards": None,
         "swaps_out": None,
@@ -148,7 +149,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
     """Latencies by where the KV was, steps by strategy, errors of predictions, and gains over the first variant."""
     record, variant = run.record, run.variant
     seconds, plans, results = record.makespan, record.plans, list(record.results)
-    directions = Counter(swap.direction for plan in plans for swap in plan.swaps)
+    directions = Counter(swap.direction for plan in plans for swap in plan.host.swaps)
     assert run.times is not None, "the engine measures times"
     make = partial(variant.scheduler, simulated=True)
     decided = [planned.time - planned.clock for planned in record.planned.values()]
@@ -169,7 +170,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
         "steps": step_counts(plans),
         # Shares of the time in which a step was under way, and in which the CPU computed attention.
         "device_share": sum(result.seconds for result in results) / seconds,
-        "processor_share": sum(work.seconds for result in results for work in result.host_work) / seconds,
+        "processor_share": sum(work.seconds for result in results for work in result.host.work) / seconds,
         "engine_ms": MILLISECONDS * statistics.median(decided),  # from known results to the next plan
         "swaps_out": directions["out"],
         "swaps_in": directions["in"],
@@ -183,7 +184,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
 
 def step_counts(plans: Sequence[StepPlan]) -> dict[Strategy, int]:
     """Steps by strategy; plans that only swap are no steps."""
-    counts = Counter(plan.strategy for plan in plans if plan.ends)
+    counts = Counter(plan.host.strategy for plan in plans if plan.ends)
     return {strategy: counts[strategy] for strategy in _STRATEGIES}
 
 

@@ -16,8 +16,9 @@ from nanoserve.record.metrics import MILLISECONDS
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.record.times import StageTimes
-from nanoserve.scheduler.plan import Answer, StepPlan, work_of
+from nanoserve.scheduler.plan import Answer, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import work_of
 
 
 def compare_with_simulator(
@@ -51,7 +52,7 @@ def compare_with_simulator(
         "simulated_seconds": simulated.makespan,
         "simulated_ttft_ms": ttft * MILLISECONDS,
         "simulated_tpot_ms": tpot_ms,
-        "simulated_transitions": sum(plan.transition is not None for plan in simulated.plans),
+        "simulated_transitions": sum(plan.layouts.transition is not None for plan in simulated.plans),
         "plans": len(record.plans),
         "replayed": len(replayed),
         "others": sum(one.others for one in known),  # micro-batches that were not those of the real run
@@ -89,10 +90,10 @@ def _means(record: RunRecord) -> tuple[float, float | None]:
 
 def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> MeasuredStages | None:
     """The times of a layout; None if it computed nothing."""
-    plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
+    plans = [plan for plan in record.plans if plan.rows and plan.layouts.current == number]
     if not plans:
         return None
-    changes = [plan.step for plan in record.plans if plan.transition == number]
+    changes = [plan.step for plan in record.plans if plan.layouts.transition == number]
     reload = 0.0
     if changes:
         reload = fmean(record.known[step] - record.planned[step].time for step in changes)
@@ -105,7 +106,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue. A swap
     that follows its row begins when the step does. If it is answered with the step, it may have ended sooner: its
     tokens are then added to those of the next swap of the same plan that took longer."""
-    answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
+    answered = {
+        swap: moment for moment, done in record.collected.items() for result in done for swap in result.host.swapped
+    }
     computing: dict[int, float] = {}  # when the first worker began to compute, by step
     for times in record.stage_times:
         computing[times.step] = min(times.started, computing.get(times.step, times.started))
@@ -113,7 +116,7 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     seconds, tokens = 0.0, 0
     for plan in record.plans:
         hidden = 0
-        for swap in plan.swaps:
+        for swap in plan.host.swaps:
             begins = record.planned[plan.step].time
             if swap.after_row:
                 begins = computing[plan.step]
@@ -124,7 +127,7 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
             began = max(begins, free.get(swap.direction, 0.0))
             free[swap.direction] = ended = answered[swap.swap]
             hidden = 0
-            if plan.layout == layout:
+            if plan.layouts.current == layout:
                 seconds += max(0.0, ended - began)
                 tokens += moved
     if not tokens:

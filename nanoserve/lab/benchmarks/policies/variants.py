@@ -22,7 +22,8 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Load, Policy
-from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
+from nanoserve.scheduler.optional import LayoutCapacity, LayoutPlan
+from nanoserve.scheduler.plan import Executor, StepPlan
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
 from nanoserve.scheduler.predictor import Predictor
@@ -191,7 +192,7 @@ def enter_layout(executor: Executor, layout: int) -> Executor:
     plans run there: the scheduler knows no other layout. Raises RuntimeFailure if one dies."""
     current: int = getattr(executor, "layout", 0)  # only workers may have several
     if current != layout:
-        executor.submit(StepPlan(0, layout=current, transition=layout))
+        executor.submit(StepPlan(0, layouts=LayoutPlan(current=current, transition=layout)))
         while not (results := executor.collect(None)):
             pass
         if results[0].lost is not None:
@@ -200,7 +201,7 @@ def enter_layout(executor: Executor, layout: int) -> Executor:
         return executor
 
     def submit(plan: StepPlan) -> None:
-        executor.submit(msgspec.structs.replace(plan, layout=layout))
+        executor.submit(msgspec.structs.replace(plan, layouts=msgspec.structs.replace(plan.layouts, current=layout)))
 
     same = {name: getattr(executor, name) for name in _EXECUTOR if hasattr(executor, name)}
     return cast(Executor, SimpleNamespace(**same, submit=submit))

@@ -17,7 +17,7 @@ from nanoserve.lab.charts import Chart, panel
 from nanoserve.lab.papers.apex.settings import A10, PAPERS_SHARE, T4, Platform
 from nanoserve.lab.papers.claims import Ours, claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
-from nanoserve.lab.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
+from nanoserve.lab.simulator.host_attention import HostAttention, HostToken, Processor, SubBatch
 from nanoserve.record.metrics import Spread
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.optional import HostLoad
@@ -65,8 +65,8 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
             break_even=pipelining_break_even(linear, attention),
         )
 
-    def _host(self, first: int, count: int) -> dict[int, HostRow]:
-        return {number: HostRow(self.context, Answer(number)) for number in range(first, first + count)}
+    def _host(self, first: int, count: int) -> dict[int, HostToken]:
+        return {number: HostToken(self.context, Answer(number)) for number in range(first, first + count)}
 
     def _pipelined(self, costs: StepCosts) -> float:
         """Tokens per second of a step as NEO decides it: asymmetric, or the device alone."""
@@ -87,7 +87,7 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         attention, device = HostAttention(costs, Processor()), costs.work([self.context] * self.decodes)
         now, steps, tokens = 0.0, 0, 0
         while tokens < _CYCLES * self.host_sequences:
-            beginning: dict[int, HostRow] = {}
+            beginning: dict[int, HostToken] = {}
             if not attention.under_way:
                 beginning = self._host(0, self.host_sequences)
             passage, answers = attention.overlap(steps, device, beginning, now)

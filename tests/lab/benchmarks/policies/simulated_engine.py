@@ -9,7 +9,8 @@ from nanoserve.lab.benchmarks.policies.variants import OpenEngine
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.pipeline import TieredTimes
 from nanoserve.record.times import HostTimes
-from nanoserve.scheduler.plan import HostWork, LayoutCapacity, StepPlan, StepResult
+from nanoserve.scheduler.optional import HostWork, LayoutCapacity
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.observed_executor import dummy_answers
 from tests.lab.simulator.tier_times import TierTimes
@@ -32,7 +33,7 @@ class HostTellingExecutor(SimulatedExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         """Note whether the CPU's work will be that of a layer, or of a step."""
-        self._whole_step = plan.strategy == "asymmetric"
+        self._whole_step = plan.host.strategy == "asymmetric"
         super().submit(plan)
         for times in self.take_times():
             if isinstance(times, HostTimes):
@@ -43,7 +44,8 @@ class HostTellingExecutor(SimulatedExecutor):
     def collect(self, until: float | None) -> list[StepResult]:
         results = super().collect(None if until is None else until - self._began)
         if results and self._attended:
-            results[0] = msgspec.structs.replace(results[0], host_work=tuple(self._attended))
+            host = msgspec.structs.replace(results[0].host, work=tuple(self._attended))
+            results[0] = msgspec.structs.replace(results[0], host=host)
             self._attended.clear()
         return results
 

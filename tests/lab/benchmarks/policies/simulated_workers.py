@@ -4,7 +4,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.lab.benchmarks.policies.variants import OpenEngine, PolicyVariant
 from nanoserve.lab.commands.bench_reshard import resharding_variants
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from tests.fakes.moving_executor import MovingExecutor
 from tests.lab.simulator.tier_times import TierTimes
 

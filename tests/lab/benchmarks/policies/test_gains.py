@@ -14,7 +14,8 @@ from nanoserve.lab.benchmarks.policies.metrics import step_counts
 from nanoserve.record.events import Arrived, Collected, Gained
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate
-from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostRow, HostWork, Swap
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned
@@ -27,29 +28,29 @@ def _device(sequence: int, start: int, tokens: int = 1) -> Row:
 
 
 def _host(sequence: int, start: int, tokens: int = 1, sub_batch: int = 0) -> Row:
-    return Row(sequence, start, (0,) * tokens, sample=True, tier="host", sub_batch=sub_batch)
+    return Row(sequence, start, (0,) * tokens, sample=True, host=HostRow(sub_batch))
 
 
 PLANS = [
     StepPlan(0, rows=(_device(0, 0, 4), _device(1, 0, 6))),
-    StepPlan(1, rows=(_device(0, 4),), swaps=(Swap(0, 1, "out", (1, 2), (1, 2)),)),
-    StepPlan(2, rows=(_device(0, 5), _host(1, 6)), strategy="overlap"),
-    StepPlan(3, rows=(_device(0, 6),), strategy="overlap"),
-    StepPlan(4, rows=(_device(0, 7), _host(1, 6, tokens=0)), strategy="asymmetric"),
-    StepPlan(5, rows=(_host(1, 7),), strategy="asymmetric"),
-    StepPlan(6, rows=(_device(0, 8), _host(1, 8, sub_batch=1)), strategy="asymmetric"),
-    StepPlan(7, swaps=(Swap(1, 1, "in", (1, 2), (1, 2)),)),
+    StepPlan(1, rows=(_device(0, 4),), host=HostPlan(swaps=(Swap(0, 1, "out", (1, 2), (1, 2)),))),
+    StepPlan(2, rows=(_device(0, 5), _host(1, 6)), host=HostPlan(strategy="overlap")),
+    StepPlan(3, rows=(_device(0, 6),), host=HostPlan(strategy="overlap")),
+    StepPlan(4, rows=(_device(0, 7), _host(1, 6, tokens=0)), host=HostPlan(strategy="asymmetric")),
+    StepPlan(5, rows=(_host(1, 7),), host=HostPlan(strategy="asymmetric")),
+    StepPlan(6, rows=(_device(0, 8), _host(1, 8, sub_batch=1)), host=HostPlan(strategy="asymmetric")),
+    StepPlan(7, host=HostPlan(swaps=(Swap(1, 1, "in", (1, 2), (1, 2)),))),
     StepPlan(8, rows=(_device(0, 9),)),
 ]
 RESULTS = [
     StepResult(0, (Answer(0, (0,)), Answer(1, (0,))), seconds=9.0),
-    StepResult(1, (Answer(0, (0,)),), (0,), seconds=3.0),
-    StepResult(2, (Answer(0, (0,)),), cohorts=(CohortProgress(2, 0),), seconds=4.0),
-    StepResult(3, (Answer(0, (0,)),), cohorts=(CohortProgress(2, 1),), seconds=5.0),
+    StepResult(1, (Answer(0, (0,)),), host=HostResult(swapped=(0,)), seconds=3.0),
+    StepResult(2, (Answer(0, (0,)),), host=HostResult(cohorts=(CohortProgress(2, 0),)), seconds=4.0),
+    StepResult(3, (Answer(0, (0,)),), host=HostResult(cohorts=(CohortProgress(2, 1),)), seconds=5.0),
     StepResult(4, (Answer(0, (0,)), Answer(1, (0,))), seconds=6.0),
     StepResult(5, (Answer(1, (0,)),), seconds=7.0),
     StepResult(6, (Answer(0, (0,)), Answer(1, (0,))), seconds=8.0),
-    StepResult(None, swapped=(1,)),
+    StepResult(None, host=HostResult(swapped=(1,))),
     StepResult(8, (Answer(0, (0,)),), seconds=3.5),
 ]
 

@@ -53,7 +53,7 @@ def test_phases_cover_the_run_and_moves_are_counted(name: str) -> None:
     assert out.count == back.count >= 16
     assert 0.5 < figures["pool_peak"] <= 1
     assert figures["output_tokens_per_s"] == pytest.approx(16 * 9 / figures["seconds"])
-    assert sum(plan.transition is not None for plan in run.plans) == figures["transitions"]
+    assert sum(plan.layouts.transition is not None for plan in run.plans) == figures["transitions"]
 
 
 def test_few_transitions_are_what_it_minimizes() -> None:

@@ -9,7 +9,7 @@ from nanoserve.lab.benchmarks.policies.variants import OpenEngine, PolicyVariant
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.record.metrics import Distribution
 from nanoserve.record.run_record import StageShares
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from tests.lab.simulator.linear_times import LinearTimes

@@ -126,7 +126,10 @@ def test_a_run_in_which_attention_on_the_cpu_is_lost_is_refused(monkeypatch: pyt
     collect = engine.executor.collect
 
     def losing(until: float | None) -> list[StepResult]:
-        return [msgspec.structs.replace(result, host_lost="the thread died") for result in collect(until)]
+        return [
+            msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, lost="the thread died"))
+            for result in collect(until)
+        ]
 
     monkeypatch.setattr(engine.executor, "collect", losing)
     with pytest.raises(RuntimeFailure, match="attention on the CPU is lost: the thread died"):

@@ -13,7 +13,7 @@ from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.lab.benchmarks.rounds import Repeating
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.pipeline import Runtime
-from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.optional import LayoutCapacity
 from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
 from tests.lab.benchmarks.conftest import Run, interrupt
 from tests.lab.benchmarks.policies.simulated_engine import BLOCK_SIZE, simulated_engine
