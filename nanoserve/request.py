@@ -334,13 +334,13 @@ class Sequence:
     that is one more than there are tokens, and while guesses are verified it counts them."""
     block_table: list[int] = field(default_factory=list)
     """Device blocks in order of position, for each position one of every cache group."""
-    reach: int = 0
+    capacity: int = 0
     """Positions that these blocks hold."""
     host_table: list[int] = field(default_factory=list)
     """Host blocks likewise; on the device, host blocks reserved for a prompt that will move."""
     chain: list[Any] = field(default_factory=list)
     """The prefix cache's columns of its first full blocks."""
-    slid_to: int = 0
+    window_start: int = 0
     """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""

@@ -202,7 +202,7 @@ class SequenceBlocks:
                 break
             sequence.chain.append(column)
             sequence.block_table += column.blocks
-        sequence.computed = sequence.reach = len(sequence.chain) * self._block_size
+        sequence.computed = sequence.capacity = len(sequence.chain) * self._block_size
         self.pool.share(sequence.block_table)
 
     def slide(self, sequence: Sequence, position: int) -> None:
@@ -217,16 +217,16 @@ class SequenceBlocks:
 
     def fits(self, sequence: Sequence, count: int) -> bool:
         """Whether ``count`` more positions fit; usually the last block has room, and the pool need not be asked."""
-        return sequence.computed + count <= sequence.reach or count <= self.capacity(sequence)
+        return sequence.computed + count <= sequence.capacity or count <= self.capacity(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Append the blocks that ``count`` more positions need; they must be free. Returns them, and the (source,
         target) of blocks to copy before the first of them is written. This is copy-on-write: at its first write a fork
         copies the blocks in which its prompt ends, but for those that nobody else owns."""
         end = sequence.computed + count
-        if end <= sequence.reach:  # a fork that has not written yet misses one column at least
+        if end <= sequence.capacity:  # a fork that has not written yet misses one column at least
             return [], []
-        missing = self.pool.blocks_for(end - sequence.reach) * self.groups
+        missing = self.pool.blocks_for(end - sequence.capacity) * self.groups
         copies: list[tuple[int, int]] = []
         if sequence.copy_source:
             sources, sequence.copy_source = sequence.copy_source, ()
@@ -243,13 +243,13 @@ class SequenceBlocks:
         else:
             new_blocks = self.pool.allocate(missing)
         sequence.block_table += new_blocks
-        sequence.reach += missing // self.groups * self._block_size
+        sequence.capacity += missing // self.groups * self._block_size
         return new_blocks, copies
 
     def trim(self, sequence: Sequence) -> None:
         """Give blocks behind the computed positions back."""
         columns = self.pool.blocks_for(sequence.computed)
-        kept, sequence.reach = columns * self.groups, columns * self._block_size
+        kept, sequence.capacity = columns * self.groups, columns * self._block_size
         self.pool.release(sequence.block_table[kept:])
         del sequence.block_table[kept:]
 
@@ -274,7 +274,7 @@ class SequenceBlocks:
         sibling.computed = parent.prompt_length - 1
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups
-        sibling.block_table, sibling.reach = parent.block_table[:end], full * self._block_size
+        sibling.block_table, sibling.capacity = parent.block_table[:end], full * self._block_size
         sibling.chain = parent.chain[:full]
         self.pool.share(sibling.block_table)
         if partial:
@@ -289,5 +289,5 @@ class SequenceBlocks:
         self.pool.release(sequence.block_table)
         sequence.copy_source = ()
         sequence.block_table = []
-        sequence.reach = 0
+        sequence.capacity = 0
         sequence.chain = []

@@ -96,9 +96,9 @@ class PlanBuilder:
             if sequence.sequence_id in skipped:
                 continue
             start, tokens = sequence.computed, sequence.tokens
-            if start >= sequence.reach and not (self._may_grow(sequence) and self._make_room(sequence, 1)):
+            if start >= sequence.capacity and not (self._may_grow(sequence) and self._make_room(sequence, 1)):
                 continue
-            if start < sequence.reach and start < len(tokens) and sequence.begun:
+            if start < sequence.capacity and start < len(tokens) and sequence.begun:
                 # Its last block has room and the executor knows the rest, as for most decodes.
                 row = Row(sequence.sequence_id, start, (tokens[start],), True)
                 rows.append(row)
@@ -227,7 +227,7 @@ class PlanBuilder:
         start, tokens = sequence.computed, sequence.tokens
         end = start + count
         new_blocks: list[int] | tuple[()] = ()
-        if end > sequence.reach:  # else its last block has room, as for most decodes
+        if end > sequence.capacity:  # else its last block has room, as for most decodes
             new_blocks, copies = self._blocks.grow(sequence, count)
             self._copies += [Copy(source, target) for source, target in copies]
         if not sequence.begun:

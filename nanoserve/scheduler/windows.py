@@ -58,7 +58,7 @@ class WindowedBlocks(SequenceBlocks):
             sequence.chain.append(column)
             for block, first in zip(column.blocks, firsts, strict=True):
                 sequence.block_table.append(block if index >= first else NO_BLOCK)
-        sequence.computed = sequence.slid_to = sequence.reach = end
+        sequence.computed = sequence.window_start = sequence.capacity = end
         self.pool.share(sequence.block_table)
 
     def _usable(self, columns: SequenceOf[list[int]]) -> int:
@@ -79,17 +79,17 @@ class WindowedBlocks(SequenceBlocks):
     def slide(self, sequence: Sequence, position: int) -> None:
         table, groups = sequence.block_table, self.groups
         for group, window in enumerate(self.windows):
-            first, end = self._first_column(sequence.slid_to, window), self._first_column(position, window)
+            first, end = self._first_column(sequence.window_start, window), self._first_column(position, window)
             if first < end:
                 passed = slice(first * groups + group, end * groups, groups)
                 self.pool.release(table[passed])
                 table[passed] = [NO_BLOCK] * (end - first)
-        sequence.slid_to = position
+        sequence.window_start = position
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         super().fork(parent, sibling)
-        sibling.slid_to = parent.slid_to
+        sibling.window_start = parent.window_start
 
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
-        sequence.slid_to = 0
+        sequence.window_start = 0

@@ -72,7 +72,7 @@ def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) ->
         owners.update(sequence.copy_source)
         if not sequence.copy_source and sequence.place is not Place.HOST:
             reached = len(sequence.block_table) // pool.groups * pool.block_size
-            if reached < sequence.computed or reached != sequence.reach:
+            if reached < sequence.computed or reached != sequence.capacity:
                 raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
             _check_windows(table, sequence)
     check_pool(pool, owners)
@@ -89,9 +89,9 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
         if NO_BLOCK in column[needed:]:
             raise RuntimeError(f"sequence {sequence.sequence_id} has given back a block that group {group} needs")
         answered = sequence.status is not Status.FINISHED and sequence.place is Place.DEVICE
-        if answered and any(block != NO_BLOCK for block in column[: first_seen(sequence.slid_to, window) // size]):
+        if answered and any(block != NO_BLOCK for block in column[: first_seen(sequence.window_start, window) // size]):
             raise RuntimeError(f"sequence {sequence.sequence_id} keeps a block behind the window of group {group}")
-        if blocks.slides and answered and sequence.status is Status.DECODE and sequence.slid_to < position:
+        if blocks.slides and answered and sequence.status is Status.DECODE and sequence.window_start < position:
             raise RuntimeError(f"sequence {sequence.sequence_id} has not slid to its position")
 
 

@@ -47,7 +47,7 @@ class HostBlocks:
         """Give a host sequence a table on the device, whose blocks must be free."""
         pool = self._device.pool
         sequence.block_table = _filled(pool, self._coming(sequence))
-        sequence.reach = pool.blocks_for(sequence.computed) * pool.block_size
+        sequence.capacity = pool.blocks_for(sequence.computed) * pool.block_size
 
     def _coming(self, sequence: Sequence) -> list[int]:
         return sequence.host_table[: self.pool.blocks_for(sequence.computed) * self._groups]

@@ -57,7 +57,7 @@ class Drafts(Extension):
         """Add to a row as many guesses, and then as many tokens to draft, as there is room for."""
         blocks, row = self._table.blocks, builder.rows[place]
         spare = max(0, blocks.pool.free_blocks // blocks.groups - len(self._table.running))
-        room = sequence.reach - sequence.computed + spare * blocks.pool.block_size
+        room = sequence.capacity - sequence.computed + spare * blocks.pool.block_size
         guesses = guesses[:room]
         draft = min(draft, room - len(guesses))
         if not (guesses or draft):
