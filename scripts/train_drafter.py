@@ -31,7 +31,7 @@ from train_storyteller import STORYTELLER, STORYTELLER_SHAPE, load_tokenizer, ma
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.executor.sampling.sampler import Draw, SamplingRows, sample
+from nanoserve.executor.sampling.sampler import Draw, SamplingRows, row_keys, sample
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
 from nanoserve.models.draft_heads import EagleHead, MedusaHeads, load_eagle, load_medusa
 from nanoserve.models.loading import load_model
@@ -245,11 +245,10 @@ def draw(logits: Tensor, places: Tensor, seed: int, params: SamplingParams) -> T
     if params.temperature == 0:
         return logits.argmax(-1)
     rows, column = torch.arange(len(logits)), torch.ones(len(logits))
+    keys = row_keys(torch.full_like(rows, seed).numpy(), torch.zeros_like(rows).numpy(), places.numpy())
     rule = Draw(
         rows=rows,
-        seed=torch.full_like(rows, seed),
-        index=torch.zeros_like(rows),
-        position=places,
+        keys=torch.from_numpy(keys),
         temperature=params.temperature * column,
         top_k=torch.zeros_like(rows),
         top_p=params.top_p * column.double(),
