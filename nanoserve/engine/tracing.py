@@ -1,4 +1,4 @@
-"""Write what engines do into a file for ui.perfetto.dev, as `--trace` asks."""
+"""Write what engines do into a file for ui.perfetto.dev, as `--record` asks."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,1 +1,1 @@
-"""The laboratory: benchmarks, papers, simulator and charts. The engine knows nothing of it but the two doors."""
+"""The laboratory: benchmarks, papers, simulator and charts. The engine looks it up in two places."""

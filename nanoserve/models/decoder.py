@@ -188,7 +188,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """Those of gate_up and down, of all experts."""
+        """Biases of gate_up and down of all experts; None where the family has none."""
         return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class PackedExperts(nn.Module):
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """As those of `MixtureOfExperts`."""
+        """Biases of gate_up and down of all experts; None where the family has none."""
         return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class Extensions:
     drafts: "Drafts | None" = None
 
     def __iter__(self) -> Iterator[Extension]:
-        """Those that are there."""
+        """Iterate over the mechanisms that are attached."""
         mechanisms: tuple[Extension | None, ...] = (self.layouts, self.host, self.cpu_attention, self.drafts)
         return (mechanism for mechanism in mechanisms if mechanism is not None)
 

@@ -175,7 +175,7 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What a plan holds beside the rows on the device."""
+    """A plan's swaps, and how host sequences take part in it."""
 
     swaps: tuple[Swap, ...] = ()
     strategy: Strategy = "device"
@@ -200,7 +200,7 @@ class HostWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostResult(msgspec.Struct, frozen=True, array_like=True):
-    """What an executor has found out about swaps and host sequences since its last result."""
+    """News of swaps and of host sequences since the executor's last result."""
 
     swapped: tuple[int, ...] = ()
     """Ids of the swaps that are done."""

@@ -213,7 +213,7 @@ class Scheduler:
         return builder
 
     def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
-        """What the policy sees, and which decodes and partly computed prompts may enter the plan."""
+        """Make the policy's snapshot, and list the decodes and partly computed prompts that may enter the plan."""
         running_decodes = context = partial_tokens = 0
         decodes, prefills = [], []
         may_go_on = self.table.may_go_on

@@ -120,7 +120,7 @@ MOST_GUESSES = 7
 
 
 class GuessCounts(msgspec.Struct, array_like=True):
-    """What became of guesses since the engine started."""
+    """Counts of draft tokens and of those that were right, since the engine started."""
 
     rows: int = 0  # rows that had guesses
     guesses: int = 0

@@ -106,7 +106,7 @@ def test_the_editor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_prompt_appears_before_what_it_does_not_need() -> None:
-    """What draws answers, reads weights, speaks with servers and knows published models is loaded later."""
+    """Modules that draw answers, read weights, speak with servers and know published models are loaded later."""
     program = (
         "import sys\n"
         "from nanoserve.commands import main, prompt\n"

@@ -299,7 +299,7 @@ def test_a_closed_checkpoint_keeps_no_memory(tmp_path: Path) -> None:
 
 
 def resident_bytes(path: Path) -> int:
-    """What is in memory of the mappings of a file."""
+    """Count the bytes of a file's mappings that are in memory."""
     total, is_mapping = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

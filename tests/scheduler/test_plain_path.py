@@ -67,7 +67,7 @@ def test_no_plain_file_imports_a_mechanism() -> None:
 
 
 def _imported(path: Path) -> set[str]:
-    """What a module imports when it runs, in functions too."""
+    """List the modules that a file imports, in functions too."""
     found: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:

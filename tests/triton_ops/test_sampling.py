@@ -150,7 +150,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(way: str) -> None:
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("way", ["top_k", "top_p", "all"])
 def test_rows_may_lie_apart_and_what_is_not_a_number_harms_no_other(way: str) -> None:
-    """As the logits of a model whose vocabulary is padded."""
+    """Pad the rows, as the logits of a model with a padded vocabulary are."""
     draws = some_draws(8, 200, way, "float32", seed=2)
     expected = draws.tokens()
     padded = torch.full((8, 256), torch.inf)

@@ -13,7 +13,7 @@ from nanoserve.executor.step.forward_pass import BlockTable
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """What a drafter knows of one sequence, from its Begin on."""
+    """A drafter's knowledge of one sequence, from its Begin on."""
 
     tokens: list[int]
     """All that are known."""
@@ -33,11 +33,11 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> FeatureCache | None:
-        """What steps keep of the model for it, before it is asked; None if it needs nothing."""
+        """The pass that keeps the model's features for the drafter in every step; None if it needs none."""
 
     def draft(self, sequences: Sequence[DraftedSequence], counts: Sequence[int]) -> list[list[int]]:
-        """As many tokens to follow each sequence's, or fewer. Raises any error; FloatingPointError where its logits are
-        not numbers."""
+        """Propose as many tokens to follow each sequence's as are asked for, or fewer. Raises any error;
+        FloatingPointError where its logits are not numbers."""
 
 
 def sampled_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:

@@ -11,7 +11,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 
 
 class FeatureCache:
-    """What a head that guesses tokens reads of the decoder: a vector of each position, in the slot of its keys.
+    """The decoder's features that a head proposes tokens from: a vector of each position, in the slot of its keys.
 
     So features are found with a cached prefix, and what a wrong guess left is overwritten. Blocks that come back from
     host memory come without theirs: what is there instead makes guesses worse, and no answer.

@@ -50,7 +50,7 @@ class DeviceStart:
 
             self._drafting = load_drafter(config, resolved, decoders[0])
         self.drafter_bytes = 0
-        """What a drafter's cache takes beside each block."""
+        """Bytes of a drafter's cache beside each block."""
         if self._drafting is not None:
             self.drafter_bytes = self._drafting.block_bytes
         self.block_bytes = tuple(
@@ -70,7 +70,7 @@ class DeviceStart:
 
     @cached_property
     def layers(self) -> list[LayerRunner | None]:
-        """What runs each decoder's layers; on a CPU compiled for the threads that there are when this is asked for."""
+        """The runner of each decoder's layers; on a CPU it is compiled for the threads there are at the first use."""
         found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
         found = found or [compiled_layers(decoder, self._config) for decoder in self._decoders]
         if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
@@ -114,7 +114,7 @@ class DeviceStart:
     def _host_mechanisms(
         self, part: "HostPart", processor: "HostProcessor | None", layers: LayerRunner | None
     ) -> list[Mechanism]:
-        """Those that use a part of the host pool: swaps, and attention there if a processor is set apart for it."""
+        """Make the mechanisms of host memory: swaps, and attention there if a processor is set apart for it."""
         from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer, WorkerKvTransfer
 
         layers = layers or LayerRunner()
@@ -142,7 +142,7 @@ def _fed_tokens() -> Mechanism:
 
 
 def _draft_mechanisms(drafter: "Drafter | None") -> list[Mechanism]:
-    """Those of draft tokens, which a drafter guesses here or somebody elsewhere."""
+    """Make the mechanisms of draft tokens, which a drafter proposes here, or the scheduler."""
     from nanoserve.executor.drafting.drafting import Drafting
     from nanoserve.executor.drafting.verification import Verification
 

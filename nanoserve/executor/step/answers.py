@@ -95,7 +95,7 @@ class SampledRows:
 
     sequences: list[int]
     states: list[SamplingState]
-    """Of each position."""
+    """The state of the sequence at each position."""
     last_tokens: Tensor
     """int64 [N], the place in the step of the token before each position."""
     settings: SamplingRows
@@ -109,7 +109,7 @@ class SampledRows:
     device_tokens: Tensor | None = None
     """int64 [N], on the device; None before they are sampled, and where another rank gathers the logits."""
     tokens: Tensor | None = None
-    """The same on the host."""
+    """int64 [N], on the host; None before they have arrived."""
     valid: Tensor | None = None
     """bool [N], on the host."""
     logprobs: LogprobColumns | None = None

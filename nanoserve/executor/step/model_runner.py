@@ -35,7 +35,7 @@ from triton_ops import copy_blocks
 
 
 class SequenceRecord:
-    """What the runner knows of one sequence from its Begin on."""
+    """The runner's knowledge of one sequence, from its Begin on."""
 
     def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None) -> None:
         self.prompt = np.array(begin.tokens[: begin.prompt_length], np.int64)

@@ -182,7 +182,7 @@ def _bench(
 
 
 def _settings(options: BenchServeOptions, work: Work, points: Sequence[Point]) -> dict[str, Any]:
-    """What the report says of the options."""
+    """The options as the report has them."""
     settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
     settings |= {"work": work.name, "requests": len(work.shapes), "seed": options.seed or 0}
     return settings | {"ignore_eos": not options.allow_eos, "points": [point.name for point in points]}

@@ -155,7 +155,7 @@ def _list(scale: Scale, run: Run) -> Finding:
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
 
     def preemptions(system: System) -> list[float]:
-        """Of each seed, in all entries together."""
+        """Add up all entries, for each seed."""
         counts = [found.values((entry, system.label), _PREEMPTIONS) for entry, _ in every]
         return [sum(of_seed) for of_seed in zip(*counts, strict=True)]
 

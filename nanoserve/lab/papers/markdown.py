@@ -27,7 +27,7 @@ _LEGEND = (
 
 
 def to_markdown(document: Document) -> str:
-    """What was run, how many claims hold, the claims, and a table for each figure that has one."""
+    """Write what was run, how many claims hold, the claims, and a table for each figure that has one."""
     paper = load_paper(document["settings"]["paper"])
     figures = found_figures(document, paper)
     blocks = [f"# {paper.title}", *_head(document, paper, figures)]

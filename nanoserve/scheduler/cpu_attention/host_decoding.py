@@ -96,7 +96,7 @@ class HostDecoding(Extension):
         builder.acts = True
 
     def _make_room(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """As on the device: preempt host sequences behind it, the last first."""
+        """Preempt host sequences behind it, the last first, as on the device."""
         host = self._host
         while not host.blocks.can_reserve(sequence, len(sequence.tokens)):
             victim = host.on_host.last

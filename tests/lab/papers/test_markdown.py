@@ -44,7 +44,7 @@ TINY = Paper(
 
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What ``--json`` has of a run of the tiny paper, with three of its figures."""
+    """Run the tiny paper with three of its figures, and return the document of ``--json``."""
     monkeypatch.setattr("nanoserve.lab.papers.markdown.load_paper", {"tiny": TINY}.__getitem__)
     shared = {"paper": "2x", "bounds": "at least 1.5x"}
     return {
