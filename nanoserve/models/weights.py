@@ -235,14 +235,19 @@ def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, h
 
 
 def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:
-    """Names in the shard of a parameter of the whole model: none, one or two."""
+    """Names in the shard of a parameter of the whole model: none or one."""
     if parameter == "embedding.weight":
-        apart = config.tie_word_embeddings and shard.is_last and not shard.is_first
-        return [parameter] * shard.is_first + ["lm_head.weight"] * apart
+        if shard.is_first:
+            return [parameter]
+        if config.tie_word_embeddings and shard.is_last:  # the head of a last stage has a copy of its own
+            return ["lm_head.weight"]
+        return []
     if not parameter.startswith("layers."):  # `per_layer_embeddings` are for models that are one stage
-        return [parameter] * shard.is_last
+        return [parameter] if shard.is_last else []
     _, index, rest = parameter.split(".", 2)
-    return [f"layers.{int(index) - shard.layers.start}.{rest}"] * (int(index) in shard.layers)
+    if int(index) not in shard.layers:
+        return []
+    return [f"layers.{int(index) - shard.layers.start}.{rest}"]
 
 
 def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
@@ -277,7 +282,8 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
     if not blocks:
         yield part
     elif matrix == "down_bias":
-        yield from [part] * (shard.rank == 0)
+        if shard.rank == 0:
+            yield part
     elif matrix in _BY_COLUMNS:
         (block,) = blocks
         if len(part.shape) == 1 and shard.rank == 0:

@@ -120,7 +120,8 @@ class SequenceTable:
             raise UsageError("the prompt is empty: give at least one token")
         if request.priority != 0 and self.ordering is None:
             raise UsageError(f"priority {request.priority} has no effect here: start with --policy NAME:order=priority")
-        if length + (params.max_tokens != 0) > longest:
+        fewest_new = 0 if params.max_tokens == 0 else 1
+        if length + fewest_new > longest:
             raise UsageError(
                 f"the prompt has {length} tokens, but the context holds {longest} with at least one "
                 "for the answer; shorten the prompt or raise --max-model-len"

@@ -45,10 +45,8 @@ class HostProcessor:
         processors that this process may use; UsageError if there are fewer."""
         usable = physical_cores()
         if threads > usable:
-            raise UsageError(
-                f"--host-threads {threads}: only {usable} core{'s' * (usable > 1)} may be used here;"
-                f" choose {usable} at most"
-            )
+            cores_text = "1 core" if usable == 1 else f"{usable} cores"
+            raise UsageError(f"--host-threads {threads}: only {cores_text} may be used here; choose {usable} at most")
         cores = cores_in_use()
         first = len(cores) - threads
         host = tuple(chain(*cores[first:]))

@@ -216,7 +216,11 @@ class LocalSwaps(Swapper):
         long as it takes; with none under way, not at all. Raises the error of one that failed."""
         done: list[int] = []
         while self._under_way:
-            timeout = 0.0 if done else None if until is None else max(0.0, until - time.monotonic())
+            timeout: float | None = None
+            if done:
+                timeout = 0.0
+            elif until is not None:
+                timeout = max(0.0, until - time.monotonic())
             try:
                 ended = self._ended.get(timeout=timeout)
             except Empty:

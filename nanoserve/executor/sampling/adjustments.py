@@ -94,9 +94,11 @@ class GrammarMask:
     ) -> "GrammarMask | None":
         """Have the masks of a batch, whose grammars are given by row, moved to the device together; None if no sequence
         can go on."""
-        masks = {
-            row: mask for row, grammar in grammars.items() if (mask := grammar.mask(output_lengths[row])) is not None
-        }
+        masks = dict[int, np.ndarray]()
+        for row, grammar in grammars.items():
+            mask = grammar.mask(output_lengths[row])
+            if mask is not None:
+                masks[row] = mask
         if not masks:
             return None
         return cls(staging.add(np.array(list(masks))), staging.add(np.stack(list(masks.values()))))

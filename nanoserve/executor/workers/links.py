@@ -85,7 +85,11 @@ class Links:
     def _wait(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview]) -> None:
         waiting = select.poll()
         for peer in {*outgoing, *incoming}:
-            events = select.POLLOUT * (peer in outgoing) | select.POLLIN * (peer in incoming)
+            events = 0
+            if peer in outgoing:
+                events |= select.POLLOUT
+            if peer in incoming:
+                events |= select.POLLIN
             waiting.register(self._sockets[peer], events)
         if not waiting.poll(1000 * _SILENCE_SECONDS):
             raise RuntimeError(f"no word of workers {sorted({*outgoing, *incoming})} for {_SILENCE_SECONDS:g} s")

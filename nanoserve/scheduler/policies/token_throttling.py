@@ -153,4 +153,8 @@ class AdaptiveThrottling(_Throttling):
         cycles = {steps: cycle(steps) for steps in range(1, load.pipeline_depth + 1)}
         most = max(steps for steps, seconds in cycles.items() if seconds <= _AS_GOOD * min(cycles.values()))
         share = -(-load.running_decodes // most)
-        return load.decode_share if most == load.pipeline_depth else share * (load.ready_decodes >= share)
+        if most == load.pipeline_depth:
+            return load.decode_share
+        if load.ready_decodes < share:
+            return 0
+        return share

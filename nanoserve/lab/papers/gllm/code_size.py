@@ -43,7 +43,9 @@ def rooms() -> Mapping[str, Room]:
     sizes: dict[str, list[Room]] = {}
     for path in sources():
         package, *inner = path.relative_to(ROOT).parts
-        room = package if package != "nanoserve" else f"nanoserve/{inner[0]}" if len(inner) > 1 else "nanoserve/*.py"
+        room = package
+        if package == "nanoserve":
+            room = f"nanoserve/{inner[0]}" if len(inner) > 1 else "nanoserve/*.py"
         source = path.read_text(encoding="utf-8")
         sizes.setdefault(room, []).append(Room(1, len(source.splitlines()), code_lines(source)))
     return {room: together(found) for room, found in sorted(sizes.items())}
