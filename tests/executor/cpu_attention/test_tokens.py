@@ -25,9 +25,12 @@ CASES = st.builds(
 
 
 def together(lives: list[HybridSeen]) -> HybridSeen:
-    """Whether what they were to show has happened in them."""
+    """Sum up lives and check that they have shown what they were made for.
+
+    How many sequences are preempted depends on how soon the CPU answers; the tests of lost threads preempt for certain.
+    """
     seen = reduce(add, lives)
-    assert min(seen.preemptions, seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0, seen
+    assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0, seen
     assert min(seen.moves["out"], seen.moves["in"]) > 0, seen
     return seen
 
