@@ -20,7 +20,7 @@ DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
 AUTO = "auto"
 """The layout, or the policy, that is predicted best."""
 DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "auto": ""}
-"""Drafters, which guess tokens, by name, each with the argument behind its colon."""
+"""Drafters by name, each with the argument behind its colon."""
 HEADS = ("eagle", "medusa")
 """Drafters that read the model's hidden states."""
 DRAFTER_NAMES = tuple(f"{name}:{named}".removesuffix(":") for name, named in DRAFTERS.items())
@@ -78,7 +78,7 @@ class EngineConfig:
     eager: bool = setting(False, "Compile and capture nothing; slower, same answers.")
     batch_invariant: bool = setting(False, "Answers that do not depend on the batch: 16 bits on a CPU, slower.")
     speculate: str | None = setting(
-        None, f"Guess tokens and check several in one step; same answers. {', '.join(DRAFTER_NAMES)}."
+        None, f"Draft tokens and check several in one step; same answers. {', '.join(DRAFTER_NAMES)}."
     )
     offline: bool = setting(False, "Never use the network.")
     seed: int | None = setting(None, "Makes the run repeatable; default: a new one each time.")
@@ -186,7 +186,7 @@ class EngineConfig:
             raise UsageError(f"--speculate works in one layout: leave it out with {' and '.join(PAIR_OPTIONS)}")
         if self.attends_on_host:
             raise UsageError(
-                f"--speculate: --policy {self.policy} attends in host memory, where nothing is guessed; leave one out"
+                f"--speculate: --policy {self.policy} attends in host memory, where nothing is drafted; leave one out"
             )
 
     def _check_choice(self) -> None:

@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return named
 
     @property
-    def may_be_fed(self) -> bool:
+    def allows_async_scheduling(self) -> bool:
         """Whether the next token can be sampled before the host knows the one before it. It cannot where the host
         prepares what may be sampled (adjusted logits, a grammar), nor with prompt log probabilities: an answer belongs
         to the only row in flight."""
@@ -322,7 +322,7 @@ class Sequence:
     min_length: int = 0
     max_length: int = MAX_TOKENS
     """Tokens, prompt and output together, at which it ends."""
-    fed_below: int = 0
+    placeholder_limit: int = 0
     """While it has fewer tokens than this it may enter a plan before its latest token is known; 0 if it never may."""
     status: Status = Status.WAITING
     place: Place = Place.NONE
@@ -331,21 +331,21 @@ class Sequence:
     error: str | None = None
     computed: int = 0
     """Positions ``0..computed-1`` have their KV written by plans already submitted. While two tokens are being sampled
-    that is one more than there are tokens, and while guesses are verified it counts them."""
+    that is one more than there are tokens, and while draft tokens are verified it counts them."""
     block_table: list[int] = field(default_factory=list)
     """Device blocks in order of position, for each position one of every cache group."""
     capacity: int = 0
     """Positions that these blocks hold."""
     host_table: list[int] = field(default_factory=list)
     """Host blocks likewise; on the device, host blocks reserved for a prompt that will move."""
-    chain: list[Any] = field(default_factory=list)
+    cached_columns: list[Any] = field(default_factory=list)
     """The prefix cache's columns of its first full blocks."""
     window_start: int = 0
     """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
     waits_for_token: bool = False
-    """Whether its latest token must be known before its next row is planned, though the executor feeds tokens."""
+    """Whether its latest token must be known before its next row is planned, despite asynchronous scheduling."""
     begun: bool = False
     siblings: "list[Sequence]" = field(default_factory=list)
     """Other samples of its request that wait until its prompt is computed."""

@@ -1,11 +1,12 @@
-"""Train drafters for the bundled storyteller, and measure how many tokens they guess right.
+"""Train drafters for the bundled storyteller, and measure how many of their tokens are right.
 
     python scripts/train_drafter.py --data DIR --kind eagle --minutes 5 --output DIR
     python scripts/train_drafter.py --data DIR --kind eagle --evaluate --output DIR
 
 Kinds: `eagle` is a layer on the storyteller's hidden states, `medusa` further heads on them, `draft` a storyteller of
 one layer. All learn the storyteller's own distributions, on answers that it has given and on stories. `--evaluate`
-prints the probability that a guess and those before it are right, for requests with nouns that training never saw.
+prints the probability that a draft token and those before it are right, for requests with nouns that training never
+saw.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ ROW, ROWS = 256, 8
 STORY_SHARE = 0.3
 """Of the documents; the others are the storyteller's answers."""
 STEP_WEIGHT = 0.8
-"""A guess that follows on n guesses counts for this to the n-th, as in EAGLE-3."""
+"""A draft token that follows on n draft tokens counts for this to the n-th, as in EAGLE-3."""
 TRAINED_STEPS = {"eagle": 3, "medusa": 4, "draft": 1}
-FIRST_GUESS = {"eagle": 2, "medusa": 2, "draft": 1}
-"""How far the first guess at a token is ahead of it."""
-GUESSES = 4
+FIRST_DRAFT = {"eagle": 2, "medusa": 2, "draft": 1}
+"""How far the first draft token at a token is ahead of it."""
+DRAFT_TOKENS = 4
 GREEDY, SAMPLED = (SamplingParams(temperature=t, top_p=p, max_tokens=350) for t, p in ((0, 1), (0.8, 0.95)))
 
 Told = tuple[list[int], int]
 """The tokens of a chat, and how many of them are of the request."""
 Following = Callable[[int], Tensor]
-"""Number of guesses so far -> the tokens that follow the roots' chains, int64 [B * L]."""
+"""Number of draft tokens so far -> the tokens that follow the roots' chains, int64 [B * L]."""
 
 
 class RootedAttention:
-    """Attention of chains of guesses: one begins at each of `batch` x `length` tokens, its root. Dense, differentiable.
+    """Attention of chains of draft tokens: one begins at each of `batch` x `length` tokens, its root. Dense,
+    differentiable.
 
     The first call is causal attention over the tokens. In each later one, a root's next token sees the tokens up to the
     root and those of its own chain.
@@ -85,8 +87,8 @@ class RootedAttention:
 
 
 def chains(module: nn.Module, tokens: Tensor, hidden: Tensor, steps: int, following: Following) -> Iterator[Tensor]:
-    """The logits of each guess of the chains that begin at tokens [B, L], whose final hidden states in the storyteller
-    are hidden [B * L, hidden_size]: float32 [B * L, V]."""
+    """The logits of each draft token of the chains that begin at tokens [B, L], whose final hidden states in the
+    storyteller are hidden [B * L, hidden_size]: float32 [B * L, V]."""
     if isinstance(module, MedusaHeads):
         yield from module(hidden, steps)
         return
@@ -131,8 +133,9 @@ def train(kind: str, module: nn.Module, target: Decoder, packer: data.Packer, mi
 
 
 def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Tensor) -> Tensor:
-    """Cross entropy of the guesses with the storyteller's distributions, when all guesses before were right."""
-    first, (batch, length) = FIRST_GUESS[kind], tokens.shape
+    """Cross entropy of the draft tokens with the storyteller's distributions, when all draft tokens before were
+    right."""
+    first, (batch, length) = FIRST_DRAFT[kind], tokens.shape
     with torch.no_grad():
         hidden, logits = think(target, tokens)
         wanted = logits.softmax(-1).view(batch, length, -1)
@@ -141,9 +144,9 @@ def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Ten
         return tokens.roll(-(first - 1 + step), 1).flatten()
 
     loss = torch.zeros(())
-    for step, guessed in enumerate(chains(module, tokens, hidden, TRAINED_STEPS[kind], true_tokens)):
+    for step, drafted in enumerate(chains(module, tokens, hidden, TRAINED_STEPS[kind], true_tokens)):
         ahead = first - 1 + step
-        likelihoods = guessed.log_softmax(-1).view(batch, length, -1)[:, : length - ahead]
+        likelihoods = drafted.log_softmax(-1).view(batch, length, -1)[:, : length - ahead]
         loss = loss - STEP_WEIGHT**step * (wanted[:, ahead:] * likelihoods).sum(-1).mean()
     return loss
 
@@ -178,7 +181,7 @@ def new_drafter(kind: str, target: Decoder, intermediate: int) -> nn.Module:
         shape = STORYTELLER_SHAPE | {"num_hidden_layers": 1, "intermediate_size": intermediate}
         return Decoder(make_config(load_tokenizer(STORYTELLER), shape))
     if kind == "medusa":
-        heads = MedusaHeads(target.config.hidden_size, target.config.vocab_size, GUESSES, 1)
+        heads = MedusaHeads(target.config.hidden_size, target.config.vocab_size, DRAFT_TOKENS, 1)
         for head in heads.heads:
             nn.init.zeros_(head[0].linear.weight)
             nn.init.zeros_(head[0].linear.bias)
@@ -222,19 +225,22 @@ def load(kind: str, directory: Path, target: Decoder) -> nn.Module:
 def acceptance(
     kind: str, module: nn.Module, target: Decoder, told: Sequence[Told], params: SamplingParams
 ) -> list[float]:
-    """The probability that the first guess is what the storyteller says, that the first two are, and so on. It said
-    `told` with these parameters, greedy or with the seeds 0, 1, ..., and the guesses are drawn with the same noise."""
-    first, right, roots = FIRST_GUESS[kind], torch.zeros(GUESSES), 0
+    """The probability that the first draft token is what the storyteller says, that the first two are, and so on. It
+    said `told` with these parameters, greedy or with the seeds 0, 1, ..., and the draft tokens are drawn with the same
+    noise."""
+    first, right, roots = FIRST_DRAFT[kind], torch.zeros(DRAFT_TOKENS), 0
     for seed, (said, prompt_length) in enumerate(told):
         tokens = torch.tensor([said])
         length = len(said)
         hidden, _ = think(target, tokens)
-        guesses = [tokens.roll(1 - first, 1).flatten()]
-        for step, logits in enumerate(chains(module, tokens, hidden, GUESSES, guesses.__getitem__)):
-            guesses.append(draw(logits, torch.arange(length) + first + step, seed, params))
-        begin, end = prompt_length + 1 - first, length - first - GUESSES + 1
-        true = [tokens[0, first + step + begin : first + step + end] for step in range(GUESSES)]
-        matches = torch.stack([guess[begin:end] == one for guess, one in zip(guesses[1:], true, strict=True)])
+        draft_tokens = [tokens.roll(1 - first, 1).flatten()]
+        for step, logits in enumerate(chains(module, tokens, hidden, DRAFT_TOKENS, draft_tokens.__getitem__)):
+            draft_tokens.append(draw(logits, torch.arange(length) + first + step, seed, params))
+        begin, end = prompt_length + 1 - first, length - first - DRAFT_TOKENS + 1
+        true = [tokens[0, first + step + begin : first + step + end] for step in range(DRAFT_TOKENS)]
+        matches = torch.stack(
+            [draft_token[begin:end] == one for draft_token, one in zip(draft_tokens[1:], true, strict=True)]
+        )
         right += matches.float().cumprod(0).sum(1)
         roots += end - begin
     return (right / roots).tolist()
@@ -264,12 +270,14 @@ def main() -> None:
     """Train or evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc.")
-    parser.add_argument("--kind", choices=[*FIRST_GUESS], default="eagle", help="what to train")
+    parser.add_argument("--kind", choices=[*FIRST_DRAFT], default="eagle", help="what to train")
     parser.add_argument("--minutes", type=float, default=5.0, help="processor time of the training loop")
     parser.add_argument("--answers", type=int, default=1500, help="answers of the storyteller to learn from")
     parser.add_argument("--intermediate", type=int, default=512, help="inner size of the layer's feed-forward part")
     parser.add_argument("--output", type=Path, required=True, help="directory of the drafter")
-    parser.add_argument("--evaluate", action="store_true", help="only print how many guesses of the output are right")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="only print how many draft tokens of the output are right"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the documents drawn and the first weights")
     options = parser.parse_args()
     torch.set_num_threads(1)

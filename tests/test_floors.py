@@ -135,7 +135,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
     "A mechanism is put together only for the engines that use it: the plain path runs without its folder.": [
         "engine/assembly.py: executor.cpu_attention.host_processor",
         "engine/assembly.py: executor.kv_transfer.host_pool",
-        "executor/start/device_start.py: executor.async_scheduling.fed_tokens",
+        "executor/start/device_start.py: executor.async_scheduling.placeholder_tokens",
         "executor/start/device_start.py: executor.cpu_attention.cpu_attention",
         "executor/start/device_start.py: executor.cpu_attention.pipeline",
         "executor/start/device_start.py: executor.drafting.drafting",

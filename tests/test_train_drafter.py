@@ -1,4 +1,4 @@
-"""Training drafters: chains of guesses, what they learn from, and what is measured of them."""
+"""Training drafters: chains of draft tokens, what they learn from, and what is measured of them."""
 
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_chain_sees_the_tokens_up_to_its_root_and_its_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_storyteller_guesses_all_that_it_says_itself(params) -> None:
+def test_the_storyteller_draft_tokens_all_that_it_says_itself(params) -> None:
     target, _ = load_model(STORYTELLER, "float32")
     told = answers(["a story about a dog and a kite", "hello"], params)
     assert acceptance("draft", target, target, told, params) == [1.0] * 4

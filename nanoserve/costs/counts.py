@@ -187,8 +187,8 @@ class ModelCounts:
         return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and decodes are apart: they run in different kernels. The guesses of a
-        row see about the keys of its first token, which are read once."""
+        """Attention of a stage's layers. Prompts and decodes are apart: they run in different kernels. The draft
+        tokens of a row see about the keys of its first token, which are read once."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
@@ -197,13 +197,13 @@ class ModelCounts:
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
                 pairs: float = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
-                tokens = work.tokens - work.decodes - work.guesses
+                tokens = work.tokens - work.decodes - work.draft_tokens
                 found.append(self._attention("prefill attention", tokens, keys, pairs, kind, layers))
             if work.decodes:
                 keys = work.decode_context
                 if window:
                     keys = work.windowed_decode_context[self.windows.index(window)]
-                rows = work.decodes + work.guesses
+                rows = work.decodes + work.draft_tokens
                 pairs = keys * rows / work.decodes
                 found.append(self._attention("decode attention", rows, keys, pairs, kind, layers))
         return found

@@ -233,8 +233,8 @@ def _build_here(
     if gpu is None:
         operators, layers = cpu_operators(), start.layers[0]
     overlaps = _overlaps_steps(config, device)
-    (stage,) = start.stages([num_blocks], host_pool, processor, feeds_tokens=overlaps)
-    executor = LocalExecutor(stage, feeds_tokens=overlaps)
+    (stage,) = start.stages([num_blocks], host_pool, processor, async_scheduling=overlaps)
+    executor = LocalExecutor(stage, async_scheduling=overlaps)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     predictors: Sequence[Predictor] = ()
     if predicting is not None:
@@ -246,7 +246,7 @@ def _build_here(
     host_blocks = 0 if host_pool is None else host_pool.num_blocks
     capacities = [LayoutCapacity(num_blocks)]
     scheduler = _make_scheduler(
-        config, model, capacities, max_model_len, host_blocks, predictors, feeds_tokens=overlaps
+        config, model, capacities, max_model_len, host_blocks, predictors, async_scheduling=overlaps
     )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
@@ -331,14 +331,16 @@ def _make_scheduler(
     host_blocks: int = 0,
     predictors: Sequence[Predictor] = (),
     *,
-    feeds_tokens: bool = False,
+    async_scheduling: bool = False,
 ) -> Scheduler:
     first, *others = capacities
     extensions = NOTHING_ATTACHED
     if host_blocks or others or config.speculate is not None:
         from nanoserve.engine.extensions import engine_extensions  # most engines do without
 
-        extensions = engine_extensions(config, host_blocks=host_blocks, other_layouts=others, feeds_tokens=feeds_tokens)
+        extensions = engine_extensions(
+            config, host_blocks=host_blocks, other_layouts=others, async_scheduling=async_scheduling
+        )
     scheduler = Scheduler(
         _make_policy(config, host_blocks),
         num_blocks=first.num_blocks,
@@ -348,7 +350,7 @@ def _make_scheduler(
         prefix_caching=config.enable_prefix_caching,
         pipeline_depth=first.pipeline_depth,
         predictors=predictors,
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
         windows=model.cache_groups.windows,
         extensions=extensions,
     )

@@ -17,8 +17,8 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int) -> None:
         """``vocab_size`` is the width of the logits: every token id of a request must be below it. Raises ValueError if
         the scheduler would plan rows that the executor does not take."""
-        if scheduler.feeds_tokens and not executor.feeds_tokens:
-            raise ValueError("the scheduler feeds tokens, but the executor does not")
+        if scheduler.async_scheduling and not executor.async_scheduling:
+            raise ValueError("the scheduler plans asynchronously, but the executor does not")
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size

@@ -6,23 +6,23 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import LayoutCapacity
-from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 
 
 def engine_extensions(
-    config: EngineConfig, *, host_blocks: int, other_layouts: Sequence[LayoutCapacity], feeds_tokens: bool
+    config: EngineConfig, *, host_blocks: int, other_layouts: Sequence[LayoutCapacity], async_scheduling: bool
 ) -> Extensions:
     """Make what the configuration asks for, with this many blocks in host memory."""
-    speculator = None
+    proposer = None
     if config.speculate is not None:
-        speculator = Speculator(
+        proposer = DraftProposer(
             looks_up=config.speculate == "ngram",
             token_budget=config.max_num_batched_tokens,
-            feeds_tokens=feeds_tokens,
+            async_scheduling=async_scheduling,
         )
     return make_extensions(
         host_blocks=host_blocks,
         attends_on_host=config.attends_on_host,
         other_layouts=other_layouts,
-        speculator=speculator,
+        proposer=proposer,
     )

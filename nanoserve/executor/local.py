@@ -18,15 +18,15 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
 
-    With `feeds_tokens`, `submit` launches the plan on the device and returns, and `collect` waits for the older of the
-    two that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains nothing by
-    it. `submit` and `collect` raise RuntimeFailure when the device has no memory left; what was in flight is then
-    forgotten.
+    With `async_scheduling`, `submit` launches the plan on the device and returns, and `collect` waits for the older of
+    the two that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains
+    nothing by it. `submit` and `collect` raise RuntimeFailure when the device has no memory left; what was in flight
+    is then forgotten.
     """
 
-    def __init__(self, stage: Stage, *, feeds_tokens: bool = False) -> None:
-        self.feeds_tokens = feeds_tokens
-        self.max_in_flight = 2 if feeds_tokens else 1
+    def __init__(self, stage: Stage, *, async_scheduling: bool = False) -> None:
+        self.async_scheduling = async_scheduling
+        self.max_in_flight = 2 if async_scheduling else 1
         self.ready = True  # this process always is
         self._stage: Stage | None = stage
         self._waiting = bound(stage.mechanisms, Mechanism.wait)

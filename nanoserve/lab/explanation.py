@@ -49,10 +49,10 @@ MEANINGS = {
     "park": "prompts that end in this step move to host memory",
     "preempt_to_host": "preempted sequences move to host memory",
     "admission_reserve": "a new prompt leaves a block for each decode",
-    "guesses": "guesses of a row",
+    "draft_tokens": "draft tokens of a row",
 }
 """The meaning of each field that a step shows of its Load and Decision."""
-AT_MOST = ("prefill_tokens", "decodes", "swap_out", "swap_in", "guesses")
+AT_MOST = ("prefill_tokens", "decodes", "swap_out", "swap_in", "draft_tokens")
 """Fields of a Decision that are upper bounds: the scheduler takes what there is."""
 NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
 NAMES = {
@@ -65,7 +65,7 @@ NAMES = {
     (HostLoad, "total_blocks"): "host_blocks",
     (HostDecision, "decodes"): "host_decodes",
     (HostDecision, "preempt"): "preempt_to_host",
-    (Decision, "draft_tokens"): "guesses",
+    (Decision, "draft_tokens"): "draft_tokens",
 }
 """Names under which a step shows a field, where they are not the field's own."""
 Texts = Callable[[Sequence[int]], tuple[str, ...]]  # the texts of tokens, one by one
@@ -89,8 +89,8 @@ class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: bool = False
     tokens: tuple[str, ...] = ()
     """The first MOST_TOKENS of its tokens, as texts; "?" where the device fills it in."""
-    guesses: int = 0
-    """How many of the last tokens are guesses."""
+    draft_tokens: int = 0
+    """How many of the last tokens are draft tokens."""
 
 
 class ExplainedSwap(msgspec.Struct, frozen=True):

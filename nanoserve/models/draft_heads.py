@@ -1,4 +1,4 @@
-"""Networks that guess what a Decoder will say next from its own hidden states: EAGLE, EAGLE-3 and Medusa.
+"""Networks that draft what a Decoder will say next from its own hidden states: EAGLE, EAGLE-3 and Medusa.
 
 They are read from safetensors and a config.json, in the formats that their authors publish. A published head has a
 Llama's layer, whatever family its target is of. The target is whole: not a stage, not a rank.
@@ -27,11 +27,11 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class EagleHead(Decoder):
-    """EAGLE (arXiv 2401.15077): one layer that guesses the target's next feature, the hidden state before its lm_head,
+    """EAGLE (arXiv 2401.15077): one layer that drafts the target's next feature, the hidden state before its lm_head,
     from its last one and the token that came of that.
 
     It is a decoder whose inputs are pairs: feature i and token i + 1 are at position i. Its hidden states
-    are guessed features, which take the place of the target's for the next guess.
+    are drafted features, which take the place of the target's for the next draft token.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class PairNorm(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Medusa (arXiv 2401.10774): each head guesses one further token from the same hidden state, the first head the one
+    """Medusa (arXiv 2401.10774): each head drafts one further token from the same hidden state, the first head the one
     behind that which the target itself draws from it."""
 
     feature_layers: tuple[int, ...] = ()

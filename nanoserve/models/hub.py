@@ -32,7 +32,7 @@ BUNDLED = "storyteller"
 LINK_NAME = "model.gguf"
 """Name of a link to a .gguf file in the directory that is made of it."""
 DRAFT = "storyteller-draft"
-"""Name of a smaller bundled model, to guess tokens for the other."""
+"""Name of a smaller bundled model, to draft tokens for the other."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
 _LONGEST_PATH = 300  # characters of a path in a message
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.work import GuessCounts
+from nanoserve.scheduler.work import DraftCounts
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +34,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     losses: int = 0
     host_losses: int = 0
     """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
-    guesses: GuessCounts = msgspec.field(default_factory=GuessCounts)  # stays at zeros without speculation
+    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)  # stays at zeros without speculation
 
     @classmethod
     def of(cls, scheduler: Scheduler, losses: int) -> Self:
@@ -59,7 +59,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
             transitions=0 if layouts is None else layouts.transitions,
             losses=losses,
             host_losses=0 if cpu_attention is None else cpu_attention.losses,
-            guesses=GuessCounts() if drafts is None else drafts.speculator.counts + GuessCounts(),
+            drafts=DraftCounts() if drafts is None else drafts.proposer.counts + DraftCounts(),
         )
 
     @classmethod
@@ -69,7 +69,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecentStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step that has ended; a decode is a row of one token and its guesses."""
+    """One step that has ended; a decode is a row of one token and its draft tokens."""
 
     step: int
     decodes: int

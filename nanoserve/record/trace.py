@@ -156,8 +156,8 @@ class RunTrace:
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
         name = name if plan.host.strategy == "device" else f"{plan.host.strategy}: {name}"
-        if guesses := sum([draft_of(row).verify for row in plan.rows]):
-            counts, name = {**counts, "guesses": guesses}, f"{name} + {guesses} guesses"
+        if draft_tokens := sum([draft_of(row).verify for row in plan.rows]):
+            counts, name = {**counts, "draft_tokens": draft_tokens}, f"{name} + {draft_tokens} draft tokens"
         facts = counts | {"sequences": len(plan.rows)} | facts_of(plan, forecast, result)
         self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
         if forecast is not None and self._corrections != self._drawn_corrections:

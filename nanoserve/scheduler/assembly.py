@@ -7,8 +7,8 @@ from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.layout_change.layouts import Layouts
 from nanoserve.scheduler.optional import LayoutCapacity
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.speculation.drafts import Drafts
-from nanoserve.scheduler.speculation.speculator import Speculator
 
 
 def make_extensions(
@@ -16,18 +16,18 @@ def make_extensions(
     host_blocks: int = 0,
     attends_on_host: bool = True,
     other_layouts: Sequence[LayoutCapacity] = (),
-    speculator: Speculator | None = None,
+    proposer: DraftProposer | None = None,
 ) -> Extensions:
     """Make the mechanisms that are asked for.
 
     ``host_blocks`` are the KV blocks in host memory; with none, nothing ever moves there. Sequences there decode if it
     ``attends_on_host``. ``other_layouts`` are the parallel layouts 1, 2, ...; the scheduler's own is 0. A
-    ``speculator`` adds draft tokens to what the policy has decided.
+    ``proposer`` adds draft tokens to what the policy has decided.
     """
     host = HostTier(host_blocks) if host_blocks else None
     return Extensions(
         layouts=Layouts(other_layouts, host) if other_layouts else None,
         host=host,
         cpu_attention=HostDecoding(host) if host is not None and attends_on_host else None,
-        drafts=Drafts(speculator) if speculator is not None else None,
+        drafts=Drafts(proposer) if proposer is not None else None,
     )

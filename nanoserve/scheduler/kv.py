@@ -200,9 +200,9 @@ class SequenceBlocks:
         for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
             if NO_BLOCK in column.blocks:
                 break
-            sequence.chain.append(column)
+            sequence.cached_columns.append(column)
             sequence.block_table += column.blocks
-        sequence.computed = sequence.capacity = len(sequence.chain) * self._block_size
+        sequence.computed = sequence.capacity = len(sequence.cached_columns) * self._block_size
         self.pool.share(sequence.block_table)
 
     def slide(self, sequence: Sequence, position: int) -> None:
@@ -256,18 +256,18 @@ class SequenceBlocks:
     def share_full(self, sequence: Sequence, computed: int) -> None:
         """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
         size = self._block_size
-        shared, full = len(sequence.chain), computed // size
+        shared, full = len(sequence.cached_columns), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
         groups, table = self.groups, sequence.block_table
         # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
         while shared < full and max(table[(full - 1) * groups : full * groups]) == NO_BLOCK:
             full -= 1
-        previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
+        previous = sequence.cached_columns[-1] if sequence.cached_columns else sequence.request.cache_salt
         for index in range(shared, full):
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
             previous = self.pool.insert(table[index * groups : (index + 1) * groups], previous, tokens)
-            sequence.chain.append(previous)
+            sequence.cached_columns.append(previous)
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
@@ -275,7 +275,7 @@ class SequenceBlocks:
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups
         sibling.block_table, sibling.capacity = parent.block_table[:end], full * self._block_size
-        sibling.chain = parent.chain[:full]
+        sibling.cached_columns = parent.cached_columns[:full]
         self.pool.share(sibling.block_table)
         if partial:
             # `grow` copies them when the sibling first writes. Until then the parent may write to them: only after
@@ -290,4 +290,4 @@ class SequenceBlocks:
         sequence.copy_source = ()
         sequence.block_table = []
         sequence.capacity = 0
-        sequence.chain = []
+        sequence.cached_columns = []

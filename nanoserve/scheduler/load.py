@@ -47,7 +47,7 @@ class Load:
     """The engine's state when a step is to be decided. Nobody changes it; it is not frozen, because making it takes a
     part of each step, and a frozen dataclass of this size takes four times as long to make.
 
-    A sequence is ready if it may enter the next plan. If tokens are fed, it may be in flight then.
+    A sequence is ready if it may enter the next plan. With asynchronous scheduling it may be in flight then.
     """
 
     previous: Decision | None
@@ -73,7 +73,8 @@ class Load:
     steps_in_flight: int = 0
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
-    """P: the decodes are divided among this many plans in flight; 1 if tokens are fed: each of two plans has all."""
+    """P: the decodes are divided among this many plans in flight; 1 with asynchronous scheduling: each of two plans
+    has all."""
     expected_growth: int = 0
     """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
     from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""

@@ -111,7 +111,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     complete: bool = False
     """The sequence's grammar allows nothing after these tokens."""
     draft: tuple[int, ...] = ()
-    """What a drafter guesses to follow these tokens, where the row asked for it; perhaps fewer, or none."""
+    """What a drafter drafts to follow these tokens, where the row asked for it; perhaps fewer, or none."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -122,7 +122,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     answers: tuple[Answer, ...] = ()
     """Answers by sequence, perhaps to earlier plans."""
     seconds: float = 0.0
-    """Device time of the step, without what guesses behind it."""
+    """Device time of the step, without what drafts behind it."""
     lost: str | None = None
     """Why the workers died; such a result holds nothing else. No plan that was submitted before it was collected will
     be answered, and everything the executor knew of sequences and blocks is lost, on both tiers. New workers start in
@@ -130,7 +130,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ran: float = 0.0
     """Seconds that the dead workers had run; 0 if they were still starting, so that no plan has reached them."""
     draft_seconds: float | None = None
-    """How long a drafter guessed behind the step; None if it did not."""
+    """How long a drafter drafted behind the step; None if it did not."""
     host: optional.HostResult = optional.HostResult()
     """Swaps that are done, and news of the host sequences."""
 
@@ -140,7 +140,7 @@ class Executor(Protocol):
 
     max_in_flight: int
     """Most plans that are submitted and have not ended."""
-    feeds_tokens: bool
+    async_scheduling: bool
     """Whether it takes rows with placeholders. Then it has one stage, and the next plan is made while the device
     computes."""
 

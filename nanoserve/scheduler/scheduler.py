@@ -2,9 +2,9 @@
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
-token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
-is discarded. A prompt's chunks follow each other in the same way.
+No sequence is in two plans in flight, unless scheduling is asynchronous. Then a decode may enter the next plan while
+its token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra
+step is discarded. A prompt's chunks follow each other in the same way.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -46,11 +46,11 @@ class Scheduler:
 
     ``num_blocks`` are the KV blocks on the device. ``max_model_len`` is the longest sequence, prompt and output
     together. ``max_num_seqs`` hold blocks at a time. At most ``pipeline_depth`` plans are in flight: P, the
-    micro-batches of a pipeline of P stages. With ``feeds_tokens`` the executor takes fed rows, so one more plan may be
-    in flight. Sequences that cannot be fed (``SamplingParams.may_be_fed``) then skip every other plan while others are.
-    ``windows`` are those of the model's cache groups, as of `CacheGroups`; policies count a block of every group as
-    one. ``predictors`` are one for each parallel layout. ``extensions`` are the mechanisms beside the plain path.
-    Raises ValueError if tokens are to be fed through more than one stage.
+    micro-batches of a pipeline of P stages. With ``async_scheduling`` the executor takes placeholder rows, so one more
+    plan may be in flight. Sequences whose parameters forbid it (``SamplingParams.allows_async_scheduling``) then skip
+    every other plan while others are. ``windows`` are those of the model's cache groups, as of `CacheGroups`; policies
+    count a block of every group as one. ``predictors`` are one for each parallel layout. ``extensions`` are the
+    mechanisms beside the plain path. Raises ValueError if scheduling is asynchronous and there is more than one stage.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class Scheduler:
         prefix_caching: bool = True,
         pipeline_depth: int = 1,
         predictors: SequenceOf[Predictor] = (),
-        feeds_tokens: bool = False,
+        async_scheduling: bool = False,
         windows: tuple[int, ...] = (0,),
         extensions: Extensions = NOTHING_ATTACHED,
     ) -> None:
-        if feeds_tokens and pipeline_depth > 1:
-            raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
+        if async_scheduling and pipeline_depth > 1:
+            raise ValueError("asynchronous scheduling needs one stage: pipeline_depth must be 1")
         self.policy = policy
         self.observers: list[SchedulerObserver] = []
         self.extensions = extensions
         self._moments = Moments(self.extensions)
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, groups=len(windows))
         self.pipeline_depth = pipeline_depth
-        self.feeds_tokens = feeds_tokens
+        self.async_scheduling = async_scheduling
         self.steps = self.forced_steps = 0
         self.prompt_tokens = self.output_tokens = 0  # of requests that have their first token; sampled for all samples
         blocks = SequenceBlocks(self.pool)
@@ -88,7 +88,7 @@ class Scheduler:
             fewest_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            feeds_tokens=feeds_tokens,
+            async_scheduling=async_scheduling,
             ordering=Ordering(policy.ranking) if policy.ranking.ranks else None,
         )
         self.waiting, self.running = self.table.waiting, self.table.running
@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def _most_in_flight(self) -> int:
         """Plans that may be in flight: one more than micro-batches where the next is made while tokens are sampled."""
-        if self.feeds_tokens:
+        if self.async_scheduling:
             return self.pipeline_depth + 1
         return self.pipeline_depth
 
@@ -309,7 +309,7 @@ class Scheduler:
                     answered(sequence, row, answer)
             in_flight.popleft()
             known = sequence.computed - len(in_flight)
-            fills_block = known >= (len(sequence.chain) + 1) * block_size
+            fills_block = known >= (len(sequence.cached_columns) + 1) * block_size
             # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
             if fills_block or sequence.siblings or sequence.finish_reason is not None or sequence.place is not _DEVICE:
                 settle(sequence)

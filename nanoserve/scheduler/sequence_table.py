@@ -78,8 +78,8 @@ class SequenceTable:
     """Longest sequence, prompt and output together."""
     max_num_seqs: int
     """Sequences that run at a time, busy ones included."""
-    feeds_tokens: bool
-    """Whether the executor takes fed rows."""
+    async_scheduling: bool
+    """Whether the executor takes placeholder rows."""
     ordering: Ordering | None = None
     """None where requests are served first come."""
 
@@ -155,7 +155,7 @@ class SequenceTable:
             min_length=length + params.min_tokens,
             max_length=max_length,
             # The token it waits for must not be its last one.
-            fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
+            placeholder_limit=max_length - 1 if self.async_scheduling and params.allows_async_scheduling else 0,
             rank=rank,
         )
         self.sequences[sequence.sequence_id] = sequence
@@ -203,13 +203,13 @@ class SequenceTable:
         return self.max_num_seqs - len(self.running) - len(self.busy)
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens. A decode is then
-        fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log probabilities are wanted
-        wait: an answer belongs to their only row in flight."""
-        if not self.feeds_tokens:
+        """Whether a sequence in flight may enter the next plan too, because scheduling is asynchronous. A decode then
+        has a placeholder; a prompt's chunks follow each other, as plans run in order. Prompts whose log probabilities
+        are wanted wait: an answer belongs to their only row in flight."""
+        if not self.async_scheduling:
             return False
         if sequence.status is _DECODE:
-            return len(sequence.tokens) < sequence.fed_below and not sequence.waits_for_token
+            return len(sequence.tokens) < sequence.placeholder_limit and not sequence.waits_for_token
         return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class WindowedBlocks(SequenceBlocks):
         end = hit * self._block_size
         firsts = self.first_columns(end)
         for index, column in enumerate(found[:hit]):
-            sequence.chain.append(column)
+            sequence.cached_columns.append(column)
             for block, first in zip(column.blocks, firsts, strict=True):
                 sequence.block_table.append(block if index >= first else NO_BLOCK)
         sequence.computed = sequence.window_start = sequence.capacity = end

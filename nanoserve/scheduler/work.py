@@ -21,7 +21,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     decode_context: int = 0  # keys that they read, their own included, summed over rows
     chunks: tuple[Chunk, ...] = ()
     sampled: int = 0  # positions that get logits
-    guesses: int = 0  # tokens that decode rows have beside their first one
+    draft_tokens: int = 0  # tokens that decode rows have beside their first one
     windowed_decode_context: tuple[int, ...] = ()
     """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
 
@@ -52,7 +52,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def tokens(self) -> int:
-        return self.decodes + self.guesses + sum([length for _, length in self.chunks])
+        return self.decodes + self.draft_tokens + sum([length for _, length in self.chunks])
 
     @property
     def rows(self) -> int:
@@ -75,7 +75,7 @@ def work_of(rows: "Iterable[Row]", sum_up: Callable[[list[int], list[Chunk], int
             chunks.append((row.start, len(row.tokens)))
     work = sum_up(contexts, chunks, sampled)
     if drafted:
-        return msgspec.structs.replace(work, guesses=drafted)
+        return msgspec.structs.replace(work, draft_tokens=drafted)
     return work
 
 
@@ -115,19 +115,19 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         return self.device.sampled + sum([batch.sequences for batch in ending])
 
 
-MOST_GUESSES = 7
-"""Guesses that a row may have."""
+MAX_DRAFT_TOKENS = 7
+"""Draft tokens that a row may have."""
 
 
-class GuessCounts(msgspec.Struct, array_like=True):
+class DraftCounts(msgspec.Struct, array_like=True):
     """Counts of draft tokens and of those that were right, since the engine started."""
 
-    rows: int = 0  # rows that had guesses
-    guesses: int = 0
-    accepted: list[int] = msgspec.field(default_factory=lambda: [0] * MOST_GUESSES)
-    """Accepted guesses by their place in the row."""
+    rows: int = 0  # rows that had draft tokens
+    draft_tokens: int = 0
+    accepted: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """Accepted draft tokens by their place in the row."""
 
-    def __add__(self, other: "GuessCounts") -> "GuessCounts":
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
         """New counts: those of both."""
         accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
-        return GuessCounts(self.rows + other.rows, self.guesses + other.guesses, accepted)
+        return DraftCounts(self.rows + other.rows, self.draft_tokens + other.draft_tokens, accepted)

@@ -108,7 +108,7 @@ class Metrics(Collector):
         engine = self._engine
         status = engine.last.status
         total = engine.total
-        guesses = total.guesses
+        drafts = total.drafts
         used = _share_in_use(status.free_blocks, status.total_blocks)
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
@@ -125,9 +125,19 @@ class Metrics(Collector):
             (counter, "nanoserve:engine_steps", "Steps.", total.steps),
             (counter, "nanoserve:engine_restarts", "Engines started after the first.", len(engine.past)),
             (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
-            (counter, "vllm:spec_decode_num_drafts", "Rows with guesses.", guesses.rows),
-            (counter, "vllm:spec_decode_num_draft_tokens", "Guesses that were checked.", guesses.guesses),
-            (counter, "vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", sum(guesses.accepted)),
+            (counter, "vllm:spec_decode_num_drafts", "Rows with draft tokens.", drafts.rows),
+            (
+                counter,
+                "vllm:spec_decode_num_draft_tokens",
+                "Draft tokens that were checked.",
+                drafts.draft_tokens,
+            ),
+            (
+                counter,
+                "vllm:spec_decode_num_accepted_tokens",
+                "Draft tokens that were right.",
+                sum(drafts.accepted),
+            ),
         )
         for kind, name, text, value in rows:
             family = kind(name, text, labels=("model_name",))
@@ -135,10 +145,10 @@ class Metrics(Collector):
             yield family
         family = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guesses that were right, by their place in the row, from 0.",
+            "Draft tokens that were right, by their place in the row, from 0.",
             labels=("model_name", "position"),
         )
-        for place, accepted in enumerate(guesses.accepted):
+        for place, accepted in enumerate(drafts.accepted):
             family.add_metric((self._model, f"{place}"), accepted)
         yield family
 

@@ -93,7 +93,7 @@ TWO_STEPS = {
     "arrivals": [Arrival(0, TWO_TOKENS, None, None)],
     "prefix_caching": False,
     "depth": 1,
-    "feeds_tokens": False,
+    "async_scheduling": False,
     "max_num_seqs": 1,
     "token_budget": 1,
 }
@@ -113,12 +113,12 @@ def test_every_request_gets_what_it_would_get_alone(
             life["num_blocks"],
             life["block_size"],
             depth=life["depth"],
-            feeds_tokens=life["feeds_tokens"],
+            async_scheduling=life["async_scheduling"],
             deaths=() if place else deaths,
         )
         for place in range(number)
     ]
-    others = {"pipeline_depth": life["depth"], "feeds_tokens": life["feeds_tokens"]}
+    others = {"pipeline_depth": life["depth"], "async_scheduling": life["async_scheduling"]}
     fleet = Fleet([engine(one, policy, prefix_caching=life["prefix_caching"], **sizes, **others) for one in executors])
     outputs, reasons = live(fleet, life["arrivals"], fleet.check)
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, executors[0].losses)

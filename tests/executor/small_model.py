@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig, RopeConfig
-from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
+from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
@@ -75,7 +75,7 @@ def local_executor(
     *,
     host_pool: HostPool | None = None,
     processor: HostProcessor | None = None,
-    feeds_tokens: bool = False,
+    async_scheduling: bool = False,
     verifies_drafts: bool = False,
     drafter: Drafter | None = None,
     layers: LayerRunner | None = None,
@@ -88,14 +88,14 @@ def local_executor(
         if processor is not None:
             mechanisms.append(LocalCpuAttention(processor, layers or LayerRunner(), part))
         mechanisms.append(LocalKvTransfer(part))
-    if feeds_tokens:
-        mechanisms.append(FedTokens())
+    if async_scheduling:
+        mechanisms.append(PlaceholderTokens())
     if verifies_drafts:
         mechanisms.append(Verification())
     if drafter is not None:
         mechanisms.append(Drafting(drafter))
     stage = Stage.build(decoder, device="cpu", layers=layers, mechanisms=mechanisms, **settings)
-    return LocalExecutor(stage, feeds_tokens=feeds_tokens)
+    return LocalExecutor(stage, async_scheduling=async_scheduling)
 
 
 def mechanism_of(executor: LocalExecutor, kind: type[MechanismType]) -> MechanismType:

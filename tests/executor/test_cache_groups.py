@@ -59,14 +59,14 @@ class Watched:
 
     def __init__(
         self, decoder: Decoder, config: ModelConfig, *, num_blocks: int, block_size: int = 4, budget: int = 8,
-        host_blocks: int = 0, policy: str = "sarathi", feeds_tokens: bool = False,
+        host_blocks: int = 0, policy: str = "sarathi", async_scheduling: bool = False,
     ) -> None:  # fmt: skip
         decoder.config = config
         pool = None
         if host_blocks:
             pool = HostPool.of_one_process(config, num_blocks=host_blocks, block_size=block_size, dtype=decoder.dtype)
         executor = local_executor(
-            decoder, num_blocks=num_blocks, block_size=block_size, host_pool=pool, feeds_tokens=feeds_tokens
+            decoder, num_blocks=num_blocks, block_size=block_size, host_pool=pool, async_scheduling=async_scheduling
         )
         self.scheduler = Scheduler(
             make_policy(policy, budget, swaps=pool is not None),
@@ -75,7 +75,7 @@ class Watched:
             max_model_len=96,
             extensions=make_extensions(host_blocks=host_blocks),
             predictors=[LinearPredictor(swap_token=1e-6)] if pool is not None else (),
-            feeds_tokens=feeds_tokens,
+            async_scheduling=async_scheduling,
             windows=config.cache_groups.windows,
         )
         self.engine = Engine(self.scheduler, executor, vocab_size=VOCAB_SIZE)
@@ -103,7 +103,7 @@ def replayed(watched: Watched, decoder: Decoder) -> FakeRecorder:
     """Have its decode steps replayed, as a GPU's are."""
     runner, recorder = watched.engine.executor.runner, FakeRecorder()
     groups = len(decoder.config.cache_groups.windows)
-    sizes = graph_sizes(bucket_sizes(8), guesses=False)
+    sizes = graph_sizes(bucket_sizes(8), draft_tokens=False)
     static = StaticInputs(sizes, most_blocks=24, device=torch.device("cpu"), groups=groups)
     runner.forward = DecodeGraphs(runner.forward, static)
     runner.forward.capture(recorder)
@@ -140,12 +140,12 @@ def test_one_sequence_is_answered_as_in_a_dense_pass_and_holds_windows(name: str
     ("name", "settings"),
     [
         ("one kind", {"num_blocks": 7, "budget": 7}),
-        ("two kinds", {"num_blocks": 45, "block_size": 2, "budget": 16, "feeds_tokens": True}),
+        ("two kinds", {"num_blocks": 45, "block_size": 2, "budget": 16, "async_scheduling": True}),
         ("two kinds", {"num_blocks": 26, "host_blocks": 60}),
         ("several groups of a kind", {"num_blocks": 30, "block_size": 8, "policy": "throttling"}),
         ("several groups of a kind", {"num_blocks": 44, "block_size": 4, "host_blocks": 90, "budget": 64}),
         ("three kinds", {"num_blocks": 44, "policy": "prefill-first", "budget": 64}),
-        ("two shapes", {"num_blocks": 45, "block_size": 2, "budget": 16, "feeds_tokens": True}),
+        ("two shapes", {"num_blocks": 45, "block_size": 2, "budget": 16, "async_scheduling": True}),
         ("two shapes", {"num_blocks": 26, "host_blocks": 60}),
     ],
 )
@@ -157,7 +157,7 @@ def test_tokens_are_those_of_masks_over_all_positions(name: str, settings: dict)
     expected = masked.run(requests())
     masked.engine.close()
     grouped = Watched(decoder, config, **settings)
-    recorder = replayed(grouped, decoder) if grouped.scheduler.feeds_tokens else None
+    recorder = replayed(grouped, decoder) if grouped.scheduler.async_scheduling else None
     assert grouped.run(requests()) == expected
     assert recorder is None or len(recorder.replayed) > 10
     swapped = {swap.direction for plan in grouped.plans for swap in plan.host.swaps}

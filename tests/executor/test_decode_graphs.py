@@ -86,7 +86,7 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
     for cache in (*caches.keys, *caches.values, *plain_caches.keys, *plain_caches.values):
         cache[0] = torch.nan  # what padding reads is nobody's business
     buckets, recorder = bucket_sizes(11), FakeRecorder()
-    static = StaticInputs(graph_sizes(buckets, guesses=False), most_blocks=MOST_BLOCKS, device=CPU)
+    static = StaticInputs(graph_sizes(buckets, draft_tokens=False), most_blocks=MOST_BLOCKS, device=CPU)
     features, plain_features = feature_cache(decoder), feature_cache(decoder)
     graphs = DecodeGraphs(FeaturePass(decoder, caches, DecoderLayer.__call__, features), static)
     graphs.capture(recorder)
@@ -158,11 +158,11 @@ def test_capturing_tells_how_far_it_is() -> None:
     assert told == [("capturing decode steps", done, 2) for done in range(3)]
 
 
-def test_rows_with_guesses_are_padded_behind() -> None:
+def test_rows_with_draft_tokens_are_padded_behind() -> None:
     """Rows of 1 to 8 tokens, a prompt's first ones among them, equal the plain step, and write nothing else."""
     decoder = small_decoder(small_config(sliding_window=6))
     caches, plain_caches = random_caches(decoder), random_caches(decoder)
-    recorder, sizes = FakeRecorder(), graph_sizes(bucket_sizes(3), guesses=True)
+    recorder, sizes = FakeRecorder(), graph_sizes(bucket_sizes(3), draft_tokens=True)
     assert sizes == [(1, 1), (2, 1), (3, 1), *((rows, width) for width in (2, 4, 8) for rows in (1, 2, 3))]
     graphs = DecodeGraphs(ForwardPass(decoder, caches), StaticInputs(sizes, most_blocks=MOST_BLOCKS, device=CPU))
     graphs.capture(recorder)
@@ -175,14 +175,14 @@ def test_rows_with_guesses_are_padded_behind() -> None:
             ((2, 2, 2), (2, 5, 8), 6),
             ((1, 1, 4), (1, 1, 4), 12),
         ]:
-            step = guessing_step(lengths, contexts)
+            step = drafting_step(lengths, contexts)
             torch.testing.assert_close(graphs(step), plain(step))
             assert recorder.replayed[-1] == replayed
     for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def guessing_step(lengths: tuple[int, ...], contexts: tuple[int, ...]) -> StepInputs:
+def drafting_step(lengths: tuple[int, ...], contexts: tuple[int, ...]) -> StepInputs:
     """Rows that end so many tokens at these contexts, in blocks of their own."""
     rows = range(len(lengths))
     tables = [[1 + MOST_BLOCKS * row + block for block in range(MOST_BLOCKS)] for row in rows]

@@ -1,4 +1,4 @@
-"""Heads at work: what they guess in an engine is what they guess from dense passes over what is known, one sequence at
+"""Heads at work: what they draft in an engine is what they draft from dense passes over what is known, one sequence at
 a time, however prompts are cut, shared and preempted; and the answers are those of plain decoding."""
 
 import json
@@ -76,7 +76,8 @@ def write_head(kind: str, target: Decoder, directory: Path) -> Path:
 
 @dataclass
 class Watched:
-    """A drafter whose guesses are noted, and in whose place those are given that plain decoding answers, some wrong."""
+    """A drafter whose draft tokens are noted, and in whose place those are given that plain decoding answers, some
+    wrong."""
 
     inner: Drafter
     answers: list[tuple[int, ...]]
@@ -117,21 +118,21 @@ def drawn(logits: Tensor, state: SamplingState, position: int) -> int:
     return int(sample(logits, SamplingRows.stage([state], [position], Staging(torch.device("cpu")))).tokens)
 
 
-def dense_guesses(
+def dense_draft_tokens(
     target: Decoder, head: EagleHead | MedusaHeads, known: tuple[int, ...], state: SamplingState, count: int
 ) -> list[int]:
-    """What a head guesses to follow these tokens, by its paper."""
-    tokens, guesses = torch.tensor(known), list[int]()
+    """What a head drafts to follow these tokens, by its paper."""
+    tokens, draft_tokens = torch.tensor(known), list[int]()
     if isinstance(head, MedusaHeads):
         logits = head(features_of(target, tokens[:-1], ())[-1:], count)
         return [drawn(one, state, len(known) + ahead) for ahead, one in enumerate(logits)]
     features = head.fuse(features_of(target, tokens[:-1], head.feature_layers))
     for _ in range(count):
-        pairs = head.pair(torch.tensor([*known[1:], *guesses]), features)
+        pairs = head.pair(torch.tensor([*known[1:], *draft_tokens]), features)
         hidden = head(pairs, torch.arange(len(pairs)), DenseCausalAttention(head.config, 1, len(pairs)))[-1:]
-        guesses.append(drawn(head.compute_logits(hidden), state, len(known) + len(guesses)))
+        draft_tokens.append(drawn(head.compute_logits(hidden), state, len(known) + len(draft_tokens)))
         features = torch.cat((features, hidden))
-    return guesses
+    return draft_tokens
 
 
 def _sequences(outputs: list[nanoserve.RequestOutput]) -> list[tuple[int, ...]]:
@@ -143,24 +144,27 @@ def _sequences(outputs: list[nanoserve.RequestOutput]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_guesses_what_it_does_over_dense_passes(kind: str, plain: nanoserve.LLM, heads: dict[str, Path]) -> None:
+def test_a_head_drafts_what_it_does_over_dense_passes(kind: str, plain: nanoserve.LLM, heads: dict[str, Path]) -> None:
     memory = 2**20 if kind != "medusa" else 3 * 2**18  # so that sequences are preempted
     small = {"kv_cache_memory": memory, "max_model_len": 96, "max_num_batched_tokens": 24}
-    with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **small, **SETTING) as guessing:
-        runner, table = guessing.engine.executor.runner, guessing.engine.scheduler.table
-        drafts = guessing.engine.scheduler.extensions.drafts
-        guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
-        drafting = mechanism_of(guessing.engine.executor, Drafting)
+    with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **small, **SETTING) as speculating:
+        runner, table = speculating.engine.executor.runner, speculating.engine.scheduler.table
+        drafts = speculating.engine.scheduler.extensions.drafts
+        speculating.engine.scheduler.predictors = ()  # so that all that may be is drafted
+        drafting = mechanism_of(speculating.engine.executor, Drafting)
         inner = drafting.drafter
         head = inner._heads if kind == "medusa" else inner._decoder
         for name in ("random", "cut", "random"):  # the last finds cached prefixes
             outputs = plain.generate(PROMPTS, SETTINGS[name])
             watched = drafting.drafter = Watched(inner, _sequences(outputs))
-            assert _facts(guessing.generate(PROMPTS, SETTINGS[name])) == _facts(outputs), name
+            assert _facts(speculating.generate(PROMPTS, SETTINGS[name])) == _facts(outputs), name
             with torch.inference_mode():
                 for known, state, found in watched.noted[:: max(1, len(watched.noted) // 6)]:
-                    assert found == dense_guesses(runner.decoder, head, known, state, len(found)), (name, len(known))
-        assert 0 < sum(drafts.speculator.counts.accepted) < drafts.speculator.counts.guesses
+                    assert found == dense_draft_tokens(runner.decoder, head, known, state, len(found)), (
+                        name,
+                        len(known),
+                    )
+        assert 0 < sum(drafts.proposer.counts.accepted) < drafts.proposer.counts.draft_tokens
         assert table.preemptions > 0
 
 
@@ -172,13 +176,13 @@ def test_answers_end_at_the_context_and_are_those_without_a_head(
     prompts = [prompt + " one two three" for prompt in PROMPTS]
     with (
         nanoserve.LLM(max_model_len=32, **SETTING) as short,
-        nanoserve.LLM(speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING) as guessing,
+        nanoserve.LLM(speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING) as speculating,
     ):
-        guessing.engine.scheduler.predictors = ()
+        speculating.engine.scheduler.predictors = ()
         outputs = short.generate(prompts, params)
-        drafting = mechanism_of(guessing.engine.executor, Drafting)
+        drafting = mechanism_of(speculating.engine.executor, Drafting)
         drafting.drafter = Watched(drafting.drafter, _sequences(outputs))
-        assert _facts(guessing.generate(prompts, params)) == _facts(outputs)
+        assert _facts(speculating.generate(prompts, params)) == _facts(outputs)
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
@@ -205,14 +209,14 @@ def test_features_are_read_where_they_were_written_and_padding_writes_none() -> 
 def test_a_head_whose_logits_are_not_numbers_is_asked_once(
     kind: str, plain: nanoserve.LLM, heads: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **SETTING) as guessing:
-        drafter = mechanism_of(guessing.engine.executor, Drafting).drafter
+    with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **SETTING) as speculating:
+        drafter = mechanism_of(speculating.engine.executor, Drafting).drafter
         for parameter in (drafter._heads if kind == "medusa" else drafter._decoder.layers).parameters():
             parameter.fill_(torch.nan)
         params = SETTINGS["random"]
-        assert _facts(guessing.generate(PROMPTS[:1], params)) == _facts(plain.generate(PROMPTS[:1], params))
-    (told,) = [record.message for record in caplog.records if "guessed" in record.message]
-    assert told == "nanoserve: nothing is guessed any more: the drafter's logits are not numbers"
+        assert _facts(speculating.generate(PROMPTS[:1], params)) == _facts(plain.generate(PROMPTS[:1], params))
+    (told,) = [record.message for record in caplog.records if "drafted" in record.message]
+    assert told == "nanoserve: nothing is drafted any more: the drafter's logits are not numbers"
 
 
 def refusal(speculate: str, **settings: object) -> str:

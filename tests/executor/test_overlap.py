@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
+from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
 from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, TokenLogprob
@@ -28,13 +28,13 @@ def begin(sequence: int, tokens: tuple[int, ...], **params: object) -> Begin:
     return Begin(sequence, tokens, len(tokens), 0, 5, SamplingParams(**{"temperature": 0.0, **params}))
 
 
-def fed(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
+def placeholder(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
     return Row(sequence, start, (0,), True, blocks, placeholder=True)
 
 
 def make_runner(decoder: Decoder, device: str = "cpu") -> ModelRunner:
     return ModelRunner(
-        decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device), mechanisms=[FedTokens()]
+        decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device), mechanisms=[PlaceholderTokens()]
     )
 
 
@@ -53,8 +53,8 @@ def test_fed_rows_take_the_tokens_of_the_plan_before_whatever_its_order() -> Non
     prompts = (Row(1, 0, PROMPT, True, (0, 1)), Row(2, 0, OTHER, True, (2, 3)), Row(3, 0, OTHER[:3], False, (4,)))
     steps = [
         launch(runner, StepPlan(0, begin=(begin(1, PROMPT), begin(2, OTHER), begin(3, OTHER)), rows=prompts)),
-        launch(runner, StepPlan(1, rows=(Row(3, 3, OTHER[3:], True, (5,)), fed(2, 6), fed(1, 5)))),
-        launch(runner, StepPlan(2, rows=(fed(1, 6), fed(3, 6)))),
+        launch(runner, StepPlan(1, rows=(Row(3, 3, OTHER[3:], True, (5,)), placeholder(2, 6), placeholder(1, 5)))),
+        launch(runner, StepPlan(2, rows=(placeholder(1, 6), placeholder(3, 6)))),
     ]
     answers = [{answer.sequence: answer.tokens for answer in step.answers()} for step in steps]
     for sequence, prompt, places in ((1, PROMPT, (0, 1, 2)), (2, OTHER, (0, 1)), (3, OTHER, (1, 2))):
@@ -63,14 +63,16 @@ def test_fed_rows_take_the_tokens_of_the_plan_before_whatever_its_order() -> Non
 
 
 @pytest.mark.parametrize("between", [StepPlan(1, rows=(Row(2, 0, OTHER, True, (2, 3)),)), None], ids=["left out", ""])
-def test_a_token_that_is_not_on_the_device_cannot_be_fed(between: StepPlan | None) -> None:
+def test_a_token_that_is_not_on_the_device_cannot_be_placeholder(between: StepPlan | None) -> None:
     runner = make_runner(small_decoder())
     first = Row(1, 0, PROMPT, between is not None, (0, 1))
     runner.execute(StepPlan(0, begin=(begin(1, (*PROMPT, 8)), begin(2, OTHER)), rows=(first,)))
     if between is not None:
         runner.execute(between)
-    with pytest.raises(RuntimeError, match="sequence 1 is fed a token that the plan before it does not sample"):
-        runner.execute(StepPlan(2, rows=(fed(1, 5),)))
+    with pytest.raises(
+        RuntimeError, match="sequence 1 has a placeholder for a token that the plan before it does not sample"
+    ):
+        runner.execute(StepPlan(2, rows=(placeholder(1, 5),)))
 
 
 def test_what_follows_a_token_that_is_none_harms_no_other() -> None:
@@ -81,7 +83,7 @@ def test_what_follows_a_token_that_is_none_harms_no_other() -> None:
     bad = (1, 60, 2)
     rows = (Row(1, 0, bad, True, (3,)), Row(2, 0, PROMPT, True, (5, 6)))
     first = launch(runner, StepPlan(0, begin=(begin(1, bad, logprobs=2), begin(2, PROMPT)), rows=rows))
-    second = launch(runner, StepPlan(1, rows=(fed(1, 3), fed(2, 5))))
+    second = launch(runner, StepPlan(1, rows=(placeholder(1, 3), placeholder(2, 5))))
     bad_answer, good_answer = first.answers()
     assert "not numbers" in str(bad_answer.error)
     thrown_away, next_answer = second.answers()
@@ -101,14 +103,14 @@ def test_launching_never_looks_at_what_the_device_computes() -> None:
     begins = tuple(begin(sequence, OTHER, **params) for sequence, params in enumerate(kinds))
     whole = tuple(Row(sequence, 0, OTHER, True, (2 * sequence, 2 * sequence + 1)) for sequence in range(4))
     step = launch(runner, StepPlan(0, begin=begins, rows=whole, copies=(Copy(20, 21),)))
-    launch(runner, StepPlan(1, rows=(fed(1, 6), fed(0, 6), Row(2, 6, (9,), True))))
+    launch(runner, StepPlan(1, rows=(placeholder(1, 6), placeholder(0, 6), Row(2, 6, (9,), True))))
     with pytest.raises(RuntimeError, match="meta"):
         step.answers()
 
 
 def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder()
-    executor = local_executor(decoder, num_blocks=8, block_size=BLOCK_SIZE, feeds_tokens=True)
+    executor = local_executor(decoder, num_blocks=8, block_size=BLOCK_SIZE, async_scheduling=True)
     executor.submit(StepPlan(0, begin=(begin(1, PROMPT),), rows=(Row(1, 0, PROMPT, True, (0, 1)),)))
 
     def fail(hidden: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,7 @@ def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "compute_logits", fail)
         with pytest.raises(RuntimeFailure, match=r"a step of 1 tokens .* lower --max-num-batched-tokens$"):
-            executor.submit(StepPlan(1, rows=(fed(1, 5),)))
+            executor.submit(StepPlan(1, rows=(placeholder(1, 5),)))
     assert executor.collect(None) == []
     again = StepPlan(2, end=(1,), begin=(begin(2, PROMPT),), rows=(Row(2, 0, PROMPT, True, (0, 1)),))
     executor.submit(again)
@@ -125,12 +127,12 @@ def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.Monk
     assert list(result.answers[0].tokens) == dense_greedy(decoder, PROMPT, 1)
 
 
-def test_two_plans_may_be_in_flight_where_tokens_are_fed() -> None:
-    executor = local_executor(small_decoder(), num_blocks=8, block_size=BLOCK_SIZE, feeds_tokens=True)
+def test_two_plans_may_be_in_flight_where_tokens_are_placeholder() -> None:
+    executor = local_executor(small_decoder(), num_blocks=8, block_size=BLOCK_SIZE, async_scheduling=True)
     executor.submit(StepPlan(0, begin=(begin(1, PROMPT),), rows=(Row(1, 0, PROMPT, True, (0, 1)),)))
-    executor.submit(StepPlan(1, rows=(fed(1, 5),)))
+    executor.submit(StepPlan(1, rows=(placeholder(1, 5),)))
     with pytest.raises(RuntimeError, match="at most 2"):
-        executor.submit(StepPlan(2, rows=(fed(1, 6),)))
+        executor.submit(StepPlan(2, rows=(placeholder(1, 6),)))
     assert [executor.collect(None)[0].step for _ in range(2)] == [0, 1]
 
 
@@ -149,7 +151,7 @@ class Life:
 def run(
     requests: list[Request],
     *,
-    feeds_tokens: bool,
+    async_scheduling: bool,
     num_blocks: int = 32,
     budget: int = 64,
     stops: dict[str, int] | None = None,
@@ -157,20 +159,20 @@ def run(
     """All samples; ``stops`` names requests that end when their first sample has so many tokens, as a stop string does.
 
     Returns:
-        the lives, the scheduler, and how many rows were fed.
+        the lives, the scheduler, and how many rows were placeholders.
     """
     executor = local_executor(
         small_decoder(),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
     )
-    fed_rows = 0
+    placeholder_rows = 0
     submit = executor.submit
 
     def counting(plan: StepPlan) -> None:
-        nonlocal fed_rows
-        fed_rows += sum(row.placeholder for row in plan.rows)
+        nonlocal placeholder_rows
+        placeholder_rows += sum(row.placeholder for row in plan.rows)
         submit(plan)
 
     executor.submit = counting  # type: ignore[method-assign]
@@ -180,7 +182,7 @@ def run(
         block_size=BLOCK_SIZE,
         max_model_len=32,
         max_num_seqs=8,
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
     )
     engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
     lives: dict[tuple[str, int], Life] = {}
@@ -198,7 +200,7 @@ def run(
             assert update.sequence.error is None
         check_integrity(scheduler)
     assert scheduler.pool.free_blocks == num_blocks
-    return lives, scheduler, fed_rows
+    return lives, scheduler, placeholder_rows
 
 
 REQUESTS = [
@@ -220,12 +222,12 @@ def test_overlapped_steps_give_the_plain_ones_tokens(num_blocks: int, budget: in
         for number, (prompt, params) in enumerate(REQUESTS)
     ]
     stops = {"3": 6}
-    plain, _, fed_rows = run(requests, feeds_tokens=False, stops=stops)
-    assert fed_rows == 0
-    overlapped, scheduler, fed_rows = run(
-        requests, feeds_tokens=True, num_blocks=num_blocks, budget=budget, stops=stops
+    plain, _, placeholder_rows = run(requests, async_scheduling=False, stops=stops)
+    assert placeholder_rows == 0
+    overlapped, scheduler, placeholder_rows = run(
+        requests, async_scheduling=True, num_blocks=num_blocks, budget=budget, stops=stops
     )
-    assert fed_rows > 20
+    assert placeholder_rows > 20
     assert (scheduler.table.preemptions > 0) == (num_blocks == 12)
     for name, life in plain.items():
         assert (overlapped[name].tokens, overlapped[name].reason) == (life.tokens, life.reason)
@@ -263,8 +265,8 @@ def _requests(draw: st.DrawFn) -> list[Request]:
 def test_whatever_the_requests_overlap_changes_no_token(
     requests: list[Request], num_blocks: int, budget: int, stops: dict[str, int]
 ) -> None:
-    plain, _, _ = run(requests, feeds_tokens=False, stops=stops)
-    overlapped, _, _ = run(requests, feeds_tokens=True, num_blocks=num_blocks, budget=budget, stops=stops)
+    plain, _, _ = run(requests, async_scheduling=False, stops=stops)
+    overlapped, _, _ = run(requests, async_scheduling=True, num_blocks=num_blocks, budget=budget, stops=stops)
     assert {name: life.tokens for name, life in overlapped.items()} == {
         name: life.tokens for name, life in plain.items()
     }

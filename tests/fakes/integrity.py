@@ -46,18 +46,18 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     moves_after_row = place is Place.MOVING and plans > 0
     elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
     known = len(sequence.tokens) - (status is Status.DECODE)
-    guesses = sum(draft_of(row).verify for row in sequence.in_flight)
+    draft_tokens = sum(draft_of(row).verify for row in sequence.in_flight)
     goes_on = not sequence.finished
     contradictions = {
         "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)
         or (sequence in table.busy) != (place is Place.MOVING),
         "does not decode": elsewhere and status not in (Status.DECODE, Status.FINISHED),
-        "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.chain),
+        "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.cached_columns),
         "holds something": place is Place.NONE and bool(holds_kv),
         "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
-        and sequence.remaining != 1 - plans - guesses,
-        "shares a block of unknown tokens": len(sequence.chain) * table.blocks.pool.block_size > known,
+        and sequence.remaining != 1 - plans - draft_tokens,
+        "shares a block of unknown tokens": len(sequence.cached_columns) * table.blocks.pool.block_size > known,
     }
     for contradiction, is_so in contradictions.items():
         if is_so:

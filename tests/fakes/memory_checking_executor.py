@@ -8,7 +8,8 @@ get the right tokens from it, and mostly trips one of its checks first.
 Where there are several cache groups, each row writes and reads all of them; of a group with a window it reads what its
 first query sees on. Nothing else of a table counts: blocks behind the window may be anybody's.
 
-A fed row reads the token that the plan before sampled; one whose token the scheduler had been told is a mistake.
+A placeholder row reads the token that the plan before sampled; one whose token the scheduler had been told is a
+mistake.
 
 Swaps take their time: what they read must not change meanwhile, and nobody may use what they write. Host sequences
 advance by a layer in each overlapped plan in which the CPU is done with their attention. It is the same in a pipeline:
@@ -36,7 +37,7 @@ Slot = tuple[int, int, int]
 
 NextToken = Callable[[Sequence[int], Begin], int]
 Drafter = Callable[[Sequence[int], Begin, int], Sequence[int]]
-"""Guesses for the tokens that follow: at most so many."""
+"""Draft tokens for the tokens that follow: at most so many."""
 
 
 class MemoryViolation(AssertionError):
@@ -98,7 +99,7 @@ class MemoryCheckingExecutor:
         block_size: slots per block.
         host_blocks: blocks of the host tier.
         depth: plans that may be in flight; each is answered when ``depth`` of them are, or when nothing else is left.
-        feeds_tokens: whether fed rows are taken; two plans may be in flight then.
+        async_scheduling: whether placeholder rows are taken; two plans may be in flight then.
         other_layouts: blocks on the device in parallel layouts 1, 2, ...
         swap_delay: how many times results are collected before a swap is done.
         num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in, if the CPU is
@@ -106,7 +107,7 @@ class MemoryCheckingExecutor:
         cpu_is_done: whether it is, of one cohort after the other in each plan, round and round. A plan without rows on
             the device waits for it.
         model: gives the next token.
-        drafter: guesses what the model will say.
+        drafter: draft tokens what the model will say.
         windows: of the cache groups.
     """
 
@@ -117,7 +118,7 @@ class MemoryCheckingExecutor:
         *,
         host_blocks: int = 0,
         depth: int = 1,
-        feeds_tokens: bool = False,
+        async_scheduling: bool = False,
         other_layouts: Sequence[int] = (),
         swap_delay: int = 0,
         num_layers: int = 2,
@@ -127,8 +128,8 @@ class MemoryCheckingExecutor:
         windows: tuple[int, ...] = (0,),
     ) -> None:
         self.windows = windows
-        self.max_in_flight = 2 if feeds_tokens else depth
-        self.feeds_tokens = feeds_tokens
+        self.max_in_flight = 2 if async_scheduling else depth
+        self.async_scheduling = async_scheduling
         self.ready = True
         self.block_size = block_size
         self.num_layers = num_layers
@@ -385,8 +386,8 @@ class MemoryCheckingExecutor:
             return row
         record = self._record(row)
         in_flight = [result.step for result in self._results]
-        if not self.feeds_tokens or row.tokens != (0,) or row.host is not None or not row.sample:
-            raise MemoryViolation(f"sequence {row.sequence}: its row is not one that can be fed")
+        if not self.async_scheduling or row.tokens != (0,) or row.host is not None or not row.sample:
+            raise MemoryViolation(f"sequence {row.sequence}: its row may not be a placeholder")
         if in_flight != [record.last_plan] or row.start != len(record.tokens) - 1:
             raise MemoryViolation(f"sequence {row.sequence}: no plan in flight samples the token at {row.start}")
         return replace(row, tokens=(record.tokens[row.start],))
@@ -435,20 +436,22 @@ class MemoryCheckingExecutor:
 
     def _read_and_answer(self, row: Row) -> Answer:
         record = self._records[row.sequence]
-        guesses = row.tokens[len(record.tokens) - row.start :]
-        if len(guesses) != draft_of(row).verify:
-            raise MemoryViolation(f"sequence {row.sequence} has {len(guesses)} guesses and says {draft_of(row).verify}")
+        draft_tokens = row.tokens[len(record.tokens) - row.start :]
+        if len(draft_tokens) != draft_of(row).verify:
+            raise MemoryViolation(
+                f"sequence {row.sequence} has {len(draft_tokens)} draft tokens and says {draft_of(row).verify}"
+            )
         if draft_of(row).propose:
             self._slot(record, row.start + len(row.tokens) + draft_of(row).propose - 1)
         self._check_prefix(row, record)
         answered: list[int] = []
-        for guess in (*guesses, None):
+        for draft_token in (*draft_tokens, None):
             token = self.model(record.tokens, record.begin)
             record.tokens.append(token)
             answered.append(token)
-            if token != guess:
+            if token != draft_token:
                 break
-        record.computed += len(answered) - 1  # the guesses that are right
+        record.computed += len(answered) - 1  # the draft tokens that are right
         draft = self.drafter(record.tokens, record.begin, draft_of(row).propose)
         return Answer(sequence=row.sequence, tokens=tuple(answered), draft=tuple(draft))
 

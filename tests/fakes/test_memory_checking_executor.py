@@ -163,12 +163,12 @@ def test_host_sequences_that_stand_still_and_plans_for_nothing_are_noticed() -> 
             executor.submit(plan)
 
 
-def test_guesses_are_accepted_as_far_as_they_are_right() -> None:
+def test_draft_tokens_are_accepted_as_far_as_they_are_right() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1),), rows=(Row(0, 0, (1,), True, (0,)),)))
     executor.submit(
         StepPlan(1, rows=(Row(0, 1, (101, 102, 103), True, (1,), draft=DraftRow(verify=2)),))
-    )  # both guesses are right
+    )  # both draft tokens are right
     executor.submit(
         StepPlan(2, rows=(Row(0, 4, (104, 0, 106), True, (2, 3), draft=DraftRow(verify=2)),))
     )  # the first is wrong
@@ -178,39 +178,39 @@ def test_guesses_are_accepted_as_far_as_they_are_right() -> None:
 
 def _feeding() -> MemoryCheckingExecutor:
     """Sequence 0 has its first token, which nobody has been told."""
-    executor = MemoryCheckingExecutor(4, 2, feeds_tokens=True, model=lambda prefix, begin: 100 + len(prefix))
+    executor = MemoryCheckingExecutor(4, 2, async_scheduling=True, model=lambda prefix, begin: 100 + len(prefix))
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     return executor
 
 
-FED = Row(0, 2, (0,), True, (1,), placeholder=True)
+PLACEHOLDER = Row(0, 2, (0,), True, (1,), placeholder=True)
 
 
 def test_a_fed_row_reads_the_token_that_the_plan_before_sampled() -> None:
     executor = _feeding()
-    executor.submit(StepPlan(1, rows=(FED,)))
+    executor.submit(StepPlan(1, rows=(PLACEHOLDER,)))
     executor.collect(None)
     executor.submit(StepPlan(2, rows=(Row(0, 3, (0,), True, placeholder=True),)))
     assert [executor.collect(None)[0].answers[0].tokens for _ in range(2)] == [(103,), (104,)]
 
 
-def test_feeding_a_token_that_was_told_is_noticed() -> None:
+def test_a_placeholder_for_a_token_that_was_told_is_noticed() -> None:
     executor = _feeding()
     executor.collect(None)
     with pytest.raises(MemoryViolation, match="no plan in flight samples the token at 2"):
-        executor.submit(StepPlan(1, rows=(FED,)))
+        executor.submit(StepPlan(1, rows=(PLACEHOLDER,)))
 
 
-def test_feeding_a_token_of_an_older_plan_is_noticed() -> None:
+def test_a_placeholder_for_a_token_of_an_older_plan_is_noticed() -> None:
     executor = _feeding()
     executor.submit(StepPlan(1, begin=(_begin(1, 7),), rows=(Row(1, 0, (7,), True, (2,)),)))
     executor.collect(None)
     with pytest.raises(MemoryViolation, match="no plan in flight samples the token at 2"):
-        executor.submit(StepPlan(2, rows=(FED,)))
+        executor.submit(StepPlan(2, rows=(PLACEHOLDER,)))
 
 
-def test_feeding_where_nothing_is_fed_is_noticed() -> None:
+def test_a_placeholder_without_async_scheduling_is_noticed() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
-    with pytest.raises(MemoryViolation, match="not one that can be fed"):
-        executor.submit(StepPlan(1, rows=(FED,)))
+    with pytest.raises(MemoryViolation, match="its row may not be a placeholder"):
+        executor.submit(StepPlan(1, rows=(PLACEHOLDER,)))

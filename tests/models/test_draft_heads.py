@@ -137,7 +137,7 @@ def tokens_and_features(width: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_an_eagle_head_guesses_the_next_feature_from_a_token_and_a_feature(
+def test_an_eagle_head_draft_tokens_the_next_feature_from_a_token_and_a_feature(
     tmp_path: Path, family: str, *, biased: bool
 ) -> None:
     target, tensors = target_of(family), eagle_tensors(biased=biased)

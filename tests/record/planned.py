@@ -12,7 +12,7 @@ NO_BLOCKS = Blocks(0, 1, 0, 0, 0, 0)
 
 
 def step_tokens(plan: StepPlan) -> tuple[int, int]:
-    """Rows of one token without its guesses, and tokens of longer rows, counted one by one."""
+    """Rows of one token without its draft tokens, and tokens of longer rows, counted one by one."""
     lengths = [len(row.tokens) - draft_of(row).verify for row in plan.rows]
     return lengths.count(1), sum(lengths) - lengths.count(1)
 

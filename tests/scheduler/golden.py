@@ -81,7 +81,7 @@ def play(
     *,
     num_blocks: int,
     depth: int = 1,
-    feeds_tokens: bool = False,
+    async_scheduling: bool = False,
     host_blocks: int = 0,
     other_layouts: tuple[int, ...] = (),
     predictor: Predictor | None = None,
@@ -92,7 +92,7 @@ def play(
     Args:
         num_blocks: on the device in layout 0, and in ``other_layouts`` the others.
         depth: plans in flight at most.
-        feeds_tokens: two may be, and a decode may be in both.
+        async_scheduling: two may be, and a decode may be in both.
         predictor: for the policy, the same in every layout.
         num_layers: plans that a token takes under overlap, but for the one it begins in.
     """
@@ -101,7 +101,7 @@ def play(
         BLOCK_SIZE,
         host_blocks=host_blocks,
         depth=depth,
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
         other_layouts=other_layouts,
         num_layers=num_layers,
         model=lambda prefix, begin: 100 + len(prefix),
@@ -112,7 +112,7 @@ def play(
         block_size=BLOCK_SIZE,
         max_model_len=22,
         pipeline_depth=depth,
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
         extensions=make_extensions(
             host_blocks=host_blocks, other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts]
         ),
@@ -136,8 +136,8 @@ def _spell_out(plan: StepPlan) -> list[str]:
     """One line per plan, then one per swap, device>host or device<host, and one per row; swaps that follow their rows
     come behind these.
 
-    A row is its sequence, first position, ids or ``fed``, blocks added, * if it is sampled, and whether it is on the
-    host; there ``second`` says that it is in sub-batch 1.
+    A row is its sequence, first position, ids or ``placeholder``, blocks added, * if it is sampled, and whether it is
+    on the host; there ``second`` says that it is in sub-batch 1.
     """
     layout = f" in layout {plan.layouts.current}" if plan.layouts.current else ""
     strategy = "" if plan.host.strategy == "device" else f" {plan.host.strategy}"
@@ -153,7 +153,7 @@ def _spell_out(plan: StepPlan) -> list[str]:
         swaps[swap.after_row].append(line)
     lines += swaps[False]
     for row in plan.rows:
-        ids = " fed" if row.placeholder else "".join(f" {token}" for token in row.tokens) or " under way"
+        ids = " placeholder" if row.placeholder else "".join(f" {token}" for token in row.tokens) or " under way"
         blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
         tier = "" if row.host is None else f" host{' second' if row.host.sub_batch else ''}"
         lines.append(f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}")

@@ -58,7 +58,7 @@ def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
     own = draw(_prompts(longest))
     prompt = ([1] * shared + own)[: longest - 1]
     max_tokens = draw(_limits(longest))
-    adjusted = draw(st.booleans())  # what is not is fed, where tokens are
+    adjusted = draw(st.booleans())  # what is not is scheduled asynchronously, where that is on
     params = SamplingParams(
         n=draw(SAMPLES),
         temperature=draw(TEMPERATURES),
@@ -95,7 +95,7 @@ def lives(draw: st.DrawFn, windows: st.SearchStrategy[tuple[int, ...]] = ONE_GRO
         "arrivals": arrivals,
         "prefix_caching": draw(st.booleans()),
         "depth": depth,
-        "feeds_tokens": depth == 1 and draw(st.booleans()),
+        "async_scheduling": depth == 1 and draw(st.booleans()),
         "max_num_seqs": draw(MOST_SEQUENCES),
         "token_budget": draw(TOKEN_BUDGETS),
     }

@@ -76,7 +76,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     blocks.grow(sequence, 3)
     sequence.computed = 3
     blocks.share_full(sequence, sequence.computed)
-    assert sequence.chain == []
+    assert sequence.cached_columns == []
     assert blocks.pool.match([1, 2, 3], "") == []
 
 

@@ -171,16 +171,16 @@ def test_a_hit_is_the_longest_prefix_that_every_group_still_has(
         assert block == (table[place] if needed else NO_BLOCK)
 
 
-@pytest.mark.parametrize("feeds_tokens", [False, True])
-def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(*, feeds_tokens: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(*, async_scheduling: bool) -> None:
     """Of a window group: 60 tokens pass through a pool in which not half of them would fit."""
     window, chunk, size = 8, 6, 2
     most = (window - 1 + chunk + size - 2) // size + 1
     scheduler = Scheduler(
         ChunkedPrefill(chunk), num_blocks=most, block_size=size, max_model_len=80, windows=(window,),
-        feeds_tokens=feeds_tokens,
+        async_scheduling=async_scheduling,
     )  # fmt: skip
-    executor = MemoryCheckingExecutor(most, size, windows=(window,), feeds_tokens=feeds_tokens)
+    executor = MemoryCheckingExecutor(most, size, windows=(window,), async_scheduling=async_scheduling)
     engine = Engine(scheduler, executor, vocab_size=50)
     engine.add(Request("r", tuple(range(20)) * 3, SamplingParams(max_tokens=15, ignore_eos=True), seed=0))
     updates = [update for _ in range(60) for update in engine.step()]

@@ -39,7 +39,7 @@ def test_what_ends_early_makes_room_for_what_ends_late() -> None:
     assert _known(10).expected_growth([long_prompt, young]) == 2 + 2
 
 
-def test_guesses_are_spread_over_the_known_lengths_that_are_longer() -> None:
+def test_draft_tokens_are_spread_over_the_known_lengths_that_are_longer() -> None:
     known = _known(2, 20, 40, 30, 10)
     fresh = [known.remaining(_sequence(number, prompt=5, produced=0)) for number in range(1000)]
     assert {length: round(fresh.count(length) / 1000, 1) for length in (2, 10, 20, 30, 40)} == dict.fromkeys(

@@ -34,7 +34,11 @@ NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 16, 4, 40
 @given(life=lives(), deaths=DEATHS)
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict, deaths: frozenset[int]) -> None:
     executor = DyingExecutor(
-        life["num_blocks"], life["block_size"], depth=life["depth"], feeds_tokens=life["feeds_tokens"], deaths=deaths
+        life["num_blocks"],
+        life["block_size"],
+        depth=life["depth"],
+        async_scheduling=life["async_scheduling"],
+        deaths=deaths,
     )
     scheduler = Scheduler(
         make_policy(policy, life["token_budget"]),
@@ -44,7 +48,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
     )
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), life["arrivals"])
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, executor.losses)

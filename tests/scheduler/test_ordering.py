@@ -148,7 +148,7 @@ def _scheduler(policy: Policy, life: dict) -> Scheduler:
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
     )
 
 
@@ -157,7 +157,7 @@ def _scheduler(policy: Policy, life: dict) -> Scheduler:
 def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: dict, seed: int, aging: int) -> None:
     scheduler = _scheduler(ByLot(life["token_budget"], seed, aging), life)
     executor = MemoryCheckingExecutor(
-        life["num_blocks"], life["block_size"], depth=life["depth"], feeds_tokens=life["feeds_tokens"]
+        life["num_blocks"], life["block_size"], depth=life["depth"], async_scheduling=life["async_scheduling"]
     )
     arrived: dict[int, int] = {}  # step of each sequence's arrival
 

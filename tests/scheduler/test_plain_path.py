@@ -20,9 +20,10 @@ from nanoserve.scheduler.plan import Answer, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 
-for feeds_tokens in (False, True):
+for async_scheduling in (False, True):
     scheduler = Scheduler(
-        ChunkedPrefill(8), num_blocks=9, block_size=2, max_model_len=16, max_num_seqs=3, feeds_tokens=feeds_tokens
+        ChunkedPrefill(8), num_blocks=9, block_size=2, max_model_len=16, max_num_seqs=3,
+        async_scheduling=async_scheduling
     )
     for number, (length, samples) in enumerate([(7, 1), (5, 2), (3, 1), (9, 1)]):
         params = SamplingParams(max_tokens=5, n=samples, ignore_eos=True)
@@ -33,7 +34,7 @@ for feeds_tokens in (False, True):
         if plan is not None:
             print(plan)
             waiting.append(plan)
-        if plan is None or not feeds_tokens:
+        if plan is None or not async_scheduling:
             ended = waiting.pop(0)
             answers = tuple(Answer(row.sequence, (row.start % 5,)) for row in ended.rows if row.sample)
             for update in scheduler.apply(StepResult(ended.step, answers), 0.0):

@@ -29,7 +29,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
         life["num_blocks"],
         life["block_size"],
         depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         windows=life["windows"],
     )
     scheduler = Scheduler(
@@ -40,7 +40,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         windows=life["windows"],
     )
     engine = Engine(scheduler, executor, vocab_size=50)

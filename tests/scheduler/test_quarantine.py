@@ -51,7 +51,7 @@ def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], 
         life["num_blocks"],
         life["block_size"],
         depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         kills=kills_at(position),
     )
     scheduler = Scheduler(
@@ -62,7 +62,7 @@ def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], 
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
     )
     engine = Engine(scheduler, executor, vocab_size=50)
     outputs, reasons = live(engine, arrivals)

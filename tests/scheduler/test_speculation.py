@@ -1,4 +1,4 @@
-"""Speculative decoding of real models: token for token what plain decoding answers, in float32, whatever is guessed."""
+"""Speculative decoding of real models: token for token what plain decoding answers, in float32, whatever is drafted."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import RequestOutput, SamplingParams, Sequence
-from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from tests.executor.small_model import mechanism_of
 
 PROMPTS = ["Once upon a time", "The dog the dog the dog the", "Tom said: I like red, I like blue, I like"]
@@ -39,8 +39,9 @@ SETTINGS = {
 }
 
 
-class Scripted(Speculator):
-    """Guesses what plain decoding answers, with an error in each place that ``errs`` has, counted round and round."""
+class Scripted(DraftProposer):
+    """Draft tokens what plain decoding answers, with an error in each place that ``errs`` has, counted round and
+    round."""
 
     def __init__(self, answers: list[tuple[int, ...]], errs: tuple[bool, ...]) -> None:
         super().__init__(looks_up=True, token_budget=512)
@@ -49,9 +50,9 @@ class Scripted(Speculator):
     def _find(self, sequence: Sequence, record: object, most: int) -> tuple[int, ...]:
         output = tuple(sequence.output_tokens)
         known = next((one for one in self._answers if one[: len(output)] == output), ())
-        guesses = known[len(output) : len(output) + max(0, most)]
-        wrong = [self._errs[place % len(self._errs)] for place in range(len(output), len(output) + len(guesses))]
-        return tuple((token + err) % 1000 for token, err in zip(guesses, wrong, strict=True))
+        draft_tokens = known[len(output) : len(output) + max(0, most)]
+        wrong = [self._errs[place % len(self._errs)] for place in range(len(output), len(output) + len(draft_tokens))]
+        return tuple((token + err) % 1000 for token, err in zip(draft_tokens, wrong, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,8 @@ def plain() -> Iterator[nanoserve.LLM]:
 
 
 @pytest.fixture(scope="module")
-def guessing() -> Iterator[nanoserve.LLM]:
-    """Prompts are cut, and run beside guesses."""
+def speculating() -> Iterator[nanoserve.LLM]:
+    """Prompts are cut, and run beside draft tokens."""
     with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram", max_num_batched_tokens=24) as llm:
         yield llm
 
@@ -84,36 +85,36 @@ DRAFTS = {"itself": "draft:storyteller", "a smaller one": "draft:storyteller-dra
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_draft_model_changes_no_answer_and_guesses_right_where_it_is_the_model(
+def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_model(
     draft: str, plain: nanoserve.LLM
 ) -> None:
     settings = {"dtype": "float32", "eager": True, "seed": 0, "kv_cache_memory": 2**20, "max_model_len": 96}
     with nanoserve.LLM(
         speculate=DRAFTS[draft], max_num_batched_tokens=24, **settings
-    ) as guessing:  # sequences are preempted
-        table, drafts = guessing.engine.scheduler.table, guessing.engine.scheduler.extensions.drafts
-        guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
+    ) as speculating:  # sequences are preempted
+        table, drafts = speculating.engine.scheduler.table, speculating.engine.scheduler.extensions.drafts
+        speculating.engine.scheduler.predictors = ()  # so that all that may be is drafted
         for name in ("greedy", "random", "cut", "penalties", "grammar"):
-            before = sum(drafts.speculator.counts.accepted), drafts.speculator.counts.guesses
+            before = sum(drafts.proposer.counts.accepted), drafts.proposer.counts.draft_tokens
             params = SETTINGS[name]
-            assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params)), name
-            accepted, guesses = (
-                sum(drafts.speculator.counts.accepted) - before[0],
-                drafts.speculator.counts.guesses - before[1],
+            assert _facts(speculating.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params)), name
+            accepted, draft_tokens = (
+                sum(drafts.proposer.counts.accepted) - before[0],
+                drafts.proposer.counts.draft_tokens - before[1],
             )
-            assert 0 < accepted <= guesses
+            assert 0 < accepted <= draft_tokens
             if draft == "itself" and name in ("greedy", "random", "cut"):
-                assert accepted == guesses
+                assert accepted == draft_tokens
         assert table.preemptions > 0
 
 
 def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
-    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft") as guessing:
-        mechanism_of(guessing.engine.executor, Drafting).drafter._decoder = None
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft") as speculating:
+        mechanism_of(speculating.engine.executor, Drafting).drafter._decoder = None
         params = SETTINGS["greedy"]
-        assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params))
-    (told,) = [record.message for record in caplog.records if "guessed" in record.message]  # once
-    assert "nothing is guessed any more: 'NoneType'" in told
+        assert _facts(speculating.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params))
+    (told,) = [record.message for record in caplog.records if "drafted" in record.message]  # once
+    assert "nothing is drafted any more: 'NoneType'" in told
 
 
 @pytest.mark.parametrize(
@@ -135,48 +136,51 @@ def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest
         ({"speculate": "draft:dummy:qwen3-0.6b"}, "151936 tokens"),
     ],
 )
-def test_what_cannot_guess_is_refused_in_one_line(settings: dict[str, str], told: str) -> None:
+def test_what_cannot_draft_token_is_refused_in_one_line(settings: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told) as refused:
         nanoserve.LLM(**settings)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_whatever_is_guessed_the_answers_are_those_of_plain_decoding(
-    name: str, plain: nanoserve.LLM, guessing: nanoserve.LLM
+def test_whatever_is_drafted_the_answers_are_those_of_plain_decoding(
+    name: str, plain: nanoserve.LLM, speculating: nanoserve.LLM
 ) -> None:
-    params, drafts = SETTINGS[name], guessing.engine.scheduler.extensions.drafts
+    params, drafts = SETTINGS[name], speculating.engine.scheduler.extensions.drafts
     outputs = plain.generate(PROMPTS, params)
     answers = [completion.token_ids for output in outputs for completion in output.outputs]
-    by_ngrams, predictors = drafts.speculator, guessing.engine.scheduler.predictors
-    assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs)
-    guessing.engine.scheduler.predictors = ()  # so that all there is is guessed
+    by_ngrams, predictors = drafts.proposer, speculating.engine.scheduler.predictors
+    assert _facts(speculating.generate(PROMPTS, params)) == _facts(outputs)
+    speculating.engine.scheduler.predictors = ()  # so that all there is is drafted
     for errs in [(False,), (True,), (False, False, True, False, False, False, False, True, False)]:
-        drafts.speculator = Scripted(answers, errs)
-        assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs), errs
-        counts = drafts.speculator.counts
-        assert counts.guesses > 0
+        drafts.proposer = Scripted(answers, errs)
+        assert _facts(speculating.generate(PROMPTS, params)) == _facts(outputs), errs
+        counts = drafts.proposer.counts
+        assert counts.draft_tokens > 0
         assert (sum(counts.accepted) == 0) == (errs == (True,))
-    drafts.speculator, guessing.engine.scheduler.predictors = by_ngrams, predictors
+    drafts.proposer, speculating.engine.scheduler.predictors = by_ngrams, predictors
 
 
-def test_guesses_are_told_as_guesses(tmp_path: Path) -> None:
-    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram") as guessing:
-        engine, path = guessing.engine, tmp_path / "trace.json"
-        engine.scheduler.predictors = ()  # so that all there is is guessed
+def test_draft_tokens_are_told_as_draft_tokens(tmp_path: Path) -> None:
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram") as speculating:
+        engine, path = speculating.engine, tmp_path / "trace.json"
+        engine.scheduler.predictors = ()  # so that all there is is drafted
         file, record = ChromeTraceFile(path), RunRecord(1, keeps_tables=True)
         recorder_of(engine).add(record, RunTrace(file, engine.now(), reports_times=False, close=file.close))
-        *_, answer = stream_answer(guessing, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
-        counts = engine.status.guesses
-    checked, accepted = counts.guesses, sum(counts.accepted)
+        *_, answer = stream_answer(speculating, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
+        counts = engine.status.drafts
+    checked, accepted = counts.draft_tokens, sum(counts.accepted)
     assert checked > 0
     run = explain_run("", record, 16, 1, lambda tokens: tuple(map(str, tokens)))
     found = [row for step in run.steps for row in step.rows]
-    assert {row.kind for row in found if row.guesses} == {"decode"}
-    assert (sum(row.guesses > 0 for row in found), sum(row.guesses for row in found)) == (counts.rows, checked)
-    assert all(row.count == 1 + row.guesses for row in found if row.kind == "decode")
-    bars = [event for event in json.loads(path.read_text()) if "guesses" in event.get("args", {})]
-    assert sum(bar["args"]["guesses"] for bar in bars) == checked
-    assert all(f"+ {bar['args']['guesses']} guesses" in bar["name"] for bar in bars)
+    assert {row.kind for row in found if row.draft_tokens} == {"decode"}
+    assert (sum(row.draft_tokens > 0 for row in found), sum(row.draft_tokens for row in found)) == (
+        counts.rows,
+        checked,
+    )
+    assert all(row.count == 1 + row.draft_tokens for row in found if row.kind == "decode")
+    bars = [event for event in json.loads(path.read_text()) if "draft_tokens" in event.get("args", {})]
+    assert sum(bar["args"]["draft_tokens"] for bar in bars) == checked
+    assert all(f"+ {bar['args']['draft_tokens']} draft tokens" in bar["name"] for bar in bars)
     assert answer.usage.steps == 40 - accepted
     assert f"{40 / (40 - accepted):.2f} tokens a step" in answer.line(None)

@@ -136,14 +136,14 @@ def check(
     """Every request gets the tokens that it would get alone, and all blocks come back. ``watch`` gets the engine before
     it runs."""
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
-    if life["feeds_tokens"]:
+    if life["async_scheduling"]:
         layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
     executor = HostLosingExecutor(
         life["num_blocks"],
         life["block_size"],
         host_blocks=tiers["host_blocks"],
         depth=max(layout.pipeline_depth for layout in layouts),
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         other_layouts=[layout.num_blocks for layout in layouts[1:]],
         swap_delay=tiers["swap_delay"],
         num_layers=tiers["num_layers"],
@@ -166,7 +166,7 @@ def check(
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
         extensions=make_extensions(host_blocks=tiers["host_blocks"], other_layouts=layouts[1:]),
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
         windows=life["windows"],
     )

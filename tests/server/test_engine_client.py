@@ -17,7 +17,7 @@ from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.work import GuessCounts
+from nanoserve.scheduler.work import DraftCounts
 from nanoserve.server import endpoints, engine_client
 from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
 from nanoserve.server.http_bodies import ApiError
@@ -159,10 +159,13 @@ def test_counters_never_go_back(front: Front) -> None:
     assert front.client.total.losses == 4
 
 
-def test_guesses_are_counted_over_engines_under_vllms_names(front: Front) -> None:
-    front.hear(guesses=GuessCounts(2, 6, [2, 1, 0, 0, 0, 0, 0]))
+def test_draft_tokens_are_counted_over_engines_under_vllms_names(front: Front) -> None:
+    front.hear(drafts=DraftCounts(2, 6, [2, 1, 0, 0, 0, 0, 0]))
     front.replace()
-    two = [EngineStatus(guesses=GuessCounts(1, 5, [1, 1, 1, 1, 0, 0, 0])), EngineStatus(guesses=GuessCounts(3, 3))]
+    two = [
+        EngineStatus(drafts=DraftCounts(1, 5, [1, 1, 1, 1, 0, 0, 0])),
+        EngineStatus(drafts=DraftCounts(3, 3)),
+    ]
     front.client.last = StepReport(status=EngineStatus.together(two))
     text = Metrics("m", front.client).text().decode()
     for name, count in {"drafts": 6, "draft_tokens": 14, "accepted_tokens": 7}.items():

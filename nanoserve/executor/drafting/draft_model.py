@@ -1,4 +1,4 @@
-"""DraftModel: a smaller model with the same tokenizer, or an EAGLE head, guesses one token after the other."""
+"""DraftModel: a smaller model with the same tokenizer, or an EAGLE head, drafts one token after the other."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -29,11 +29,11 @@ class DraftModel:
     """A Drafter (arXiv 2211.17192) whose KV cache has the model's blocks: what it keeps of a position is in the same
     block and slot.
 
-    It is lazy: it computes what it has not seen of a sequence when it is asked for guesses. It samples with the noise
-    that the model will be sampled with, but without penalties and grammars.
+    It is lazy: it computes what it has not seen of a sequence when it is asked for draft tokens. It samples with the
+    noise that the model will be sampled with, but without penalties and grammars.
 
     An EAGLE head (2401.15077) is one into which pairs enter: at each position that feature and the token behind it. The
-    feature that it guesses stands in the cache of features until the model has computed that position.
+    feature that it drafts stands in the cache of features until the model has computed that position.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class DraftModel:
         unfinished = [place for place, count in enumerate(counts) if count > 0]
         while unfinished:
             rows = [self._next_row(sequences[place], drafts[place]) for place in unfinished]
-            guesses = self._pass(rows, [sequences[place] for place in unfinished])
-            for place, row, guess in zip(unfinished, rows, guesses, strict=True):
+            draft_tokens = self._pass(rows, [sequences[place] for place in unfinished])
+            for place, row, draft_token in zip(unfinished, rows, draft_tokens, strict=True):
                 sequences[place].seen += len(row.tokens)
                 if row.sample:
-                    drafts[place].append(guess)
+                    drafts[place].append(draft_token)
             unfinished = [place for place in unfinished if len(drafts[place]) < counts[place]]
-        if self.features is not None:  # keys of guessed features are never right
+        if self.features is not None:  # keys of drafted features are never right
             for sequence in sequences:
                 sequence.seen = min(sequence.seen, len(sequence.tokens) - self._shift)
         return drafts
@@ -89,16 +89,16 @@ class DraftModel:
             self._staging.transfer()
             hidden = self._forward(inputs)[last_tokens]
         else:
-            guessed = self._staging.add(self._slots_behind(rows, tables))
+            drafted = self._staging.add(self._slots_behind(rows, tables))
             self._staging.transfer()
             features = self.features.read(inputs.batch.slot_mapping)
             inputs.intermediate_hidden_states = cast(EagleHead, self._decoder).pair(inputs.token_ids, features)
             hidden = self._forward(inputs)[last_tokens]
-            self.features.write(guessed, hidden)
+            self.features.write(drafted, hidden)
         return sampled_tokens(self._decoder.compute_logits(hidden), settings)
 
     def _slots_behind(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> np.ndarray:
-        """Where the feature that a row guesses belongs; nowhere if the model's own is there."""
+        """Where the feature that a row drafts belongs; nowhere if the model's own is there."""
         size = self._inputs.block_size
         pairs = zip(rows, tables, strict=True)
         slots = [table.slot(row.start + len(row.tokens), size) if row.sample else SKIPPED_SLOT for row, table in pairs]

@@ -1,4 +1,4 @@
-"""Drafter: the interface of what guesses the tokens that follow an answer."""
+"""Drafter: the interface of what drafts the tokens that follow an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class DraftedSequence:
 
 
 class Drafter(Protocol):
-    """Guesses tokens. What it guesses never changes an answer, only how many tokens a step answers."""
+    """Drafts tokens. What it drafts never changes an answer, only how many tokens a step answers."""
 
     @property
     def features(self) -> FeatureCache | None:

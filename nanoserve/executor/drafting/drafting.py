@@ -68,14 +68,14 @@ class Drafting(Mechanism):
 
     def follow(self, answers: tuple[Answer, ...], sampled: SampledSequences) -> tuple[Answer, ...]:
         """The answers with the drafts that their rows ask for. A draft ends before what a grammar forbids. Once the
-        drafter has raised an error, which is told, nothing is guessed."""
+        drafter has raised an error, which is told, nothing is drafted."""
         asked = list[tuple[int, DraftedSequence, int]]()
         for place, answer in enumerate(answers):
             if answer.sequence not in sampled or not answer.tokens:
                 continue
             row, sequence = sampled[answer.sequence]
             sequence.tokens += answer.tokens
-            sequence.seen = min(sequence.seen, len(sequence.tokens) - 1)  # what is behind was guessed wrong
+            sequence.seen = min(sequence.seen, len(sequence.tokens) - 1)  # what is behind was drafted wrong
             if draft_of(row).propose and not answer.complete:
                 asked.append((place, sequence, draft_of(row).propose))
         if not asked or self.failed:
@@ -87,7 +87,7 @@ class Drafting(Mechanism):
                 drafts = self.drafter.draft(sequences, counts)
         except Exception as error:  # of any kind: decoding goes on without it
             self.failed, drafts = True, []
-            logging.getLogger("nanoserve").warning("nanoserve: nothing is guessed any more: %s", first_line(error))
+            logging.getLogger("nanoserve").warning("nanoserve: nothing is drafted any more: %s", first_line(error))
         followed = list(answers)
         for (place, sequence, _), draft in zip(asked, drafts, strict=False):
             grammar = sequence.sampling.grammar

@@ -13,8 +13,8 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 class FeatureCache:
     """The decoder's features that a head proposes tokens from: a vector of each position, in the slot of its keys.
 
-    So features are found with a cached prefix, and what a wrong guess left is overwritten. Blocks that come back from
-    host memory come without theirs: what is there instead makes guesses worse, and no answer.
+    So features are found with a cached prefix, and what a wrong draft token left is overwritten. Blocks that come back
+    from host memory come without theirs: what is there instead makes draft tokens worse, and no answer.
     """
 
     def __init__(

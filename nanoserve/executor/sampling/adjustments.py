@@ -64,14 +64,14 @@ class SequenceGrammar:
         else:
             self.complete = self._matcher.complete
 
-    def after(self, guesses: Sequence[int]) -> tuple["SequenceGrammar", int]:
-        """The state behind those of the guesses that the grammar allows, and how many they are; this one stays."""
+    def after(self, draft_tokens: Sequence[int]) -> tuple["SequenceGrammar", int]:
+        """The state behind those of the draft tokens that the grammar allows, and how many they are; this one stays."""
         if self.error is not None:
             return self, 0
         later = copy(self)
         later._matcher = self._matcher.copy()
-        allowed = later._matcher.allowed_ahead(guesses)
-        later._matcher.consume(guesses[:allowed])
+        allowed = later._matcher.allowed_ahead(draft_tokens)
+        later._matcher.consume(draft_tokens[:allowed])
         return later, allowed
 
     def _fail(self, error: NanoserveError) -> None:

@@ -62,17 +62,17 @@ class SamplingState:
         if self.grammar is not None:
             self.grammar.append(token)
 
-    def after(self, guesses: Sequence[int]) -> "SamplingState":
-        """The state once these tokens are sampled; this one stays. Where a grammar forbids a guess, the state is that
-        before it: what follows a token that cannot be sampled is never asked for."""
-        if not guesses or (self.adjustments is None and self.grammar is None):
+    def after(self, draft_tokens: Sequence[int]) -> "SamplingState":
+        """The state once these tokens are sampled; this one stays. Where a grammar forbids a draft token, the state is
+        that before it: what follows a token that cannot be sampled is never asked for."""
+        if not draft_tokens or (self.adjustments is None and self.grammar is None):
             return self
         later = copy(self)
         if self.grammar is not None:
-            later.grammar, allowed = self.grammar.after(guesses)
-            guesses = guesses[:allowed]
+            later.grammar, allowed = self.grammar.after(draft_tokens)
+            draft_tokens = draft_tokens[:allowed]
         if self.adjustments is not None:
-            later.adjustments = self.adjustments.after(guesses)
+            later.adjustments = self.adjustments.after(draft_tokens)
         return later
 
 

@@ -84,7 +84,7 @@ class DeviceStart:
         processor: "HostProcessor | None" = None,
         storage: Tensor | None = None,
         *,
-        feeds_tokens: bool = False,
+        async_scheduling: bool = False,
     ) -> list[Stage]:
         """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
         drafter = self._drafting.build(num_blocks[0]) if self._drafting is not None else None
@@ -93,7 +93,7 @@ class DeviceStart:
             mechanisms = list[Mechanism]()
             if pool is not None:
                 mechanisms.extend(self._host_mechanisms(pool.part(decoder.shard), processor, layers))
-            if feeds_tokens:
+            if async_scheduling:
                 mechanisms.append(_fed_tokens())
             if self._config.speculate is not None:
                 mechanisms.extend(_draft_mechanisms(drafter))
@@ -136,9 +136,9 @@ class DeviceStart:
 
 def _fed_tokens() -> Mechanism:
     """Launch the next step while the device computes one."""
-    from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
+    from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
 
-    return FedTokens()
+    return PlaceholderTokens()
 
 
 def _draft_mechanisms(drafter: "Drafter | None") -> list[Mechanism]:

@@ -67,7 +67,7 @@ class DrafterStart:
 
 @unreadable_as_model_error()
 def load_drafter(config: EngineConfig, resolved: ResolvedModel, decoder: Decoder) -> DrafterStart | None:
-    """What guesses on this device, for a decoder that samples; None where nothing does, or the scheduler. Raises
+    """What drafts on this device, for a decoder that samples; None where nothing does, or the scheduler. Raises
     UsageError if it was made for another model, and what `load_decoder` and `load_eagle` raise."""
     kind, _, name = (config.speculate or "").partition(":")
     model, device, dtype = decoder.model_config, decoder.device, decoder.dtype

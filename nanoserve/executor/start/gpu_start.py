@@ -75,7 +75,7 @@ class GpuStart:
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
         captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
         buckets = bucket_sizes(config.max_num_seqs) if captures else ()
-        self._sizes = graph_sizes(buckets, guesses=config.speculate is not None)
+        self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 

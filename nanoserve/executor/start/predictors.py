@@ -79,7 +79,7 @@ def make_predictors(
         return StepCosts(model, machine, layout, precision) if measured is None else measured.costs(model, layout)
 
     predictors = layout_predictors([*map(costs, config.layouts)])
-    # How many guesses pay hangs on small differences between steps: these are learned while they run.
+    # How many draft tokens pay hangs on small differences between steps: these are learned while they run.
     return predictors if config.speculate is None else [CorrectedPredictor(one) for one in predictors]
 
 

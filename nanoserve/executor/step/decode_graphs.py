@@ -1,8 +1,8 @@
 """CUDA graphs of the decode step: all its kernels are launched at once, which a host could not do one by one in time.
 
 A graph has the addresses and shapes of its tensors built in. So there is one per number of rows, up to a bucket of
-which a step is padded, and all read their inputs where `StaticInputs` keeps them. Where tokens are guessed, there are
-also graphs of several tokens a row, for few rows: with many rows guesses seldom pay.
+which a step is padded, and all read their inputs where `StaticInputs` keeps them. Where tokens are drafted, there are
+also graphs of several tokens a row, for few rows: with many rows draft tokens seldom pay.
 """
 
 from bisect import bisect_left
@@ -19,8 +19,8 @@ from triton_ops.cache import SKIPPED_SLOT
 LARGEST_BUCKET = 256
 """Rows: beyond it a step's kernels run longer than the host needs to launch them."""
 WIDTHS = (2, 4, 8)
-"""Tokens of a row in graphs of steps with guesses: a row's guesses are at most 7, and it is padded."""
-LARGEST_GUESSING_BUCKET = 32
+"""Tokens of a row in graphs of steps with draft tokens: a row's draft tokens are at most 7, and it is padded."""
+LARGEST_DRAFT_BUCKET = 32
 STAGE = "capturing decode steps"
 
 
@@ -32,11 +32,11 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*smaller, largest)
 
 
-def graph_sizes(buckets: Sequence[int], *, guesses: bool) -> list[tuple[int, int]]:
+def graph_sizes(buckets: Sequence[int], *, draft_tokens: bool) -> list[tuple[int, int]]:
     """Rows and tokens per row of each graph, ascending in both."""
     sizes = [(rows, 1) for rows in buckets]
-    if guesses:
-        sizes.extend((rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_GUESSING_BUCKET)
+    if draft_tokens:
+        sizes.extend((rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_DRAFT_BUCKET)
     return sizes
 
 

@@ -53,7 +53,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     reserved, speeds = device_start.reserved_bytes(), None
     if not start.again and (
         start.host_pool is not None or config.pipeline_parallel > 1 or config.speculate is not None
-    ):  # policies and guessing ask how long swaps and steps take
+    ):  # policies and speculation ask how long swaps and steps take
         speeds = measure_speeds(device, decoders[0].dtype, everyone, config.num_workers)
     del everyone  # who holds a group cannot leave it
     loaded = Loaded(

@@ -77,7 +77,7 @@ class WorkersExecutor:
         wait: bool = True,
     ) -> None:
         self.max_in_flight = max(layout.pipeline_parallel for layout in config.layouts)
-        self.feeds_tokens = False
+        self.async_scheduling = False
         self.num_workers = config.num_workers
         self.capacities: tuple[LayoutCapacity, ...] = ()  # KV blocks and plans in flight, by layout
         self.layout = 0  # number of the one that runs, or that new workers begin in

@@ -21,19 +21,19 @@ from nanoserve.request import SamplingParams
 from nanoserve.request import Sequence as RunningSequence
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.speculation.draft_lengths import COUNTS, expected_tokens, step_seconds
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.speculation.ngram import NgramIndex
-from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import StepWork
 
 RATES = {"scripted 0": 0.0, "scripted 0.6": 0.6, "scripted 0.8": 0.8}
-"""How often each guess of a scripted drafter is right, given that those before it are."""
+"""How often each draft token of a scripted drafter is right, given that those before it are."""
 WORKLOADS = ["edits", "stories", "random"] + list(RATES)
 _PERIOD = 24
 """Tokens of a text that is repeated, for models that go on with it. Those that do not may repeat what they say."""
 
 
-class Scripted(Speculator):
-    """Guesses what plain decoding answered to these prompts. Each guess is right with probability ``rate``."""
+class Scripted(DraftProposer):
+    """Proposes what plain decoding answered to these prompts. Each draft token is right with probability ``rate``."""
 
     def __init__(
         self, rate: float, answers: Mapping[tuple[int, ...], tuple[int, ...]], *, vocab_size: int, token_budget: int
@@ -49,14 +49,14 @@ class Scripted(Speculator):
 
 
 class SpeculationBench:
-    """Measures two open engines of the same model, of which the second guesses."""
+    """Measures two open engines of the same model, of which the second drafts."""
 
-    def __init__(self, plain: LLM, guessing: LLM) -> None:
-        self._plain, self._budget = plain, guessing.built.config.max_num_batched_tokens
-        self._drivers = {"plain": EngineDriver(plain.engine), "guessing": EngineDriver(guessing.engine)}
-        drafts = guessing.engine.scheduler.extensions.drafts
-        assert drafts is not None, "the second engine guesses"
-        self._scheduler, self._drafts, self._own = guessing.engine.scheduler, drafts, drafts.speculator
+    def __init__(self, plain: LLM, speculating: LLM) -> None:
+        self._plain, self._budget = plain, speculating.built.config.max_num_batched_tokens
+        self._drivers = {"plain": EngineDriver(plain.engine), "speculative": EngineDriver(speculating.engine)}
+        drafts = speculating.engine.scheduler.extensions.drafts
+        assert drafts is not None, "the second engine drafts"
+        self._scheduler, self._drafts, self._own = speculating.engine.scheduler, drafts, drafts.proposer
         self._probe, self._foreign = BandwidthProbe().read, ForeignLoad()
 
     def rounds(self, workload: str, case: BatchCase, wanted: int, repeating: Repeating) -> Iterator[PolicyRound]:
@@ -66,11 +66,11 @@ class SpeculationBench:
         params = {"edits": greedy, "stories": defaults}.get(workload, SamplingParams(temperature=1.0))
         prompts = self._prompts(workload, case)
         known = dict(zip(prompts, self._drivers["plain"].run(prompts, lengths, params).tokens, strict=True))
-        self._drafts.speculator = self._own
+        self._drafts.proposer = self._own
         if rate is not None:
             size = self._plain.built.model.vocab_size
-            self._drafts.speculator = Scripted(rate, known, vocab_size=size, token_budget=self._budget)
-        self._drivers["guessing"].run(prompts, lengths, params)
+            self._drafts.proposer = Scripted(rate, known, vocab_size=size, token_budget=self._budget)
+        self._drivers["speculative"].run(prompts, lengths, params)
 
         def one_round(number: int) -> PolicyRound:
             runs, loads = {}, []
@@ -80,16 +80,16 @@ class SpeculationBench:
                     runs[name] = driver.run(prompts, lengths, params)
                     loads.append(self._foreign.read())
             rates = {name: BatchRates.of(run.timings).decode or 0.0 for name, run in runs.items()}
-            plain, guessing = (chain.from_iterable(runs[name].tokens) for name in ("plain", "guessing"))
-            same = list(map(eq, plain, guessing))
-            rows = sum(step.work.decodes for step in runs["guessing"].steps)
-            figures: dict[str, Any] = {"decode": rates["guessing"], "plain": rates["plain"]}
+            plain, speculating = (chain.from_iterable(runs[name].tokens) for name in ("plain", "speculative"))
+            same = list(map(eq, plain, speculating))
+            rows = sum(step.work.decodes for step in runs["speculative"].steps)
+            figures: dict[str, Any] = {"decode": rates["speculative"], "plain": rates["plain"]}
             figures |= {"tokens_a_step": (len(same) - case.batch) / rows, "same_tokens": statistics.mean(same)}
             if rate is not None:
                 contexts = [case.input_tokens + case.output_tokens // 2] * case.batch
                 figures["predicted"] = predicted_speedup(rate, contexts, self._scheduler.predictors[0])
-                figures["of_predicted"] = rates["guessing"] / rates["plain"] / figures["predicted"]
-            variants = {"plain": {"decode": rates["plain"]}, "guessing": figures}
+                figures["of_predicted"] = rates["speculative"] / rates["plain"] / figures["predicted"]
+            variants = {"plain": {"decode": rates["plain"]}, "speculative": figures}
             return PolicyRound(**fields, foreign_cores=most_known(loads), variants=variants)
 
         return repeating.rounds(one_round, wanted)
@@ -122,11 +122,12 @@ class SpeculationBench:
 def _repeated(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
     """How many tokens of the answer are what followed when the tokens before them last came."""
     index, known = NgramIndex(), prompt + answer
-    return sum(index.guess(known[:place], 1) == (known[place],) for place in range(len(prompt), len(known)))
+    return sum(index.propose(known[:place], 1) == (known[place],) for place in range(len(prompt), len(known)))
 
 
 def predicted_speedup(rate: float, contexts: Sequence[int], predictor: Predictor) -> float:
-    """E(α, k) T(step) / T(step with k guesses a row), for the best k: what guessing gains if drafting costs nothing."""
+    """E(α, k) T(step) / T(step with k draft tokens a row), for the best k: what speculation gains if drafting costs
+    nothing."""
     seconds = step_seconds(predictor, StepWork.of(contexts))
     return max(expected_tokens(rate, k) * seconds(0) / seconds(k * len(contexts)) for k in COUNTS)
 
@@ -136,7 +137,7 @@ def summarize_speculation(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]
     rows = []
     for case in dict.fromkeys(done.case for done in rounds):
         several = [done for done in rounds if done.case == case]
-        texts = {one.state: one.text for one in ratios(several, [("", "guessing", "plain")], ["decode"])}
-        found = [row for row in summarize(several) if row["variant"] == "guessing"]
+        texts = {one.state: one.text for one in ratios(several, [("", "speculative", "plain")], ["decode"])}
+        found = [row for row in summarize(several) if row["variant"] == "speculative"]
         rows += [{**row, "case": case, "speedup": texts[row["state"]]} for row in found]
     return rows

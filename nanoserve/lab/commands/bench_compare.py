@@ -56,7 +56,7 @@ _ENGINE_COLUMNS = _KEYS + columns(("", "engine", "rounds"), (",.0f", ("TTFT ms",
 _RATIO_COLUMNS = _KEYS + columns(("", ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
 _SPECULATION_COLUMNS = _KEYS + columns(
     ("", "rounds"),
-    (",.1f", ("guessing tok/s", "decode")),
+    (",.1f", ("speculation tok/s", "decode")),
     ("", "speedup"),
     (".2f", "tokens_a_step", "predicted"),
 )
@@ -76,7 +76,7 @@ def run(options: CompareOptions) -> None:
     file.
 
     With --speculate it is compared with plain decoding instead, by default of the bundled storyteller. The workload
-    "scripted 0.6" guesses right that often; there are 0 and 0.8 too.
+    "scripted 0.6" drafts right that often; there are 0 and 0.8 too.
 
     [bold]Examples[/bold]
 
@@ -88,7 +88,7 @@ def run(options: CompareOptions) -> None:
     """
     options.check_is_for_cpu()
     if options.speculate is not None:
-        return _compare_guessing(options)
+        return _compare_speculation(options)
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     cases = options.cases()
     if unknown := [name for name in names if name not in PEERS]:
@@ -108,8 +108,8 @@ def run(options: CompareOptions) -> None:
         _measure(peers, cases, options.rounds, report, options.repeating())
 
 
-def _compare_guessing(options: CompareOptions) -> None:
-    """Two engines in this process, one of which guesses."""
+def _compare_speculation(options: CompareOptions) -> None:
+    """Two engines in this process, one of which drafts."""
     settled_operators(options.threads)
     from nanoserve.lab.benchmarks.settling import settle
     from nanoserve.lab.benchmarks.speculation import WORKLOADS, SpeculationBench
@@ -119,7 +119,7 @@ def _compare_guessing(options: CompareOptions) -> None:
         raise UsageError(f"--workloads {shown(unknown[0])} is not one of {', '.join(WORKLOADS)}")
     settings = {"workloads": names, "cases": [case.name for case in cases], "rounds": options.rounds}
     settings |= {"speculate": options.speculate}
-    with options.reported("speculation", settings, _show_guessing) as report, ExitStack() as opened:
+    with options.reported("speculation", settings, _show_speculation) as report, ExitStack() as opened:
         llms = [opened.enter_context(replace(options, speculate=one).open_llm()) for one in (None, options.speculate)]
         report.put("engine", [settle(llm, remark) for llm in llms][-1])
         bench, work, repeating = SpeculationBench(*llms), list(product(names, cases)), options.repeating()
@@ -132,7 +132,7 @@ def _compare_guessing(options: CompareOptions) -> None:
                 progress("rounds", place * options.rounds + number, len(work) * options.rounds)
 
 
-def _show_guessing(report: Report, options: ResultOptions) -> str:
+def _show_speculation(report: Report, options: ResultOptions) -> str:
     from nanoserve.lab.benchmarks.policies.rounds import PolicyRound
     from nanoserve.lab.benchmarks.speculation import summarize_speculation
 
@@ -142,11 +142,11 @@ def _show_guessing(report: Report, options: ResultOptions) -> str:
     facts = report.document["engine"]
     title = f"{facts['model']}, {report.document['settings']['speculate']}, {engine_title(facts)}"
     print_table(title, _SPECULATION_COLUMNS, summary, keys=2)
-    bars = columns((",.1f", ("plain", "plain"), ("guessing", "decode")))
+    bars = columns((",.1f", ("plain", "plain"), ("speculative", "decode")))
     options.draw_bars(report, title, "{case} ({state})", bars, summary)
-    figures = [one.variants["guessing"] for one, _ in in_states(done)]
+    figures = [one.variants["speculative"] for one, _ in in_states(done)]
     gains = spread_text(one["decode"] / one["plain"] for one in figures)
-    return f"Guessing decodes {gains} times as fast as plain decoding; {counting_words(done)}."
+    return f"Speculation decodes {gains} times as fast as plain decoding; {counting_words(done)}."
 
 
 @contextmanager

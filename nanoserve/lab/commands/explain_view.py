@@ -135,8 +135,8 @@ def _row(row: ExplainedRow) -> str:
     if row.count > len(row.tokens) and any(row.tokens):
         text += " ..."
     text = text.rstrip()
-    if row.guesses:
-        text += f"; checks {row.guesses} guesses"
+    if row.draft_tokens:
+        text += f"; checks {row.draft_tokens} draft tokens"
     elif row.sample:
         text += "; samples a token"
     return text

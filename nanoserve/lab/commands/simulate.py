@@ -67,7 +67,7 @@ _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
 _RATIO_COLUMNS = [replace(column, format=".2f") for column in _COLUMNS if column.path not in (*_TRIAL_KEYS, "kv_peak")]
 _TIER_COLUMNS = columns(  # shown if anything happened there
     (",d", ("preempted", "preemptions")),
-    (",d", "guesses"),
+    (",d", "draft_tokens"),
     (".0%", ("right", "accepted_share")),
     (",d", "transitions"),
     (",.1f", ("take s", "transition_seconds")),
@@ -278,8 +278,8 @@ class SimulateOptions(PolicyOptions, WorkloadOptions, HardwareOptions, FleetOpti
     )
     speculate: str | None = option(
         None,
-        "A drafter: how often the first, second, ... guess of a row is right if those before are, and what a guess "
-        "costs, over a step; as 0.8,0.7,0.6:0.05.",
+        "A drafter: how often the first, second, ... draft token of a row is right if those before are, and what a "
+        "draft token costs, over a step; as 0.8,0.7,0.6:0.05.",
         metavar="RATES[:COST]",
     )
     max_rate: bool = option(

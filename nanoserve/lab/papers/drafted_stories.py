@@ -1,4 +1,4 @@
-"""The lecture's section 3.1 on the bundled storyteller: how much of its stories drafters guess."""
+"""The lecture's section 3.1 on the bundled storyteller: how much of its stories drafters foresee."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _START, _LENGTH = "Once upon a time", 128
 
 @dataclass(slots=True)
 class _FixedLookahead(Policy):
-    """Another policy with a fixed number of guesses."""
+    """Another policy with a fixed number of draft tokens."""
 
     policy: Policy
 
@@ -29,9 +29,9 @@ class _FixedLookahead(Policy):
 class Drafted(NamedTuple):
     tokens_a_step: float
     rows: int
-    """Steps of a story that checked guesses; in the others there was nothing to guess."""
+    """Steps of a story that checked draft tokens; in the others nothing was proposed."""
     accepted: Sequence[int]
-    """Of these, those in which guess 1, 2, ... was right, with all before it."""
+    """Of these, those in which draft token 1, 2, ... was right, with all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class DraftedStories:
         params = llm.default_sampling_params()
         if self.greedy:
             params = SamplingParams(temperature=0.0)
-        before = llm.status.guesses
+        before = llm.status.drafts
         llm.generate(starts, msgspec.structs.replace(params, seed=seed, max_tokens=_LENGTH + 1, ignore_eos=True))
-        counts = llm.status.guesses
+        counts = llm.status.drafts
         accepted = [now - then for now, then in zip(counts.accepted, before.accepted, strict=True)]
         written = self.stories * _LENGTH  # and a token each that the prompt's step answers
         return Drafted(written / (written - sum(accepted)), counts.rows - before.rows, accepted)

@@ -1,7 +1,7 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the lecture's closed
-forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity and what drafters guess
+forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity and what drafters foresee
 are measured.
 """
 
@@ -400,7 +400,7 @@ _RATES, _LOOKAHEADS = (0.8, 0.6), (1, 2, 4, 7)
 
 
 _SPECULATIVE_COLUMNS = columns(
-    (".1f", ("a guess is right", "rate")),
+    (".1f", ("a draft token is right", "rate")),
     (",d", ("sequences decoding", "batch")),
     (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
     (".2f", ("best K of 0 to 7", "chosen")),
@@ -408,7 +408,7 @@ _SPECULATIVE_COLUMNS = columns(
 
 
 def speculative(scale: Scale, run: Run) -> Finding:
-    """Section 3.1: what K guesses a sequence gain, over batches. Operations idle in small ones alone."""
+    """Section 3.1: what K draft tokens a sequence gain, over batches. Operations idle in small ones alone."""
     costs, balance = _ideal(GROUPED_MODEL), load_machine(DEVICE).device.intensity
 
     def exact(tokens: int) -> float:
@@ -417,18 +417,18 @@ def speculative(scale: Scale, run: Run) -> Finding:
     def closed(tokens: int) -> float:
         return max(1.0, tokens / balance)  # products alone: their weights are read, or multiplied with
 
-    def speedup(rate: float, guesses: int, batch: int, seconds: Callable[[int], float] = exact) -> float:
+    def speedup(rate: float, draft_tokens: int, batch: int, seconds: Callable[[int], float] = exact) -> float:
         plain = seconds(batch)
-        spent = seconds(batch * (1 + guesses)) + guesses * _DRAFT_SHARE * plain
-        return expected_tokens(rate, guesses) * plain / spent
+        spent = seconds(batch * (1 + draft_tokens)) + draft_tokens * _DRAFT_SHARE * plain
+        return expected_tokens(rate, draft_tokens) * plain / spent
 
     rows: list[dict[str, Any]] = [
         {
             "rate": rate,
             "batch": batch,
-            **{f"{guesses}": speedup(rate, guesses, batch) for guesses in _LOOKAHEADS},
+            **{f"{draft_tokens}": speedup(rate, draft_tokens, batch) for draft_tokens in _LOOKAHEADS},
             "closed": speedup(rate, 4, batch, closed),
-            "chosen": max(speedup(rate, guesses, batch) for guesses in COUNTS),
+            "chosen": max(speedup(rate, draft_tokens, batch) for draft_tokens in COUNTS),
         }
         for rate, batch in product(_RATES, BATCHES)
     ]
@@ -439,10 +439,10 @@ def speculative(scale: Scale, run: Run) -> Finding:
         "3.1 many": speedup(0.8, 4, 295),
         "3.1 chosen": min(row["chosen"] for row in rows),
     }
-    labels = {f"K = {guesses}": f"{guesses}" for guesses in _LOOKAHEADS} | {"best K": "chosen"}
+    labels = {f"K = {draft_tokens}": f"{draft_tokens}" for draft_tokens in _LOOKAHEADS} | {"best K": "chosen"}
     panels = [
         panel(
-            f"a guess is right with {rate}",
+            f"a draft token is right with {rate}",
             "sequences decoding",
             "speedup",
             [float(batch) for batch in BATCHES],
@@ -458,12 +458,12 @@ def speculative(scale: Scale, run: Run) -> Finding:
 
 _DRAFT_COLUMNS = columns(
     ("", "drafter", "drawn", ("tokens a step", "text")),
-    (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
+    (".2f", ("draft token 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
 )
 
 
 def drafts(scale: Scale, run: Run) -> Finding:
-    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four guesses at most."""
+    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four draft tokens at most."""
     from nanoserve.lab.papers.drafted_stories import DRAFTERS, LOOKAHEAD, DraftedStories
 
     seeds, stories = scale.seeds, scale.pick(4, 16)
@@ -485,7 +485,7 @@ def drafts(scale: Scale, run: Run) -> Finding:
     names, kinds = list(dict.fromkeys(row["drafter"] for row in rows)), dict.fromkeys(row["drawn"] for row in rows)
     heights = {kind: [tokens[name, kind].mean for name in names] for kind in kinds}
     bars = panel("mean over seeds", "drafter", "tokens a step", names, heights, kind="bar")
-    return Finding(claims("lecture", ours), Chart("What drafters guess of the storyteller", [bars]), rows)
+    return Finding(claims("lecture", ours), Chart("What drafters foresee of the storyteller", [bars]), rows)
 
 
 PAPER = Paper(
@@ -527,7 +527,7 @@ PAPER = Paper(
         ),
         PaperFigure(
             number="speculative",
-            title=f"speedup by guesses, {GROUPED_MODEL}",
+            title=f"speedup by draft tokens, {GROUPED_MODEL}",
             make=speculative,
             columns=_SPECULATIVE_COLUMNS,
         ),

@@ -24,17 +24,20 @@ _END, _DUMMY = (END_TOKEN,), (DUMMY_TOKEN,)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDrafter:
-    """Something that guesses, of which only this is known. Raises UsageError for shares outside 0 to 1."""
+    """Something that drafts, of which only this is known. Raises UsageError for shares outside 0 to 1."""
 
     rates: tuple[float, ...]
-    """How often a row's first, second, ... guess is right, if those before it are; the last one stands for more."""
+    """How often a row's first, second, ... draft token is right, if those before it are; the last one stands for
+    more."""
     cost: float = 0.05
     """The time to draft a token for each row, over that of a step that decodes one for each."""
 
     def __post_init__(self) -> None:
         shares = self.rates + (self.cost,)
         if not self.rates or not all(0 <= share <= 1 for share in shares):
-            raise UsageError("a drafter's guesses are right with a share of 0 to 1, and cost such a share of a step")
+            raise UsageError(
+                "a drafter's draft tokens are right with a share of 0 to 1, and cost such a share of a step"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "SimulatedDrafter":
@@ -51,7 +54,7 @@ class SimulatedDrafter:
 
 class DummyModel:
     """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length. Which
-    guesses are right is drawn as the ``drafter`` says; the others are END_TOKEN."""
+    draft tokens are right is drawn as the ``drafter`` says; the others are END_TOKEN."""
 
     def __init__(self, drafter: SimulatedDrafter | None = None) -> None:
         self._last: dict[int, int] = {}
@@ -61,7 +64,7 @@ class DummyModel:
         self._random = Random(0)
 
     def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """One token for every row that is sampled, and one more for each accepted guess; a row of no tokens was
+        """One token for every row that is sampled, and one more for each accepted draft token; a row of no tokens was
         answered when its token began."""
         for sequence in plan.end:
             del self._last[sequence]
@@ -73,17 +76,17 @@ class DummyModel:
                 continue
             last = self._last[row.sequence]
             if draft_of(row).verify or draft_of(row).propose:
-                answers.append(self._guessed(row, last))
+                answers.append(self._verified(row, last))
             elif row.start + len(row.tokens) < last:
                 answers.append(Answer(row.sequence, _DUMMY))
             else:
                 answers.append(Answer(row.sequence, _END))
         return tuple(answers)
 
-    def _guessed(self, row: Row, last: int) -> Answer:
+    def _verified(self, row: Row, last: int) -> Answer:
         first, rates = row.start + len(row.tokens) - draft_of(row).verify, self._rates
-        guesses = row.tokens[len(row.tokens) - draft_of(row).verify :]
-        end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, guesses))  # its last token's position
+        draft_tokens = row.tokens[len(row.tokens) - draft_of(row).verify :]
+        end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, draft_tokens))  # its last token's position
         tokens = _DUMMY * (end - first + 1)
         if end >= last:
             tokens = _DUMMY * (last - first) + _END
@@ -105,7 +108,7 @@ class SimulatedExecutor:
 
     The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes. A block
     is one of ``groups`` that hold the same positions. ``max_in_flight`` defaults to the stages of the deepest layout,
-    ``answer``, which makes the tokens of a plan, to a DummyModel. A ``drafter`` guesses in the last stage, behind each
+    ``answer``, which makes the tokens of a plan, to a DummyModel. A ``drafter`` drafts in the last stage, behind each
     step whose rows ask for it.
     """
 
@@ -120,7 +123,7 @@ class SimulatedExecutor:
         drafter: SimulatedDrafter | None = None,
     ) -> None:
         self.max_in_flight = max_in_flight or max(times.num_stages for times in layouts)
-        self.feeds_tokens = False
+        self.async_scheduling = False
         self.ready = True
         self.pipelines = tuple(Pipeline(times, runtime) for times in layouts)
         self.host_tokens = 0  # sampled so far for sequences in host memory

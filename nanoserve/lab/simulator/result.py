@@ -48,10 +48,10 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens_variation: float  # standard deviation of the tokens per step over their mean
     preemptions: int  # sequences that lost their blocks and were computed again
     forced_steps: int  # steps the scheduler made because the policy moved nothing
-    guesses: int
-    accepted_guesses: tuple[int, ...]
+    draft_tokens: int
+    accepted_draft_tokens: tuple[int, ...]
     accepted_share: float
-    """Guesses that were checked, and those that were right, by their place in the row and as a share of all."""
+    """Draft tokens that were checked, and those that were right, by their place in the row and as a share of all."""
     kv_occupancy: float  # share of KV blocks in use, averaged over time
     kv_peak: float  # the highest
     kv_series: tuple[tuple[float, float], ...]  # (seconds, share of KV blocks in use), a thousand points at most

@@ -21,11 +21,11 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.windows import most_tokens
-from nanoserve.scheduler.work import GuessCounts
+from nanoserve.scheduler.work import DraftCounts
 
-_MOST_TOKENS = 2**20  # of a step with its guesses: predicted times limit them
+_MOST_TOKENS = 2**20  # of a step with its draft tokens: predicted times limit them
 
 
 def simulate(
@@ -63,7 +63,7 @@ def simulate(
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
         other_layouts: times and KV blocks of the parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.
-        drafter: what guesses, in one layout and without host memory; predictors tell how many guesses pay.
+        drafter: what drafts, in one layout and without host memory; predictors tell how many draft tokens pay.
         is_over: whether to stop once all requests have arrived; the result is then of what was run.
 
     Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
@@ -99,13 +99,13 @@ def simulate(
     for _ in range(replicas):
         steps = StepMetrics(block_size, len(layouts), groups)
         executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
-        speculator = None
+        proposer = None
         if drafter is not None:
-            speculator = Speculator(looks_up=False, token_budget=_MOST_TOKENS)
+            proposer = DraftProposer(looks_up=False, token_budget=_MOST_TOKENS)
         extensions = make_extensions(
             host_blocks=host_blocks,
             other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
-            speculator=speculator,
+            proposer=proposer,
         )
         scheduler = make_scheduler(extensions=extensions)
         learn_from_results(scheduler)
@@ -124,9 +124,10 @@ def simulate(
 
 
 def _check_tiers(times: StepTimes, drafter: SimulatedDrafter | None) -> None:
-    """Raises UsageError for guesses beside host memory or other layouts, TypeError for times that do not know these."""
+    """Raises UsageError for draft tokens beside host memory or other layouts, TypeError for times that do not know
+    these."""
     if drafter is not None:
-        raise UsageError("guesses are simulated in one layout, and without host memory: leave one of them out")
+        raise UsageError("draft tokens are simulated in one layout, and without host memory: leave one of them out")
     if not isinstance(times, TieredTimes):
         raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
 
@@ -150,7 +151,7 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
     drafts = [replica.scheduler.extensions.drafts for replica in fleet]
-    guesses = sum([one.speculator.counts for one in drafts if one is not None], GuessCounts())
+    counts = sum([one.proposer.counts for one in drafts if one is not None], DraftCounts())
     attainment: float | None = None
     goodput: float | None = None
     if within is not None:
@@ -174,9 +175,9 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
         tokens_variation=tokens.std / tokens.mean,
         preemptions=sum(replica.scheduler.table.preemptions for replica in fleet),
         forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
-        guesses=guesses.guesses,
-        accepted_guesses=tuple(guesses.accepted),
-        accepted_share=sum(guesses.accepted) / max(1, guesses.guesses),
+        draft_tokens=counts.draft_tokens,
+        accepted_draft_tokens=tuple(counts.accepted),
+        accepted_share=sum(counts.accepted) / max(1, counts.draft_tokens),
         kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
         kv_peak=max(one.occupancy.peak for one in steps),
         kv_series=tuple(mean_series([one.occupancy.series for one in steps]).points),

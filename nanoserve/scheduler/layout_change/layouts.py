@@ -36,8 +36,8 @@ class Layouts(Extension):
         self._scheduler, self._table = scheduler, scheduler.table
         self._capacities = (LayoutCapacity(scheduler.pool.num_blocks, scheduler.pipeline_depth), *self._others)
         deepest = max([capacity.pipeline_depth for capacity in self._capacities])
-        if scheduler.feeds_tokens and deepest > 1:
-            raise ValueError("tokens are fed within one stage: pipeline_depth must be 1 in every layout")
+        if scheduler.async_scheduling and deepest > 1:
+            raise ValueError("asynchronous scheduling needs one stage: pipeline_depth must be 1 in every layout")
         self._table.fewest_blocks = min([capacity.num_blocks for capacity in self._capacities])
 
     @property

@@ -1,4 +1,4 @@
-"""How many guesses the rows of a step check: as many as give most tokens per second, by its predicted time."""
+"""How many draft tokens the rows of a step check: as many as give most tokens per second, by its predicted time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,45 +6,45 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.work import MOST_GUESSES, StepWork
+from nanoserve.scheduler.work import MAX_DRAFT_TOKENS, StepWork
 
-COUNTS = (0, 1, 2, 3, 4, 5, MOST_GUESSES)
-"""Guesses that a row may have."""
+COUNTS = (0, 1, 2, 3, 4, 5, MAX_DRAFT_TOKENS)
+"""Draft tokens that a row may have."""
 _LEAST_GAIN = 1.02
-"""Guessing has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
+"""Speculation has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
 _FADING = 0.9
 """Share of a sequence's record that counts at its next verification: about the last ten do."""
 _PRIOR_TRIALS = 2.0
-"""Guesses that the record of all sequences counts as, in that of a new one."""
+"""Draft tokens that the record of all sequences counts as, in that of a new one."""
 _HIGHEST = 0.98
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """A running mean of how often a guess is right, given that those before it are."""
+    """A running mean of how often a draft token is right, given that those before it are."""
 
     accepted: float
     tried: float
     fading: float = _FADING
 
-    def learn(self, guesses: int, accepted: int) -> None:
-        """A row of so many guesses was verified. What follows its first wrong guess tells nothing."""
+    def learn(self, draft_tokens: int, accepted: int) -> None:
+        """A row of so many draft tokens was verified. What follows its first wrong draft token tells nothing."""
         self.accepted = self.fading * self.accepted + accepted
-        self.tried = self.fading * self.tried + min(accepted + 1, guesses)
+        self.tried = self.fading * self.tried + min(accepted + 1, draft_tokens)
 
     def rate(self, prior: float) -> float:
         """α, between 0 and 0.98."""
         return min(_HIGHEST, (self.accepted + _PRIOR_TRIALS * prior) / (self.tried + _PRIOR_TRIALS))
 
 
-def expected_tokens(rate: float, guesses: int) -> float:
+def expected_tokens(rate: float, draft_tokens: int) -> float:
     """Tokens that a row answers, E = (1 - α^(k+1)) / (1 - α) (Leviathan et al. 2023, equation 1)."""
-    return guesses + 1.0 if rate >= 1 else (1 - rate ** (guesses + 1)) / (1 - rate)
+    return draft_tokens + 1.0 if rate >= 1 else (1 - rate ** (draft_tokens + 1)) / (1 - rate)
 
 
 @lru_cache(maxsize=128)
 def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
-    """From each of COUNTS to the next: how likely a guess is right then, negative, and both; for α in percent."""
+    """From each of COUNTS to the next: how likely a draft token is right then, negative, and both; for α in percent."""
     return tuple(
         ((expected_tokens(percent / 100, fewer) - expected_tokens(percent / 100, more)) / (more - fewer), fewer, more)
         for fewer, more in pairwise(COUNTS)
@@ -54,14 +54,14 @@ def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
 def choose_counts(
     rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int, prompt_tokens: int
 ) -> list[int]:
-    """The number of guesses of each row, from COUNTS, that maximises (ΣE(α, k) + prompt tokens) / seconds(Σk, largest
-    k), where the step has at most ``budget`` guesses; all 0 if guessing is not predicted to gain 2 %.
+    """The number of draft tokens of each row, from COUNTS, that maximises (ΣE(α, k) + prompt tokens) / seconds(Σk,
+    largest k), where the step has at most ``budget`` draft tokens; all 0 if speculation is not predicted to gain 2 %.
 
-    A prompt's tokens are as good as an answer's: else guesses would seem to pay wherever a prompt makes a step long,
-    though each of them delays it.
+    A prompt's tokens are as good as an answer's: else draft tokens would seem to pay wherever a prompt makes a step
+    long, though each of them delays it.
 
-    Of all ways to spend n guesses the best takes the likeliest ones, as each row's next guess is likelier to be right
-    than the one after it. So only the number is searched.
+    Of all ways to spend n draft tokens the best takes the likeliest ones, as each row's next draft token is likelier
+    to be right than the one after it. So only the number is searched.
     """
     pieces = [
         (likelihood, row, fewer, more)
@@ -71,15 +71,15 @@ def choose_counts(
         if more <= limit
     ]
     pieces.sort()
-    tokens, guesses, largest = float(len(rates) + prompt_tokens), 0, 0
+    tokens, draft_tokens, largest = float(len(rates) + prompt_tokens), 0, 0
     best, taken = _LEAST_GAIN * tokens / seconds(0, 0), 0
     for number, (likelihood, _, fewer, more) in enumerate(pieces, start=1):
-        guesses, largest = guesses + more - fewer, max(largest, more)
+        draft_tokens, largest = draft_tokens + more - fewer, max(largest, more)
         tokens -= likelihood * (more - fewer)
-        if guesses > budget:
+        if draft_tokens > budget:
             break
         if number in _TRIED or number == len(pieces):
-            rate = tokens / seconds(guesses, largest)
+            rate = tokens / seconds(draft_tokens, largest)
             if rate > best:
                 best, taken = rate, number
     counts = [0] * len(rates)
@@ -93,15 +93,18 @@ _TRIED = frozenset(accumulate(range(4000), lambda number, _: number + 1 + number
 
 
 def step_seconds(predictor: Predictor, work: StepWork) -> Callable[[int], float]:
-    """The predicted time of a step with so many guesses more. Guesses read the keys that their row reads anyway."""
+    """The predicted time of a step with so many draft tokens more. Draft tokens read the keys that their row reads
+    anyway."""
     chunks = [
         predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)
         for start, length in work.chunks
     ]
     attention = predictor.attention_seconds(work.decode_context) + sum(chunks)
 
-    def seconds(guesses: int) -> float:
-        linear = predictor.linear_seconds(work.tokens + guesses)
-        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds(work.sampled + guesses)
+    def seconds(draft_tokens: int) -> float:
+        linear = predictor.linear_seconds(work.tokens + draft_tokens)
+        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds(
+            work.sampled + draft_tokens
+        )
 
     return seconds

@@ -1,4 +1,4 @@
-"""Drafts: adds draft tokens to the rows of a plan, as its Speculator chooses, and tells it what became of them."""
+"""Drafts: adds draft tokens to the rows of a plan, as its DraftProposer chooses, and tells it what became of them."""
 
 from msgspec.structs import replace
 
@@ -8,28 +8,29 @@ from nanoserve.scheduler.optional import DraftRow, draft_of
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.work import work_of
 
 
 class Drafts(Extension):
     """The draft tokens of a scheduler's rows."""
 
-    def __init__(self, speculator: Speculator) -> None:
-        self.speculator = speculator
+    def __init__(self, proposer: DraftProposer) -> None:
+        self.proposer = proposer
 
     def attach(self, scheduler: Scheduler) -> None:
         self._table = scheduler.table
-        self._feeds_tokens = scheduler.feeds_tokens
+        self._async_scheduling = scheduler.async_scheduling
 
     def added(self, sequence: Sequence) -> None:
-        sequence.waits_for_token = True  # until the speculator has looked at it
+        sequence.waits_for_token = True  # until the proposer has looked at it
 
     def after_rows(self, builder: PlanBuilder) -> None:
-        """Add guesses to the rows that are sampled, and ask for the next ones, where blocks are free for them. Each
-        sequence that runs keeps a free block to grow into: no guess ever costs another sequence its blocks."""
+        """Add draft tokens to the rows that are sampled, and ask for the next ones, where blocks are free for them.
+        Each sequence that runs keeps a free block to grow into: no draft token ever costs another sequence its
+        blocks."""
         wanted = builder.decision.draft_tokens
-        if self.speculator.rests() and wanted is None:
+        if self.proposer.rests() and wanted is None:
             return
         sequences, places = [], []
         for place, row in enumerate(builder.rows):
@@ -39,7 +40,7 @@ class Drafts(Extension):
                 places.append(place)
         if not sequences:
             return
-        chosen = self.speculator.choose(
+        chosen = self.proposer.choose(
             sequences,
             lambda: work_of(builder.rows),
             builder.load.predictor,
@@ -47,39 +48,39 @@ class Drafts(Extension):
             builder.load.steps_in_flight,
             builder.prompt_tokens,
         )
-        for sequence, place, (guesses, draft) in zip(sequences, places, chosen, strict=True):
-            if guesses or draft:
-                self._extend(builder, sequence, place, guesses, draft)
+        for sequence, place, (draft_tokens, draft) in zip(sequences, places, chosen, strict=True):
+            if draft_tokens or draft:
+                self._extend(builder, sequence, place, draft_tokens, draft)
 
     def _extend(
-        self, builder: PlanBuilder, sequence: Sequence, place: int, guesses: tuple[int, ...], draft: int
+        self, builder: PlanBuilder, sequence: Sequence, place: int, draft_tokens: tuple[int, ...], draft: int
     ) -> None:
-        """Add to a row as many guesses, and then as many tokens to draft, as there is room for."""
+        """Add to a row as many draft tokens, and then as many tokens to draft, as there is room for."""
         blocks, row = self._table.blocks, builder.rows[place]
         spare = max(0, blocks.pool.free_blocks // blocks.groups - len(self._table.running))
         room = sequence.capacity - sequence.computed + spare * blocks.pool.block_size
-        guesses = guesses[:room]
-        draft = min(draft, room - len(guesses))
-        if not (guesses or draft):
+        draft_tokens = draft_tokens[:room]
+        draft = min(draft, room - len(draft_tokens))
+        if not (draft_tokens or draft):
             return
-        new_blocks, _ = blocks.grow(sequence, len(guesses) + draft)
+        new_blocks, _ = blocks.grow(sequence, len(draft_tokens) + draft)
         row = replace(
             row,
-            tokens=row.tokens + guesses,
-            draft=DraftRow(len(guesses), draft),
+            tokens=row.tokens + draft_tokens,
+            draft=DraftRow(len(draft_tokens), draft),
             new_blocks=row.new_blocks + tuple(new_blocks),
         )
         builder.rows[place] = sequence.in_flight[-1] = row
-        sequence.computed += len(guesses)
+        sequence.computed += len(draft_tokens)
 
     def answered(self, sequence: Sequence, row: PlannedRow, answer: Answer) -> None:
-        """Take back the positions of guesses that were wrong, and learn from the answer."""
+        """Take back the positions of draft tokens that were wrong, and learn from the answer."""
         draft = draft_of(row)
         if draft.verify:
             accepted = max(0, len(answer.tokens) - 1)
             sequence.computed -= draft.verify - accepted
-        if row.draft is not None or self._feeds_tokens:
-            self.speculator.learn(sequence, draft.verify, len(answer.tokens), draft.propose, answer.draft)
+        if row.draft is not None or self._async_scheduling:
+            self.proposer.learn(sequence, draft.verify, len(answer.tokens), draft.propose, answer.draft)
 
     def plan_ended(self, plan: StepPlan, result: StepResult) -> None:
         """Learn how long drafting took."""
@@ -87,8 +88,8 @@ class Drafts(Extension):
             asking = [row.draft for row in plan.rows if row.draft is not None and row.draft.propose]
             longest = max([draft.propose for draft in asking])
             steady = all(draft.verify for draft in asking)
-            self.speculator.learn_pace(result.draft_seconds / longest, steady=steady)
+            self.proposer.learn_pace(result.draft_seconds / longest, steady=steady)
 
     def released(self, sequence: Sequence) -> None:
         if sequence.finished:
-            self.speculator.forget(sequence.sequence_id)
+            self.proposer.forget(sequence.sequence_id)

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): the guess is what followed the latest tokens when they last came."""
+"""Prompt lookup (Saxena 2023): the draft token is what followed the latest tokens when they last came."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ class NgramIndex:
         self._after: dict[int, int] = {}
         self._read = self._run = 0  # tokens read, and the latest LEAST_MATCH of them
 
-    def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """At most ``most`` tokens to follow these, which continue those of the last call. A match that reaches to the
-        end goes on in its own guesses: what repeats is guessed to repeat again."""
+        end goes on in its own draft tokens: what repeats is drafted to repeat again."""
         after, run = self._after, self._run
         for position in range(self._read, len(tokens)):
             if position >= LEAST_MATCH:
@@ -28,8 +28,8 @@ class NgramIndex:
         found = after.get(run) if len(tokens) > LEAST_MATCH else None
         if found is None:
             return ()
-        guesses = [*tokens[found : found + most]]
+        draft_tokens = [*tokens[found : found + most]]
         period = len(tokens) - found
-        while len(guesses) < most:
-            guesses.append(guesses[-period])
-        return tuple(guesses)
+        while len(draft_tokens) < most:
+            draft_tokens.append(draft_tokens[-period])
+        return tuple(draft_tokens)

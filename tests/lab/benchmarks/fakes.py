@@ -18,7 +18,7 @@ class VirtualExecutor:
     """Answers every plan at once; its clock goes on by half a second per token of the plan."""
 
     max_in_flight = 1
-    feeds_tokens = False
+    async_scheduling = False
 
     def __init__(self, *, error: str | None = None) -> None:
         self.clock = 100.0

@@ -63,7 +63,9 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_of_guessing_with_plain_decoding(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_of_speculation_with_plain_decoding(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report, names = tmp_path / "report.json", ["edits", "stories", "random", "scripted 0", "scripted 0.8"]
     sizes = ("--batch-sizes", 2, "--lengths", "30+12", "--rounds", 2, "--kv-cache-memory", "8MiB", "--eager")
     words = ("--speculate", "ngram", "--workloads", ",".join(names), "--dtype", "float32")
@@ -74,8 +76,8 @@ def test_compare_of_guessing_with_plain_decoding(bench: Run, tmp_path: Path, mon
     assert found["complete"] and found["settings"]["speculate"] == "ngram"
     assert {row["case"] for row in found["summary"]} == {f"{name}, 2 x 30+12" for name in names}
     for row in found["rows"]:
-        done, workload = row["round"]["variants"]["guessing"], row["case"].partition(",")[0]
-        assert done["same_tokens"] == 1, "guessing changes no answer in float32"
+        done, workload = row["round"]["variants"]["speculative"], row["case"].partition(",")[0]
+        assert done["same_tokens"] == 1, "speculation changes no answer in float32"
         assert 1 <= done["tokens_a_step"] <= 8
         assert done["plain"] > 0 and done["decode"] > 0
         assert ("predicted" in done) == (workload in RATES)
@@ -92,10 +94,10 @@ def test_a_scripted_drafter_is_right_as_often_as_asked(rate: float) -> None:
     drafter = Scripted(rate, {prompt: answer}, vocab_size=3000, token_budget=512)
     request = Request("a", prompt, SamplingParams(max_tokens=2000), seed=0)
     sequence = Sequence(0, request, 0, [*prompt, *answer[:5]])
-    guesses = drafter._look_up(sequence, None, 1990)
-    right = [guess == token for guess, token in zip(guesses, answer[5:1995], strict=True)]
+    draft_tokens = drafter._look_up(sequence, None, 1990)
+    right = [draft_token == token for draft_token, token in zip(draft_tokens, answer[5:1995], strict=True)]
     assert sum(right) / len(right) == pytest.approx(rate, abs=0.05)
-    assert max(guesses) < 3000
+    assert max(draft_tokens) < 3000
     assert drafter._look_up(sequence, None, -1) == ()
 
 

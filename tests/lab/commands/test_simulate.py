@@ -179,12 +179,12 @@ def test_a_trace_out_of_order_is_refused(command: Run, tmp_path: Path) -> None:
 
 def test_a_drafter_makes_policies_faster_on_hardware_that_nobody_has(command: Run, tmp_path: Path) -> None:
     path, tpot = tmp_path / "result.json", {}
-    for name, arguments in (("plain", []), ("guessing", ["--speculate", "0.9,0.8:0.02"])):
+    for name, arguments in (("plain", []), ("speculative", ["--speculate", "0.9,0.8:0.02"])):
         both = ["--policy", "sarathi,throttling", "--lengths", "30+80", *arguments, "--json", str(path)]
         code, out, _ = command(*SMALL, *both)
-        assert (code, "guesses" in out) == (0, name == "guessing")
+        assert (code, "draft tokens" in out) == (0, name == "speculative")
         tpot[name] = [row["tpot_ms"]["mean"] for row in json.loads(path.read_text())["rows"]]
-    assert all(guessing < 0.7 * plain for plain, guessing in zip(*tpot.values(), strict=True))
+    assert all(speculating < 0.7 * plain for plain, speculating in zip(*tpot.values(), strict=True))
     code, _, problem = command(*SMALL, "--speculate", "often")
     assert code != 0
     assert "RATE,RATE,...:COST" in problem

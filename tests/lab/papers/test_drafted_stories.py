@@ -1,4 +1,4 @@
-"""What drafters guess of the storyteller, in short runs; and how often their guesses could be accepted."""
+"""What drafters draft of the storyteller, in short runs; and how often their draft tokens could be accepted."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from nanoserve.models.loading import load_model
 from nanoserve.request import SamplingParams
 
 
-def test_a_draft_model_guesses_four_at_a_time() -> None:
+def test_a_draft_model_draft_tokens_four_at_a_time() -> None:
     (found,) = DraftedStories(f"draft:{DRAFT}", True, (0,), 2).run()
     assert 1.2 < found.tokens_a_step < 4
     assert found.accepted[0] >= found.accepted[1] >= found.accepted[2] >= found.accepted[3] > 0
@@ -23,7 +23,7 @@ def test_a_draft_model_guesses_four_at_a_time() -> None:
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_shared_noise_accepts_nearly_as_many_guesses_as_any_scheme_can() -> None:
+def test_shared_noise_accepts_nearly_as_many_draft_tokens_as_any_scheme_can() -> None:
     """At 1,500 places of stories, at temperature 1."""
     with LLM(dtype="float32", eager=True) as llm:
         (output,) = llm.generate("Once upon a time", SamplingParams(seed=0, n=12, max_tokens=128, ignore_eos=True))

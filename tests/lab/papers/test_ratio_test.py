@@ -1,4 +1,4 @@
-"""The lecture's algorithm 1, and how often guesses are accepted by it and by nanoserve's shared noise."""
+"""The lecture's algorithm 1, and how often draft tokens are accepted by it and by nanoserve's shared noise."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def _chi_square(found: NDArray[np.int64], expected: Floats) -> float:
 
 
 def test_the_lectures_example() -> None:
-    """Section 3.1.3: "quick" and "brown" are guessed with p = .6 and .8, and the model has q = .7 and .4."""
+    """Section 3.1.3: "quick" and "brown" are drafted with p = .6 and .8, and the model has q = .7 and .4."""
     accepted = acceptance_probability(np.array([0.6, 0.8]), np.array([0.7, 0.4]))
     assert accepted == pytest.approx([1.0, 0.5])
     # "quick" for sure, "brown" half of the time, and one token more: "blue" in its place, or the bonus token.
@@ -54,15 +54,15 @@ def test_algorithm_1_keeps_the_models_distribution() -> None:
     """Three tokens in a row: each model's distribution hangs on the token before. Chi-square over 10^5 draws."""
     vocabulary, most, random = 4, 2, np.random.default_rng(1)
     p_after, q_after = (_distributions(most + 1, vocabulary, vocabulary, seed=seed) for seed in (2, 3))
-    guesses, before = np.empty((DRAWS, most), np.int64), np.zeros(DRAWS, np.int64)
+    draft_tokens, before = np.empty((DRAWS, most), np.int64), np.zeros(DRAWS, np.int64)
     p, q = (np.empty((DRAWS, most + extra, vocabulary)) for extra in (0, 1))
     for place in range(most):
         p[:, place], q[:, place] = p_after[place, before], q_after[place, before]
-        guesses[:, place] = before = _drawn(p[:, place], random)
+        draft_tokens[:, place] = before = _drawn(p[:, place], random)
     q[:, most] = q_after[most, before]
-    accepted, more = verify(guesses, p, q, random)
+    accepted, more = verify(draft_tokens, p, q, random)
 
-    tokens = np.concatenate((guesses, np.zeros((DRAWS, 1), np.int64)), axis=1)
+    tokens = np.concatenate((draft_tokens, np.zeros((DRAWS, 1), np.int64)), axis=1)
     tokens[np.arange(DRAWS), accepted] = more
     for place in range(accepted.min() + 1, most + 1):  # what was not answered is what plain decoding answers next
         late = accepted < place
@@ -78,9 +78,9 @@ def test_algorithm_1_keeps_the_models_distribution() -> None:
 def test_without_the_residual_the_distribution_is_another() -> None:
     """The same chi-square notices it."""
     p, q, random = _distributions(4, seed=5), _distributions(4, seed=6), np.random.default_rng(7)
-    guesses = _drawn(np.broadcast_to(p, (DRAWS, 4)), random)
-    accepts = random.random(DRAWS) < acceptance_probability(p, q)[guesses]
-    tokens = np.where(accepts, guesses, _drawn(np.broadcast_to(q, (DRAWS, 4)), random))
+    draft_tokens = _drawn(np.broadcast_to(p, (DRAWS, 4)), random)
+    accepts = random.random(DRAWS) < acceptance_probability(p, q)[draft_tokens]
+    tokens = np.where(accepts, draft_tokens, _drawn(np.broadcast_to(q, (DRAWS, 4)), random))
     assert _chi_square(np.bincount(tokens, minlength=4), q) > 45  # 3 degrees of freedom: once in 10^9 times
 
 
@@ -116,7 +116,7 @@ def test_shared_noise_lies_between_its_bound_and_the_optimum(weights: list[tuple
         assert shared == pytest.approx(1.0)
 
 
-def test_a_guess_that_is_sure_is_accepted_as_often_as_by_the_ratio_test() -> None:
+def test_a_draft_token_that_is_sure_is_accepted_as_often_as_by_the_ratio_test() -> None:
     """n-grams: p is 1 for one token. Shared noise loses nothing then."""
     p, q = np.eye(5)[2], _distributions(5, seed=10)
     assert shared_noise_acceptance(p, q) == pytest.approx(q[2])

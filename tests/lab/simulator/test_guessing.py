@@ -1,4 +1,4 @@
-"""Guesses in virtual time: how many are right, what they cost, and that no policy gets slower by them."""
+"""Draft tokens in virtual time: how many are right, what they cost, and that no policy gets slower by them."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,7 +23,7 @@ from tests.lab.simulator.linear_times import LinearTimes
 
 @dataclass
 class Three(Policy):
-    """A policy that wants three guesses of each row."""
+    """A policy that wants three draft tokens of each row."""
 
     policy: Policy
 
@@ -45,12 +45,14 @@ def _run(
     )
 
 
-def test_guesses_are_right_as_often_as_the_drafter_says() -> None:
+def test_draft_tokens_are_right_as_often_as_the_drafter_says() -> None:
     rates = (0.9, 0.6, 0.3)
     result = _run(Three(make_policy("sarathi", 2048)), SimulatedDrafter(rates, 0.0), sequences=32)
-    rows = result.guesses / 3
-    assert [count / rows for count in result.accepted_guesses[:3]] == pytest.approx([*accumulate(rates, mul)], abs=0.05)
-    assert result.accepted_share == sum(result.accepted_guesses) / result.guesses
+    rows = result.draft_tokens / 3
+    assert [count / rows for count in result.accepted_draft_tokens[:3]] == pytest.approx(
+        [*accumulate(rates, mul)], abs=0.05
+    )
+    assert result.accepted_share == sum(result.accepted_draft_tokens) / result.draft_tokens
     assert (result.output_tokens, result.requests) == (32 * 120, 32)
 
 
@@ -68,8 +70,8 @@ def test_no_policy_gets_slower(policy: str, stages: int, sequences: int) -> None
     assert (good.output_tokens, good.steps > 0) == (plain.output_tokens, True)
 
 
-def test_a_sequence_ends_in_the_middle_of_its_guesses() -> None:
-    """Its fourth token is the last one: of three right guesses, two and the end."""
+def test_a_sequence_ends_in_the_middle_of_its_draft_tokens() -> None:
+    """Its fourth token is the last one: of three right draft tokens, two and the end."""
     executor = SimulatedExecutor(LinearTimes(), drafter=SimulatedDrafter((1.0,)))
     begin = Begin(0, (1, 1), 2, 0, 4, SamplingParams())
     executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)))
@@ -99,7 +101,7 @@ def test_drafters_that_cannot_be(text: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_guesses_and_host_memory_are_refused_together() -> None:
+def test_draft_tokens_and_host_memory_are_refused_together() -> None:
     costs = StepCosts(load_shape("llama-3.1-8b"), load_machine("h100"))
     requests = Workload(burst(), fixed_lengths(10, 5), limit=1)
     with pytest.raises(UsageError, match="leave one of them out"):

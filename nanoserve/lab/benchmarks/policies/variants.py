@@ -32,7 +32,7 @@ from nanoserve.scheduler.windows import most_tokens
 
 _PATIENCE, _LOOK = 5.0, 0.01
 """Seconds within which workers report what they did for the last plan (they need milliseconds), and between looks."""
-_EXECUTOR = ("max_in_flight", "feeds_tokens", "ready", "collect", "now", "close", "take_times")
+_EXECUTOR = ("max_in_flight", "async_scheduling", "ready", "collect", "now", "close", "take_times")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class PolicyVariant:
             pipeline_depth=first.pipeline_depth,
             extensions=make_extensions(host_blocks=self.host_blocks, other_layouts=self.capacities[1:]),
             predictors=predictors,
-            feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
+            async_scheduling=not simulated and self.engine.executor.async_scheduling,
             windows=self.engine.windows,
         )
 

@@ -1,4 +1,4 @@
-"""Speculator: gives the decode rows of a plan guesses, and learns from their answers."""
+"""DraftProposer: gives the decode rows of a plan draft tokens, and learns from their answers."""
 
 import math
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from nanoserve.request import Sequence, Status
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.speculation.draft_lengths import Acceptance, choose_counts, step_seconds
 from nanoserve.scheduler.speculation.ngram import NgramIndex
-from nanoserve.scheduler.work import MOST_GUESSES, GuessCounts, StepWork
+from nanoserve.scheduler.work import MAX_DRAFT_TOKENS, DraftCounts, StepWork
 
 _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
-"""The record of all sequences before anything is verified: α is high, so that guessing is tried."""
+"""The record of all sequences before anything is verified: α is high, so that speculation is tried."""
 _PROBE, _RAREST_PROBE = 16, 256
 """Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
 is."""
-_RECONSIDERED = 8  # plans for which the choice of no guesses is kept, at most: it takes time
-_PLAIN = 32  # plans with guesses until one has none though they would pay: what is never done is never timed
+_RECONSIDERED = 8  # plans for which the choice of no draft tokens is kept, at most: it takes time
+_PLAIN = 32  # plans with draft tokens until one has none though they would pay: what is never done is never timed
 _TIMES_KEPT = 32
 """Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
 _FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, until it is measured
@@ -28,40 +28,42 @@ _FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, unt
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of guesses for one sequence."""
+    """What is known of draft tokens for one sequence."""
 
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     length: int = 0
-    """What was last guessed to follow so many tokens; it is compared with what did, checked or not."""
+    """What was last drafted to follow so many tokens; it is compared with what did, checked or not."""
     index: NgramIndex = field(default_factory=NgramIndex)
     seen: int = 0
     wait: int = _PROBE
-    """How many tokens there were when it was last considered, and how many more are fed before it is again."""
+    """How many tokens there were when it was last considered, and how many more are planned as placeholders before it
+    is again."""
 
 
-class Speculator:
-    """``looks_up``: guesses come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is asked
-    for them, one step before. A step has at most ``token_budget`` tokens with its guesses. With ``feeds_tokens`` the
-    next plan is made before a token is known, unless its sequence ``waits_for_token``."""
+class DraftProposer:
+    """``looks_up``: draft tokens come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is
+    asked for them, one step before. A step has at most ``token_budget`` tokens with its draft tokens. With
+    ``async_scheduling`` the next plan is made before a token is known, unless its sequence ``waits_for_token``."""
 
-    def __init__(self, *, looks_up: bool, token_budget: int, feeds_tokens: bool = False) -> None:
-        self.counts = GuessCounts()
-        self._looks_up, self._token_budget, self._feeds_tokens = looks_up, token_budget, feeds_tokens
+    def __init__(self, *, looks_up: bool, token_budget: int, async_scheduling: bool = False) -> None:
+        self.counts = DraftCounts()
+        self._looks_up, self._token_budget, self._async_scheduling = looks_up, token_budget, async_scheduling
         self._records: dict[int, _Record] = {}
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
         self._draft_seconds = math.inf  # of one token of each row
         self._pace_is_steady = False  # until then it is a bound
-        self._plans = self._rests_until = self._guessed = 0  # plans; those with guesses since one without
+        self._plans = self._rests_until = 0
+        self._plans_with_drafts = 0  # since one without
         self._asked = set[int]()  # sequences with drafts under way or not considered yet
         self._next_probe = self._probe_wait = _PROBE
         self._step: Callable[[int], float] = float
         self._step_of, self._step_age = (0, 0), 0
 
     def rests(self) -> bool:
-        """Whether nothing is guessed for the next plan, as nothing was for one that was like it."""
+        """Whether nothing is drafted for the next plan, as nothing was for one that was like it."""
         self._plans += 1
-        return self._plans < self._rests_until and not (self._asked or self._feeds_tokens)
+        return self._plans < self._rests_until and not (self._asked or self._async_scheduling)
 
     def choose(
         self,
@@ -72,18 +74,18 @@ class Speculator:
         in_flight: int = 0,
         prompt_tokens: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
-        """For each sequence that a plan samples, its guesses, and how many tokens to draft after the answer. ``work``
-        is the plan without guesses, with so many ``prompt_tokens``, beside so many others ``in_flight``. There are as
-        many as are ``wanted``, or without a predictor as many as possible."""
+        """For each sequence that a plan samples, its draft tokens, and how many tokens to draft after the answer.
+        ``work`` is the plan without draft tokens, with so many ``prompt_tokens``, beside so many others ``in_flight``.
+        There are as many as are ``wanted``, or without a predictor as many as possible."""
         if wanted is not None:
             predictor = None
-        most = MOST_GUESSES if wanted is None else min(wanted, MOST_GUESSES)
+        most = MAX_DRAFT_TOKENS if wanted is None else min(wanted, MAX_DRAFT_TOKENS)
         records, room, found = list[_Record](), list[int](), list[tuple[int, ...]]()
         for sequence in sequences:
             record = self._records.get(sequence.sequence_id)
             if record is None:
                 record = self._records[sequence.sequence_id] = _Record()
-            # The last token of an answer is sampled, never guessed; and a prompt's row has no guesses.
+            # The last token of an answer is sampled, never drafted; and a prompt's row has no draft tokens.
             left = sequence.max_length - len(sequence.tokens) - 1
             limit = min(left, most) if sequence.status is _DECODE else 0
             self._asked.discard(sequence.sequence_id)
@@ -98,9 +100,9 @@ class Speculator:
         if any(found):
             limits = list(map(len, found))
             counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
-        if is_plain := seconds is not None and not prompt_tokens and self._guessed >= _PLAIN:
+        if is_plain := seconds is not None and not prompt_tokens and self._plans_with_drafts >= _PLAIN:
             counts = [0] * len(records)
-        self._guessed = self._guessed + 1 if any(counts) else 0
+        self._plans_with_drafts = self._plans_with_drafts + 1 if any(counts) else 0
         if not self._looks_up:
             limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
@@ -108,40 +110,40 @@ class Speculator:
         if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
             pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
-        if self._feeds_tokens:
+        if self._async_scheduling:
             for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
                 sequence.waits_for_token = bool(count or draft or is_plain)
                 record.wait = _PROBE if sequence.waits_for_token else min(2 * record.wait, _RAREST_PROBE)
         return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 
     def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
-        """At most so many guesses."""
+        """At most so many draft tokens."""
         if self._looks_up or record.length != len(sequence.tokens):
             self._compare(sequence, record)
         if self._looks_up:
-            record.guesses, record.length = self._look_up(sequence, record, most), len(sequence.tokens)
-        return record.guesses[:most]
+            record.draft_tokens, record.length = self._look_up(sequence, record, most), len(sequence.tokens)
+        return record.draft_tokens[:most]
 
     def _look_up(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
-        return record.index.guess(sequence.tokens, most)
+        return record.index.propose(sequence.tokens, most)
 
     def _compare(self, sequence: Sequence, record: _Record) -> None:
-        """Learn from what has followed the guesses for a sequence."""
-        guesses, record.guesses = record.guesses, ()
-        if following := sequence.tokens[record.length : record.length + len(guesses)]:
-            pairs = enumerate(zip(guesses, following, strict=False))
-            right = next((place for place, (guess, token) in pairs if guess != token), len(following))
+        """Learn from what has followed the draft tokens for a sequence."""
+        draft_tokens, record.draft_tokens = record.draft_tokens, ()
+        if following := sequence.tokens[record.length : record.length + len(draft_tokens)]:
+            pairs = enumerate(zip(draft_tokens, following, strict=False))
+            right = next((place for place, (draft_token, token) in pairs if draft_token != token), len(following))
             self._take_note(record, len(following), right)
 
-    def _take_note(self, record: _Record, guesses: int, right: int) -> None:
+    def _take_note(self, record: _Record, draft_tokens: int, right: int) -> None:
         for acceptance in (record.acceptance, self._all):
-            acceptance.learn(guesses, right)
+            acceptance.learn(draft_tokens, right)
 
     def _seconds(
         self, make_work: Callable[[], StepWork], predictor: Predictor, key: tuple[int, int], micro_batches: int
     ) -> Callable[[int, int], float]:
-        """How long it takes until the rows of a plan are next, with so many guesses and seconds of drafting: through
-        all stages, or as often through one as there are micro-batches."""
+        """How long it takes until the rows of a plan are next, with so many draft tokens and seconds of drafting:
+        through all stages, or as often through one as there are micro-batches."""
         if key != self._step_of or not self._step_age:
             self._step, self._step_of, self._step_age = cache(step_seconds(predictor, make_work())), key, _TIMES_KEPT
         self._step_age -= 1
@@ -150,8 +152,8 @@ class Speculator:
         if not self._pace_is_steady:
             each = min(each, _FIRST_DRAFT_SHARE * step(0))
 
-        def seconds(guesses: int, drafted: int) -> float:
-            time, drafting = step(guesses), drafted * each
+        def seconds(draft_tokens: int, drafted: int) -> float:
+            time, drafting = step(draft_tokens), drafted * each
             return max(time + drafting, micro_batches * (share * time + drafting))
 
         return seconds
@@ -164,13 +166,13 @@ class Speculator:
         prompt_tokens: int,
         longest: int = 0,
     ) -> list[int]:
-        """How many guesses each has, of at most its limit. Drafts are checked at the pace at which the ``longest`` was
-        made."""
+        """How many draft tokens each has, of at most its limit. Drafts are checked at the pace at which the
+        ``longest`` was made."""
         if seconds is None:
             return limits
         prior, budget = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits)
         rates = [record.acceptance.rate(prior) for record in records]
-        paced = seconds if not longest else lambda guesses, _: seconds(guesses, longest)
+        paced = seconds if not longest else lambda draft_tokens, _: seconds(draft_tokens, longest)
         return choose_counts(rates, limits, paced, budget, prompt_tokens)
 
     def _ask(
@@ -186,25 +188,25 @@ class Speculator:
             self._next_probe = self._plans + self._probe_wait
             self._asked.update(one.sequence_id for one, draft in zip(sequences, drafts, strict=True) if draft)
 
-    def learn(self, sequence: Sequence, guesses: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
-        """A row with so many guesses was answered with so many tokens, which the sequence has by now, and with a draft
-        of what follows, of the number that was asked for."""
+    def learn(self, sequence: Sequence, draft_tokens: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
+        """A row with so many draft tokens was answered with so many tokens, which the sequence has by now, and with a
+        draft of what follows, of the number that was asked for."""
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return
-        if guesses and answered:
+        if draft_tokens and answered:
             self.counts.rows += 1
-            self.counts.guesses += guesses
+            self.counts.draft_tokens += draft_tokens
             for place in range(answered - 1):
                 self.counts.accepted[place] += 1
         length = len(sequence.tokens)
         if asked:
             self._compare(sequence, record)
-            record.guesses, record.length = draft, length
-            if not draft:  # as good as a wrong guess
+            record.draft_tokens, record.length = draft, length
+            if not draft:  # as good as a wrong draft token
                 self._take_note(record, 1, 0)
-        if self._feeds_tokens and not sequence.waits_for_token and length - record.seen >= record.wait:
-            sequence.waits_for_token = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
+        if self._async_scheduling and not sequence.waits_for_token and length - record.seen >= record.wait:
+            sequence.waits_for_token = not self._looks_up or bool(record.index.propose(sequence.tokens, 1))
 
     def learn_pace(self, each: float, *, steady: bool) -> None:
         """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``

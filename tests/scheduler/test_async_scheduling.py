@@ -23,12 +23,12 @@ END = 0
 def make_engine(num_blocks: int = 16, *, budget: int = 64, end_at: int | None = None) -> Engine:
     """Answers ``100 + position``, and at position ``end_at`` the end token."""
     scheduler = Scheduler(
-        ChunkedPrefill(budget), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=20, feeds_tokens=True
+        ChunkedPrefill(budget), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=20, async_scheduling=True
     )
     executor = MemoryCheckingExecutor(
         num_blocks,
         BLOCK_SIZE,
-        feeds_tokens=True,
+        async_scheduling=True,
         model=lambda prefix, begin: END if len(prefix) == end_at else 100 + len(prefix),
     )
     return Engine(scheduler, executor, vocab_size=200)
@@ -71,31 +71,31 @@ def step_until_two_are_in_flight(engine: Engine) -> None:
 
 def test_decodes_enter_the_next_plan_while_their_token_is_sampled() -> None:
     requests = [Prompt((1, 2, 3), 6), Prompt((4, 5), 3, at=1), Prompt((6,) * 9, 2, at=2)]
-    assert play(ChunkedPrefill(8), requests, num_blocks=12, feeds_tokens=True) == [
+    assert play(ChunkedPrefill(8), requests, num_blocks=12, async_scheduling=True) == [
         "step 0: begin 0",
         "  0 at 0: 1 2 3 +[0, 1] *",
         "step 1: begin 1",
         "  0 at 3: 103 *",
         "  1 at 0: 4 5 +[2] *",
-        "step 2:",  # step 1 is in flight: sequence 0 waits for 104, and 1 for its first token, which feeds nobody
-        "  0 at 4: fed +[3] *",
+        "step 2:",  # step 1 is in flight: sequence 0 waits for 104, and 1 for its first token
+        "  0 at 4: placeholder +[3] *",
         "step 3: begin 2",  # step 2 is in flight
-        "  0 at 5: fed *",
+        "  0 at 5: placeholder *",
         "  1 at 2: 102 +[4] *",
         "  2 at 0: 6 6 6 6 6 6 +[5, 6, 7]",
         "step 4:",  # step 3 is in flight, and with it the chunk before this one
-        "  0 at 6: fed +[8] *",
-        "  1 at 3: fed *",
+        "  0 at 6: placeholder +[8] *",
+        "  1 at 3: placeholder *",
         "  2 at 6: 6 6 6 +[9, 10] *",
         "step 5:",  # step 4 is in flight, with the last token of sequence 1 and the first of 2
-        "  0 at 7: fed *",
+        "  0 at 7: placeholder *",
         "step 6: end 1",  # step 5 is in flight, with the last token of sequence 0
         "  2 at 9: 109 *",
     ]
 
 
 def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer() -> None:
-    assert play(ChunkedPrefill(8), [Prompt((1, 2), 7), Prompt((3, 4), 6)], num_blocks=4, feeds_tokens=True) == [
+    assert play(ChunkedPrefill(8), [Prompt((1, 2), 7), Prompt((3, 4), 6)], num_blocks=4, async_scheduling=True) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
@@ -103,31 +103,31 @@ def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer()
         "  0 at 2: 102 +[2] *",
         "  1 at 2: 102 +[3] *",
         "step 2:",
-        "  0 at 3: fed *",
-        "  1 at 3: fed *",
+        "  0 at 3: placeholder *",
+        "  1 at 3: placeholder *",
         "step 3: end 1",  # planned when step 2 has ended: 0 needed a block, and 1 was in flight with it
         "  0 at 4: 104 +[3] *",
         "step 4:",
-        "  0 at 5: fed *",
+        "  0 at 5: placeholder *",
         "step 5:",
-        "  0 at 6: fed +[1] *",
+        "  0 at 6: placeholder +[1] *",
         "step 6:",
-        "  0 at 7: fed *",
+        "  0 at 7: placeholder *",
         "step 7: end 0 begin 1",
         "  1 at 0: 3 4 102 103 104 +[1, 3, 2] *",
         "step 8:",
         "  1 at 5: 105 *",
         "step 9:",
-        "  1 at 6: fed +[0] *",
+        "  1 at 6: placeholder +[0] *",
     ]
 
 
 def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> None:
     prompts = [Prompt((1,), 6), Prompt((2,) * 4, 2, at=1)]
-    plans = play(ChunkedPrefill(2), prompts, num_blocks=4, feeds_tokens=True)
+    plans = play(ChunkedPrefill(2), prompts, num_blocks=4, async_scheduling=True)
     assert plans[plans.index("step 3:") :][:5] == [
         "step 3:",
-        "  0 at 3: fed *",
+        "  0 at 3: placeholder *",
         "  1 at 2: 2 +[3]",
         "step 4: end 1",  # planned when step 3 has ended: 0 needed a block, and 1 had room for its last token
         "  0 at 4: 104 +[3] *",
@@ -202,7 +202,7 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert [token for update in updates for token in update.new_tokens] == [103, 104, 105, 106, END]
     assert updates[-1].sequence.finish_reason is FinishReason.STOP
     (*_, last) = rows_of(engine)
-    assert (last.placeholder, last.start) == (True, 7), "the end token was to be fed before it was known"
+    assert (last.placeholder, last.start) == (True, 7), "the row behind the end token was planned before it was known"
     assert engine.scheduler.pool.free_blocks == 16
     # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
     assert len(engine.scheduler.pool.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
@@ -269,7 +269,7 @@ def test_a_failure_ends_everything_in_flight_once() -> None:
     assert engine.scheduler.pool.free_blocks == 16
 
 
-# ------------------------------------------------------------------------------------------------- what is not fed
+# ------------------------------------------------------------------------------------------------- without placeholders
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_failure_ends_everything_in_flight_once() -> None:
     ids=str,
 )
 def test_what_the_host_must_see_first_is_never_fed(params: dict[str, object]) -> None:
-    assert not SamplingParams(**params).may_be_fed
+    assert not SamplingParams(**params).allows_async_scheduling
     if "json_schema" in params or "prompt_logprobs" in params:
         return  # of which the fake executor knows nothing
     engine = make_engine()
@@ -297,13 +297,15 @@ def test_what_the_host_must_see_first_is_never_fed(params: dict[str, object]) ->
 
 
 def test_samples_with_temperature_and_logprobs_are_fed() -> None:
-    assert SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",), n=4).may_be_fed
+    assert SamplingParams(
+        temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, logprobs=3, stop=("x",), n=4
+    ).allows_async_scheduling
 
 
 def test_decodes_that_cannot_be_fed_run_in_every_other_plan() -> None:
     engine = make_engine()
-    engine.add(request("fed", 1, 2, 3, max_tokens=9))
-    engine.add(request("not fed", 4, 5, 6, max_tokens=5, presence_penalty=1.0))
+    engine.add(request("asynchronous", 1, 2, 3, max_tokens=9))
+    engine.add(request("synchronous", 4, 5, 6, max_tokens=5, presence_penalty=1.0))
     finish(engine)
     assert [[row.sequence for row in plan.rows] for plan in plans_of(engine)[:6]] == [
         [0, 1],
@@ -326,10 +328,10 @@ def two_tiers(decision: Decision, num_blocks: int) -> tuple[Engine, Remote]:
         block_size=BLOCK_SIZE,
         max_model_len=20,
         extensions=make_extensions(host_blocks=16),
-        feeds_tokens=True,
+        async_scheduling=True,
     )
     executor = MemoryCheckingExecutor(
-        num_blocks, BLOCK_SIZE, host_blocks=16, feeds_tokens=True, model=lambda prefix, begin: 100 + len(prefix)
+        num_blocks, BLOCK_SIZE, host_blocks=16, async_scheduling=True, model=lambda prefix, begin: 100 + len(prefix)
     )
     return Engine(scheduler, executor, vocab_size=200), policy
 
@@ -367,19 +369,19 @@ def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_g
 def test_tokens_are_fed_within_one_stage() -> None:
     for depths in ({"pipeline_depth": 2}, {"extensions": make_extensions(other_layouts=[LayoutCapacity(4, 2)])}):
         with pytest.raises(ValueError, match="pipeline_depth must be 1"):
-            Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, feeds_tokens=True, **depths)
+            Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, async_scheduling=True, **depths)
 
 
 def test_an_executor_that_takes_no_fed_rows_gets_none() -> None:
-    scheduler = Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, feeds_tokens=True)
+    scheduler = Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, async_scheduling=True)
     with pytest.raises(ValueError, match="the executor does not"):
         Engine(scheduler, MemoryCheckingExecutor(4, 2), vocab_size=50)
 
 
 def test_a_policy_is_told_that_what_may_be_fed_is_ready() -> None:
     remote = Remote(Decision(64, 64))
-    scheduler = Scheduler(remote, num_blocks=16, block_size=BLOCK_SIZE, max_model_len=20, feeds_tokens=True)
-    engine = Engine(scheduler, MemoryCheckingExecutor(16, BLOCK_SIZE, feeds_tokens=True), vocab_size=50)
+    scheduler = Scheduler(remote, num_blocks=16, block_size=BLOCK_SIZE, max_model_len=20, async_scheduling=True)
+    engine = Engine(scheduler, MemoryCheckingExecutor(16, BLOCK_SIZE, async_scheduling=True), vocab_size=50)
     for name, params in (("a", {}), ("b", {"min_tokens": 1})):
         engine.add(request(name, 1, 2, 3, max_tokens=9, ignore_eos=True, **params))
     step_until_two_are_in_flight(engine)

@@ -1,4 +1,4 @@
-"""Token for token, in float32: whatever guesses, a tiny real model answers what it would answer each request alone."""
+"""Token for token, in float32: whatever drafts, a tiny real model answers what it would answer each request alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Begin
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from tests.executor.small_model import VOCAB_SIZE, dense_logits, local_executor, small_decoder
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import Arrival, check_outputs, live, lives
@@ -81,13 +81,13 @@ def _drafter(name: str, num_blocks: int, block_size: int) -> Drafter | None:
 
 @dataclass
 class Setting(Policy):
-    """A policy that sets how many guesses there are."""
+    """A policy that sets how many draft tokens there are."""
 
-    guesses: int
+    draft_tokens: int
     policy: Policy
 
     def decide(self, load: Load) -> Decision:
-        return replace(self.policy.decide(load), draft_tokens=self.guesses)
+        return replace(self.policy.decide(load), draft_tokens=self.draft_tokens)
 
 
 SAMPLERS = st.sampled_from(
@@ -119,11 +119,11 @@ def _sampled_lives(draw: st.DrawFn) -> dict:
 @given(
     life=_sampled_lives(),
     policy=st.sampled_from(["sarathi", "throttling", "adaptive", "prefill-first", "decode-first"]),
-    guesses=st.sampled_from([None, None, 0, 1, 4, 9]),
+    draft_tokens=st.sampled_from([None, None, 0, 1, 4, 9]),
     predictors=st.sampled_from([(), (LinearPredictor(),), (LinearPredictor(row=0.3),)]),
 )
 def test_tokens_are_those_of_plain_decoding(
-    name: str, life: dict, policy: str, guesses: int | None, predictors: tuple
+    name: str, life: dict, policy: str, draft_tokens: int | None, predictors: tuple
 ) -> None:
     """Beside chunks, preemption, forks, shared prefixes and aborts, with samplers of all kinds."""
     blocks, size, budget = life["num_blocks"], life["block_size"], life["token_budget"]
@@ -132,32 +132,34 @@ def test_tokens_are_those_of_plain_decoding(
         DECODER,
         num_blocks=blocks,
         block_size=size,
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         verifies_drafts=True,
         drafter=drafter,
     )
     decides = make_policy(policy, budget)
-    speculator = Speculator(looks_up=drafter is None, token_budget=budget + 8, feeds_tokens=life["feeds_tokens"])
+    proposer = DraftProposer(
+        looks_up=drafter is None, token_budget=budget + 8, async_scheduling=life["async_scheduling"]
+    )
     scheduler = Scheduler(
-        decides if guesses is None else Setting(guesses, decides),
+        decides if draft_tokens is None else Setting(draft_tokens, decides),
         num_blocks=blocks,
         block_size=size,
         max_model_len=life["max_model_len"],
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
-        feeds_tokens=life["feeds_tokens"],
+        async_scheduling=life["async_scheduling"],
         predictors=predictors,
-        extensions=make_extensions(speculator=speculator),
+        extensions=make_extensions(proposer=proposer),
     )
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=VOCAB_SIZE), life["arrivals"])
     executor.close()
 
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, model=plain)
     assert scheduler.pool.free_blocks == blocks
-    counts = speculator.counts
-    if guesses == 0:
+    counts = proposer.counts
+    if draft_tokens == 0:
         assert counts.rows == 0
     if name == "errs":
         assert sum(counts.accepted) == 0
     if name == "knows":
-        assert sum(counts.accepted) == counts.guesses
+        assert sum(counts.accepted) == counts.draft_tokens

@@ -1,4 +1,4 @@
-"""FedTokens: the tokens of one step go into the next one on the device, before the host knows them."""
+"""PlaceholderTokens: the tokens of one step go into the next one on the device, before the host knows them."""
 
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 
 
-class FedTokens(Mechanism):
-    """Fills in the tokens of fed rows, which are planned while the step that samples them is in flight.
+class PlaceholderTokens(Mechanism):
+    """Fills in the tokens of placeholder rows, which are planned while the step that samples them is in flight.
 
     Each step is prepared and begun before the next one is prepared, as a LocalExecutor does.
     """
@@ -21,7 +21,8 @@ class FedTokens(Mechanism):
     def __init__(self) -> None:
         self._last: PreparedStep | None = None  # the last step with rows
         self._places: Tensor | None = None
-        """int64 [2, F], for each fed row of the step: the place of its token, and of its sample in the step before."""
+        """int64 [2, F], for each placeholder row of the step: the place of its token, and of its sample in the step
+        before."""
 
     def attach(self, runner: "ModelRunner") -> None:
         self._runner = runner
@@ -29,10 +30,10 @@ class FedTokens(Mechanism):
     def prepare(self, step: "PreparedStep") -> None:
         """Stage the places of the tokens to fill in. Raises RuntimeError if the last step did not sample one."""
         self._source, self._places = self._last, None
-        fed = [place for place, row in enumerate(step.rows) if row.placeholder]
-        if fed:
-            sequences = [step.rows[place].sequence for place in fed]
-            targets = row_ends(step.rows)[fed] - 1
+        places = [place for place, row in enumerate(step.rows) if row.placeholder]
+        if places:
+            sequences = [step.rows[place].sequence for place in places]
+            targets = row_ends(step.rows)[places] - 1
             self._places = self._runner.staging.add(np.stack((targets, self._sampled_places(sequences))))
         if step.plan.rows:
             self._last = step
@@ -54,5 +55,7 @@ class FedTokens(Mechanism):
             places = {sequence: place for place, sequence in enumerate(sampled.sequences)}
         missing = [sequence for sequence in sequences if sequence not in places]
         if missing:
-            raise RuntimeError(f"sequence {missing[0]} is fed a token that the plan before it does not sample")
+            raise RuntimeError(
+                f"sequence {missing[0]} has a placeholder for a token that the plan before it does not sample"
+            )
         return np.array([places[sequence] for sequence in sequences])

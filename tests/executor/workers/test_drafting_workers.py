@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
         ({"pipeline_parallel": 2}, "medusa", "throttling"),
     ],
 )
-def test_guesses_change_no_answer_of_workers(
+def test_draft_tokens_change_no_answer_of_workers(
     layout: dict[str, int], speculate: str, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     is_random = speculate in KINDS
@@ -36,19 +36,21 @@ def test_guesses_change_no_answer_of_workers(
     settings = {"dtype": "float32", "eager": True, "seed": 0}
     with (
         nanoserve.LLM(**settings) as plain,
-        nanoserve.LLM(speculate=speculate, policy=policy, max_num_batched_tokens=64, **layout, **settings) as guessing,
+        nanoserve.LLM(
+            speculate=speculate, policy=policy, max_num_batched_tokens=64, **layout, **settings
+        ) as speculating,
     ):
-        speculator = guessing.engine.scheduler.extensions.drafts.speculator
+        proposer = speculating.engine.scheduler.extensions.drafts.proposer
         for name in ("greedy", "random", "penalties", "grammar"):
             expected = _facts(plain.generate(PROMPTS, SETTINGS[name]))
-            assert _facts(guessing.generate(PROMPTS, SETTINGS[name])) == expected, name
-        assert speculator.counts.guesses > 0
-        assert sum(speculator.counts.accepted) > 0 or is_random
-        deltas = guessing.stream(PROMPTS[0], SETTINGS["greedy"])
+            assert _facts(speculating.generate(PROMPTS, SETTINGS[name])) == expected, name
+        assert proposer.counts.draft_tokens > 0
+        assert sum(proposer.counts.accepted) > 0 or is_random
+        deltas = speculating.stream(PROMPTS[0], SETTINGS["greedy"])
         next(deltas)
         kill(workers(mark)[-1])
         list(deltas)
-        assert _facts(guessing.generate(PROMPTS, SETTINGS["random"])) == _facts(
+        assert _facts(speculating.generate(PROMPTS, SETTINGS["random"])) == _facts(
             plain.generate(PROMPTS, SETTINGS["random"])
         )
-        assert guessing.status.losses == 1
+        assert speculating.status.losses == 1
