@@ -67,7 +67,7 @@ _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
 _RATIO_COLUMNS = [replace(column, format=".2f") for column in _COLUMNS if column.path not in (*_TRIAL_KEYS, "kv_peak")]
 _TIER_COLUMNS = columns(  # shown if anything happened there
     (",d", ("preempted", "preemptions")),
-    (",d", "draft_tokens"),
+    (",d", ("drafted", "draft_tokens")),
     (".0%", ("right", "accepted_share")),
     (",d", "transitions"),
     (",.1f", ("take s", "transition_seconds")),
