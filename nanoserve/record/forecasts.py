@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -37,24 +37,33 @@ def learn_from_results(scheduler: Scheduler) -> None:
         scheduler.observers.append(Forecasts(scheduler.predictors, cohorts=cohorts))
 
 
+class _PlanInFlight(NamedTuple):
+    """A plan whose result is learned from, or shown, or both."""
+
+    work: StepFeatures
+    learner: LearningPredictor | None
+    forecast: Forecast | None
+
+
 class Forecasts:
     """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
 
     ``emit``, which a recorder sets, is called with each forecast when its step is planned, and again when it was
-    measured and learned from; and with the predictor's corrections when they may have changed. ``cohorts`` are those of
-    the scheduler, if host sequences decode.
+    measured and learned from; and with the predictor's corrections when they may have changed. Without it nothing is
+    predicted here: a prediction takes as long as what is learned from it. ``cohorts`` are those of the scheduler, if
+    host sequences decode.
     """
 
     def __init__(
         self,
         predictors: Sequence[Predictor],
-        emit: Callable[[Event], object] = lambda event: None,
+        emit: Callable[[Event], object] | None = None,
         cohorts: "HostCohorts | None" = None,
     ) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
         self._cohorts = cohorts
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
-        self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
+        self._in_flight: dict[int, _PlanInFlight] = {}
         self._newest: LearningPredictor | None = None  # predictor of the newest plan
         self.emit = emit
         self._plans, self._host_results = _lessons(), _lessons()
@@ -66,13 +75,15 @@ class Forecasts:
             return
         if predictor is not self._newest:
             self._newest = predictor
-            self.emit(Corrected(predictor.corrections))
+            self._emit_corrections(predictor)
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, self._cohorts)
-            forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
-            self._in_flight[plan.step] = forecast, predictor if is_lesson else None
-            self.emit(forecast)
+            forecast = None
+            if self.emit is not None:
+                forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
+                self.emit(forecast)
+            self._in_flight[plan.step] = _PlanInFlight(work, predictor if is_lesson else None, forecast)
 
     def on_result(self, result: StepResult) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
@@ -83,22 +94,27 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-            self.emit(Corrected(self._newest.corrections))
+            self._emit_corrections(self._newest)
         if result.step not in self._in_flight:
             return
-        forecast, predictor = self._in_flight.pop(result.step)
+        planned = self._in_flight.pop(result.step)
         if result.host.lost is not None:
             return  # what it waited for never came
-        work = forecast.work
+        work = planned.work
         if work.strategy == "overlap":
-            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, self._cohorts))
-        if predictor is not None:
-            predictor.observe(work, result.seconds)
-            self.emit(Corrected(predictor.corrections))
-        self.emit(replace(forecast, work=work, measured=result.seconds))
+            work = msgspec.structs.replace(work, host=_joined(work, result, result.step, self._cohorts))
+        if planned.learner is not None:
+            planned.learner.observe(work, result.seconds)
+            self._emit_corrections(planned.learner)
+        if self.emit is not None and planned.forecast is not None:
+            self.emit(replace(planned.forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         self._in_flight.clear()
+
+    def _emit_corrections(self, predictor: LearningPredictor) -> None:
+        if self.emit is not None:
+            self.emit(Corrected(predictor.corrections))
 
 
 def _lessons() -> Iterator[bool]:
