@@ -1,4 +1,5 @@
-"""What cache groups save: the same requests in equal KV memory, with groups and with one table for all layers.
+"""Measure the gain of cache groups: the same requests in equal KV memory, with groups and with one table for all
+layers.
 
 ``python -m scripts.cache_groups`` opens a model with sliding windows twice in one process. One engine gives back what
 windows leave behind, the other keeps all positions and hides them by masks. Both answer the same requests in turns. It

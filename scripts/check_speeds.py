@@ -1,4 +1,5 @@
-"""What the cost model predicts from a second's measuring (measuring_speeds.py) beside what steps of a model take.
+"""Compare the cost model's predictions, from a second's measuring (measuring_speeds.py), with the times of a model's
+steps.
 
 ``python scripts/check_speeds.py dummy:smollm2-135m float32`` measures both in turn, in one process without compiled
 layers, so that other programs disturb both alike. It prints the medians of both, and of the ratios of the rounds. It

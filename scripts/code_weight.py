@@ -85,8 +85,8 @@ def repeated_class_names() -> dict[str, int]:
 
 
 def visits() -> tuple[Visit, Visit, Visit]:
-    """What the first token of a chat's answer visits, from the question on; what a later one visits; and what all of
-    plain serving does, from loading the model to the end of an answer."""
+    """Run a chat and record the functions visited for an answer's first token, from the question on; for a later token;
+    and for all of plain serving, from loading the model to the end of an answer."""
     from nanoserve import LLM, SamplingParams
 
     question = [{"role": "user", "content": "Tell me a story about a cat."}]

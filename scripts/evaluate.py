@@ -34,7 +34,7 @@ _READY = re.compile(r"listening on (\S+)")
 
 
 class Item(NamedTuple):
-    """What one item came to."""
+    """Log-likelihoods of one item."""
 
     log_likelihoods: list[float]
     """One of each choice, or one of the whole text."""

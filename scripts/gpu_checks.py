@@ -1,4 +1,5 @@
-"""What `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks tokens|step|products [--device cpu]`.
+"""Check on a GPU what `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks tokens|step|products [--device
+cpu]`.
 
 `tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's tokens in float32.
 `step`: the kernels of a decode step by name, from torch's trace. `products`: products with packed matrices in CUDA
@@ -80,7 +81,7 @@ VARIANTS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
 
 
 def draw_on_the_cpu(part: Any, region: torch.Tensor, _: torch.Generator) -> None:
-    """The same weights on every device, wide enough that all of them leave their mark on the logits."""
+    """Draw the same weights on every device, wide enough that all of them leave their mark on the logits."""
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
     is_scale = "norm" in part.name or part.name.endswith("layer_scalar")
     numbers = torch.empty(part.shape).normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)

@@ -1,4 +1,4 @@
-"""What the largest legal request of one client costs another: for each field, how long others wait meanwhile.
+"""Measure how the largest legal request of one client delays other clients, for each field of a request.
 
     nanoserve serve --port 8000 &
     python scripts/largest_requests.py http://127.0.0.1:8000

@@ -41,7 +41,7 @@ from scripts.saving import llama_config
 ROW, ROWS = 256, 8
 """Tokens of a row and rows of a step: an answer with its request, or parts of two."""
 STORY_SHARE = 0.3
-"""Of the documents; the others are the storyteller's answers."""
+"""Share of stories among the documents; the other documents are the storyteller's answers."""
 STEP_WEIGHT = 0.8
 """A draft token that follows on n draft tokens counts for this to the n-th, as in EAGLE-3."""
 TRAINED_STEPS = {"eagle": 3, "medusa": 4, "draft": 1}
@@ -152,7 +152,8 @@ def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Ten
 
 
 def answers(requests: Sequence[str], params: SamplingParams) -> list[Told]:
-    """What the storyteller answers: all tokens of each chat, and how many are of the request. Seeds are 0, 1, ..."""
+    """Ask the storyteller. Returns all tokens of each chat, and how many of them are the request. Seeds are 0, 1,
+    ..."""
     with LLM(max_num_seqs=128, dtype="float32") as llm:
         prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": request}]) for request in requests]
         seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(len(prompts))]
@@ -196,7 +197,7 @@ def new_drafter(kind: str, target: Decoder, intermediate: int) -> nn.Module:
 
 
 def write(module: nn.Module, directory: Path) -> None:
-    """What `nanoserve chat --speculate` reads; weights in bfloat16."""
+    """Write a drafter as `nanoserve chat --speculate` reads it, with weights in bfloat16."""
     if not isinstance(module, EagleHead | MedusaHeads):
         write_model(module, module.config, load_tokenizer(STORYTELLER), directory)
         return

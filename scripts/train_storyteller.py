@@ -57,7 +57,7 @@ SHORT_ROW, LONG_ROW = 512, 1024
 LONG_EVERY = 4
 """Every fourth step has long rows, so that late positions are learned too."""
 DROPOUT = 0.15
-"""Of the outputs of attention and feed-forward; the stories are few and soon known by heart."""
+"""Dropout of the outputs of attention and feed-forward; the stories are few and soon known by heart."""
 REPORT_SECONDS = 120.0
 ONE_PIECE_IN = 12
 """Share of the validation stories that are read while training."""

@@ -50,8 +50,8 @@ def sparse_packed_experts(
     biases: tuple[Tensor, Tensor] | None = None,
     style: ExpertStyle = "swiglu",
 ) -> Tensor:
-    """The same with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes], of these two formats; `inner`
-    is the intermediate size."""
+    """Compute `sparse_experts` with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes], of these two
+    formats; `inner` is the intermediate size."""
     gate_up_bias, down_bias = biases or (None, None)
     first, second = list(forms[0]), list(forms[1])
     return _sparse_packed_experts(

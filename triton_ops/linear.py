@@ -18,8 +18,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by `linear` where that is faster, else by torch's own product: slow for 16-bit weights on a CPU, but the
-    only one that can be differentiated."""
+    """Multiply as `linear` does: by it where it is faster, else by torch's own product. On a CPU, torch's product is
+    slow for 16-bit weights, but only it can be differentiated."""
     if weight.device.type == "cpu" and weight.dtype in _HALVES and not weight.requires_grad:
         return linear(rows, weight, bias)
     return functional.linear(rows, weight, bias)

@@ -33,7 +33,7 @@ _ONE_ZERO, _ZEROS, _MINIMUMS, _SUPER_MINIMUMS = range(4)
 
 
 class PackedFormat(NamedTuple):
-    """What the bytes of a packed matrix mean. The numbers are those of packed_linear.h."""
+    """Meaning of a packed matrix's bytes. The numbers are those of packed_linear.h."""
 
     bits: int
     """Bits of a code: 4, 5, 6 or 8. Those of 8 bits are signed."""
@@ -42,8 +42,8 @@ class PackedFormat(NamedTuple):
     scale: int
     """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256 columns."""
     offset: int
-    """What is subtracted: 0: `zero` scales; 1: a uint8 number of scales; 2: a float16 number; 3: uint8, times a float16
-    of 256 columns."""
+    """Kind of offset to subtract. 0: `zero` scales; 1: a uint8 number of scales; 2: a float16 number; 3: uint8, times a
+    float16 of 256 columns."""
     zero: int
 
     @property
@@ -304,7 +304,7 @@ def _packed_linear(
 
 
 def multiply_unpacked(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
-    """The same by a whole matrix in the dtype of the rows."""
+    """Multiply by the unpacked matrix, in the dtype of the rows."""
     weight = unpack(packed, columns, PackedFormat(*form)).dequantize()
     return functional.linear(rows, weight.to(rows.dtype), bias)
 

@@ -31,7 +31,7 @@ COLOURS = {
     "draining": "#999999",
     "re-sharding": "#CC79A7",
 }
-"""What a label means has one colour, from Okabe and Ito's palette, which the colour-blind can tell apart."""
+"""Colours of labels, one for each meaning, from Okabe and Ito's palette, which the colour-blind can tell apart."""
 _CYCLE = ["#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"]
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
 _STYLES = ("o-", "s--", "^:")
@@ -125,7 +125,7 @@ class GanttSpan(msgspec.Struct, frozen=True):
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
-    """What each row does over time."""
+    """Spans of each row over time."""
 
     title: str
     x: str

@@ -133,7 +133,7 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     free_host: int = 0
     total_host: int = 0
     answers: tuple[ExplainedAnswer, ...] = ()
-    """What came with the step's result."""
+    """Answers that came with the step's result."""
     spans: tuple[Span, ...] = ()  # when each stage computed the step; empty if that is not known
 
 
@@ -155,8 +155,8 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts) -> ExplainedRun:
-    """What a record tells of a run, from its engine's first step on; the recorder kept the block tables. Without a
-    tokenizer, ``texts`` are empty."""
+    """Explain a recorded run, from its engine's first step on; the recorder kept the block tables. Without a tokenizer,
+    ``texts`` are empty."""
     sequences = tuple(_sequences(record, texts))
     begin = 0.0
     if record.arrivals:

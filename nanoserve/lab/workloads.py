@@ -1,4 +1,4 @@
-"""What the engines are given to do: token ids of chosen lengths, from a grid, a preset or a trace."""
+"""Requests for engines: token ids of chosen lengths, from a grid, a preset or a trace."""
 
 import csv
 import math

@@ -19,7 +19,7 @@ from nanoserve.scheduler.predictor import Predictor
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the next step holds, in numbers."""
+    """Contents of the next step, in numbers."""
 
     prefill_tokens: int
     """Most prompt tokens to compute."""
@@ -166,7 +166,7 @@ class Policy(ABC):
 
     @classmethod
     def ordered(cls, order: str, aging: int) -> type[Self]:
-        """The same policy with that ``order`` and ``aging``. Raises UsageError if one makes no sense."""
+        """Return this policy's class with that ``order`` and ``aging``. Raises UsageError if either makes no sense."""
         if order not in [*ORDERS] or not isinstance(aging, int) or aging < 1:
             raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {shown(order)}, and aging at least 1")
         changed = {"__slots__": (), "order": order, "aging": aging}
@@ -174,7 +174,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, load: Load) -> Decision:
-        """What the next step should hold: a pure function of the snapshot, which it does not change."""
+        """Choose the contents of the next step: a pure function of the snapshot, which it does not change."""
 
     def rank(self, request: Request, fair_start: float) -> float:
         """The place of an arriving request, which all its sequences keep: lower ranks begin first, and the highest

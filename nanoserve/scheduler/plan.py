@@ -111,11 +111,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     complete: bool = False
     """The sequence's grammar allows nothing after these tokens."""
     draft: tuple[int, ...] = ()
-    """What a drafter drafts to follow these tokens, where the row asked for it; perhaps fewer, or none."""
+    """Draft tokens to follow these tokens, where the row asked a drafter for them; perhaps fewer, or none."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What the executor has found out since its last result."""
+    """Everything that the executor has found out since its last result."""
 
     step: int | None
     """The plan that ended, or None. This also answers its rows without ``sample``."""

@@ -14,7 +14,7 @@ from nanoserve.utils.files import read_bytes
 
 
 class _FromFile(Policy):
-    """What stands before a user's class: whatever it raises or answers, the user reads one line about it."""
+    """Stands before a user's class: the user reads one line about any exception or invalid decision of that class."""
 
     __slots__ = ()
 

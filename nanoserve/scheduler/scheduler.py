@@ -349,7 +349,7 @@ class Scheduler:
                 self.table.answered(sequence)
 
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
-        """What is in flight will never be answered: its sequences end with an error, the others go on."""
+        """End the sequences in flight with an error: their plans will never be answered. Other sequences go on."""
         self.pool.forget_cache()  # blocks are shared once their plan is submitted; these were perhaps never written
         sequences = self.table.sequences
         answers = tuple(Answer(key, error=error) for key, sequence in sequences.items() for _ in sequence.in_flight)

@@ -23,7 +23,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sampled: int = 0  # positions that get logits
     draft_tokens: int = 0  # tokens that decode rows have beside their first one
     windowed_decode_context: tuple[int, ...] = ()
-    """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
+    """``decode_context`` within each sliding window of the model, ascending: a row reads no more keys than the
+    window."""
 
     @classmethod
     def of(

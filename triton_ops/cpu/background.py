@@ -24,7 +24,7 @@ class BackgroundLibrary(ABC):
     """
 
     without: str
-    """What the notice says before the reason."""
+    """Beginning of the notice; the reason follows it."""
 
     def __init__(self) -> None:
         self.loaded = False

@@ -127,14 +127,14 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Job(Shelf):
-    """What to compile and where to keep it."""
+    """Commands that build a library, and the shelf that keeps it."""
 
     compile: tuple[str, ...]
     """The command up to the output's name."""
     link: tuple[str, ...]
     """The command up to the object's and the output's names."""
     link_last: tuple[str, ...]
-    """What follows them."""
+    """Arguments after the files' names."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

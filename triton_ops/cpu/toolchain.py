@@ -19,7 +19,7 @@ _VERSION_TIMEOUT = 10.0
 
 
 def make_job(environment: Mapping[str, str]) -> Job:
-    """What to build for the instruction set that torch uses here (ATEN_CPU_CAPABILITY changes it).
+    """Make the build job for the instruction set that torch uses here (ATEN_CPU_CAPABILITY changes it).
 
     `environment` gives CXX, PATH, XDG_CACHE_HOME and HOME. Raises CannotBuild.
     """
@@ -58,7 +58,7 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
 
 
 def compiler_version(compiler: list[str]) -> str:
-    """What it says of itself. Raises CannotBuild if it does not run."""
+    """Ask the compiler for its version. Raises CannotBuild if it does not run."""
     try:
         answer = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
@@ -75,7 +75,7 @@ def _compile_flags(capability: str) -> list[str]:
 
 
 def processor() -> str:
-    """What -march=native depends on: the machine's architecture and its processor's instruction sets."""
+    """Describe the processor as far as -march=native depends on it: architecture and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

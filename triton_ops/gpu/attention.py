@@ -44,7 +44,8 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """As `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises UnsupportedByGpu."""
+    """Run `triton_ops.paged_attention` on a GPU. A row with nothing in the cache gets zeros. Raises
+    UnsupportedByGpu."""
     gpu = gpu_of(query.device)
     _check(out, query, key_cache, value_cache, scale)
     attend(
@@ -68,9 +69,10 @@ def attend(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """The same with a given configuration, to compare one with another. `tensors` are paged_attention's, in order.
+    """Run paged attention with a given configuration, to compare configurations. `tensors` are paged_attention's, in
+    order.
 
-    As many tokens as rows means that every row has one.
+    As many tokens as rows means that every row has one token.
     """
     _, query, _, _, _, query_starts, _ = tensors
     num_tokens, num_rows = query.shape[0], query_starts.shape[0] - 1

@@ -63,8 +63,9 @@ class AttentionConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """What the programs are compiled for besides their configuration. `head_dim`: width of values; keys have `tail_dim`
-    columns more. `group`: query heads that a program takes; `groups`: how many of them share a key-value head."""
+    """Sizes that attention's programs are compiled for, besides their configuration. `head_dim`: width of values; keys
+    have `tail_dim` columns more. `group`: query heads that a program takes; `groups`: how many such groups share a
+    key-value head."""
 
     head_dim: int
     block_size: int
@@ -126,7 +127,7 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
 
 @cache
 def attention_configuration(generation: int, width: int, shape: ProgramShape) -> AttentionConfiguration:
-    """What to run paged attention with; `width` of a number in bytes. Raises UnsupportedByGpu."""
+    """Choose the configuration of paged attention; `width` of a number in bytes. Raises UnsupportedByGpu."""
     if generation < OLDEST_GENERATION:
         raise UnsupportedByGpu(
             f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one has {generation}.x; "
@@ -164,7 +165,7 @@ def num_splits(
 def decode_constants(
     configuration: DecodeConfiguration, shape: ProgramShape, *, splits: bool, **features: bool
 ) -> dict[str, int]:
-    """What `attend_single_tokens` is compiled for."""
+    """Compile-time constants of `attend_single_tokens`."""
     return {
         **_shape_constants(shape),
         "TILE_ROWS": LARGEST_GROUP,
@@ -176,7 +177,7 @@ def decode_constants(
 
 
 def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
-    """What `add_up_splits` is compiled for."""
+    """Compile-time constants of `add_up_splits`."""
     return {
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": power_of_two(head_dim),
@@ -185,7 +186,7 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
 
 
 def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, **features: bool) -> dict[str, int]:
-    """What `attend_longer_rows` is compiled for."""
+    """Compile-time constants of `attend_longer_rows`."""
     return {
         **_shape_constants(shape),
         "TILE_ROWS": configuration.rows_per_tile,

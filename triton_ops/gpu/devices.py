@@ -1,4 +1,4 @@
-"""What a launcher wants to know of the GPU it launches on."""
+"""Facts about a GPU that launchers need."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ class Gpu:
 
 
 INTERPRETED = Gpu(generation=9, multiprocessors=2)
-"""What Triton's interpreter, which runs programs on the CPU, is taken for: a GPU that few programs fill."""
+"""The GPU that Triton's interpreter, which runs programs on the CPU, is taken for: few programs fill it."""
 
 
 @cache

@@ -23,8 +23,8 @@ from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
 LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
-"""What is compiled: a whole layer with its paged attention, one of the two pieces around attention, or what is between
-the sums over a group in the second one."""
+"""The part of a layer that is compiled: all of it with its paged attention, the piece before or after attention, or,
+within the latter, the computation between its two all-reduces."""
 _OF_MODELS = {"ropes", "kv_sources", "groups", "embedding_scale", "logit_scale", "logit_soft_cap", "quantization"} | {
     *("tie_word_embeddings", "dtype", "bos_token_id", "eos_token_ids", "sampling_defaults", "tensor_names")
 }
@@ -34,7 +34,7 @@ _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
 
 @dataclass(frozen=True, slots=True)
 class CompiledKind:
-    """What compiled code depends on. Layers of the same kind share it."""
+    """Everything that compiled code depends on. Layers of the same kind share their code."""
 
     part: LayerPart
     config: ModelConfig
@@ -117,7 +117,7 @@ class FunctionalLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerJob(Shelf):
-    """What to compile, and where to keep it."""
+    """A part of a layer to compile, and the shelf that keeps the result."""
 
     kind: CompiledKind
     dtype: str

@@ -60,8 +60,8 @@ class QkvTransfer:
         return torch.empty(rows, heads * head_dim, dtype=self._on_host[0].dtype, pin_memory=self._copied is not None)
 
     def bring_back(self, result: Tensor) -> Tensor:
-        """What `make_room` gave, filled now, on the device. For the thread that runs the device: its later work comes
-        behind it."""
+        """Return `result`, which fills the tensor of `make_room`, on the device. Call it on the thread that runs the
+        device: later work on its stream waits for the copy."""
         # torch keeps pinned memory from being used again until copies out of it are done.
         return result if self._copied is None else result.to(self._device, non_blocking=True)
 

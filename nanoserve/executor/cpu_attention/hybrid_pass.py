@@ -46,7 +46,7 @@ class HostGroup:
     batch: AttentionBatch  # where their keys and values are in host memory; its tensors are on the CPU
     hidden: Tensor  # [n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual
     angles: Sequence[Angles]
-    """Those of the rows' positions, for each kind of rope."""
+    """RoPE angles at the rows' positions, for each kind of RoPE."""
     layer: int = 0  # the next one of this stage, counted from 0
     pending: _Pending | None = None  # its attention, once it is asked for
 
@@ -71,7 +71,7 @@ class DeviceRows:
 
     hidden: Tensor  # [T, hidden_size], what enters the first layer of the stage
     angles: Sequence[Angles]
-    """Those of the tokens' positions, for each kind of rope."""
+    """RoPE angles at the tokens' positions, for each kind of RoPE."""
     attention: PagedAttention
     computed: LayerComputed | None = None
     """Called after each layer in which they have written their keys and values; None if nothing waits for that."""

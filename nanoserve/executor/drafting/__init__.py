@@ -1,1 +1,1 @@
-"""What drafts tokens on the device, once the answers of a step are known: speculative decoding's drafters."""
+"""Drafters of speculative decoding: they draft tokens on the device once a step's answers are known."""

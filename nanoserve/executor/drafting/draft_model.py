@@ -72,14 +72,14 @@ class DraftModel:
         return drafts
 
     def _next_row(self, sequence: DraftedSequence, draft: list[int]) -> Row:
-        """What is not in the cache yet, sampled if it is all of it."""
+        """Make a row of the tokens that are not in the cache yet. It samples if no token remains after it."""
         start, known = sequence.seen, len(sequence.tokens) - self._shift
         missing = sequence.tokens[start + self._shift : start + self._shift + _MOST_AT_ONCE]
         missing = [*missing, *draft[max(0, start - known) :]][:_MOST_AT_ONCE]
         return Row(0, start, tuple(missing), sample=start + len(missing) == known + len(draft))
 
     def _pass(self, rows: Sequence[Row], sequences: Sequence[DraftedSequence]) -> list[int]:
-        """What follows each row."""
+        """Run one forward pass and sample a token after each row."""
         ends, tables = row_ends(rows), [sequence.block_table for sequence in sequences]
         inputs = self._inputs.build(rows, ends, tables, self._staging.add)
         last_tokens = self._staging.add(ends - 1)

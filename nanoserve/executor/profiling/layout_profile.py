@@ -41,12 +41,12 @@ def measure_layouts(
     *,
     anew: bool = False,
 ) -> LayoutProfile:
-    """What every layout of this many workers on the CPU takes: measured by workers of their own in about 10 seconds,
-    before anything else is loaded, or as an earlier call kept it in the user's cache.
+    """Measure every layout of `devices` workers on the CPU, or read an earlier measurement from the user's cache.
+    Measuring takes about 10 seconds, in workers of its own, before anything else is loaded.
 
-    Nothing is kept if it is wanted `anew`, nor under torchrun, whose link has no name, nor while layers or operators
-    are not compiled yet, nor if other programs disturbed. The config's layouts and policy do not matter. Raises
-    UsageError for a GPU, and what starting workers raises.
+    The cache is neither read nor written if `anew`, nor under torchrun, whose link has no name. A measurement is not
+    kept if layers or operators were not compiled yet, or if other programs disturbed it. The config's layouts and
+    policy do not matter. Raises UsageError for a GPU, and what starting workers raises.
     """
     if config.device != "cpu":
         raise UsageError(f"layouts are measured on the CPU, not on {config.device}: choose --device cpu")
@@ -57,7 +57,7 @@ def measure_layouts(
 
 
 def kept_layouts(resolved: ResolvedModel, config: EngineConfig) -> LayoutProfile | None:
-    """What `measure_layouts` kept of as many workers; None if it did not."""
+    """Read the measurement that `measure_layouts` kept for as many workers; None if there is none."""
     path = _kept(resolved, config, config.num_workers)[-1] if config.device == "cpu" else None
     with suppress(UsageError):  # it is not there, or damaged
         return None if path is None else read_profile(path, LayoutProfile)
@@ -65,7 +65,8 @@ def kept_layouts(resolved: ResolvedModel, config: EngineConfig) -> LayoutProfile
 
 
 def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[EngineConfig, ModelConfig, Path | None]:
-    """What is measured, with the settings that matter, and the file that keeps it; None where nothing is kept."""
+    """Return the settings that matter to the measurement, the model's config, and the file that keeps the result; the
+    file is None under torchrun."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     config = EngineConfig(**settings, pipeline_parallel=devices)
     model = read_config(resolved, config.quantization)

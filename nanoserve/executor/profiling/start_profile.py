@@ -46,7 +46,7 @@ _LOG = logging.getLogger("nanoserve")
 
 @dataclass(frozen=True, slots=True)
 class ProfileSetting:
-    """What measured times depend on most. Times of one setting say nothing about another."""
+    """The setting that measured times depend on most. Times of one setting say nothing about another."""
 
     device: str
     host: str
@@ -121,7 +121,7 @@ class StartingEngine:
 
     @property
     def code(self) -> dict[str, str]:
-        """What computes: the CPU's operators, and the layers as they run now."""
+        """Name the code that computes: the CPU's operators, and the layers as they run now."""
         return {
             "operators": "C++" if cpu_operators().loaded else "plain torch",
             "layers": "compiled" if self.stage.compiled else "eager",

@@ -194,7 +194,8 @@ class StepTimer:
         return self.pass_seconds(tokens) if seconds * self.runner.config.num_layers < _BRIEF else seconds
 
     def pass_seconds(self, tokens: int) -> float:
-        """The same in exactly one pass, as ranks that sum together need it."""
+        """Time a layer as `layer_seconds` does, in exactly one pass: ranks that sum together must run equally many
+        passes."""
         _, longest, _ = self.attention_shape(tokens)
         sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
         return self._forward_seconds(sizes) / self.runner.config.num_layers

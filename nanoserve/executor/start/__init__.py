@@ -1,1 +1,1 @@
-"""What happens before the first step: devices, memory, loading, measuring, and how workers find each other."""
+"""Start of an executor: devices, memory, loading, measuring, and how workers find each other."""

@@ -1,4 +1,4 @@
-"""What --speculate names, read and checked before the KV cache is made."""
+"""Drafters that --speculate names: read and checked before the KV cache is made."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class DrafterStart:
         """`feature_size`: of what the model's steps keep for it; 0 for a draft model."""
         self._config, self._network, self._feature_size, self._dtype = config, network, feature_size, dtype
         self.block_bytes = feature_size * config.block_size * dtype.itemsize
-        """What its caches take beside each block of the model's."""
+        """Bytes of the drafter's caches for each KV block of the model."""
         self.layers: LayerRunner | None = None
         if isinstance(network, Decoder):
             self.block_bytes += kv_bytes_per_block(network.config, config.block_size, dtype)
@@ -67,8 +67,9 @@ class DrafterStart:
 
 @unreadable_as_model_error()
 def load_drafter(config: EngineConfig, resolved: ResolvedModel, decoder: Decoder) -> DrafterStart | None:
-    """What drafts on this device, for a decoder that samples; None where nothing does, or the scheduler. Raises
-    UsageError if it was made for another model, and what `load_decoder` and `load_eagle` raise."""
+    """Load the drafter that runs on this device, for a decoder that samples. None if nothing drafts, or the scheduler
+    does. Raises UsageError if the drafter was made for another model, and what `load_decoder` and `load_eagle`
+    raise."""
     kind, _, name = (config.speculate or "").partition(":")
     model, device, dtype = decoder.model_config, decoder.device, decoder.dtype
     if kind == "draft":

@@ -33,7 +33,7 @@ from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
-"""What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
+"""Memory of a graph beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
 CAPTURE_WORKSPACE = 64 * 2**20
 """Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
 

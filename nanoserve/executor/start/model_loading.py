@@ -152,8 +152,8 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None, device
 
 
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
-    """What asks that layers with windows keep all positions, as layers without do; None if nothing does, or none has a
-    window. What takes no cache groups yet runs like this: one table for all layers, with windows as masks."""
+    """Name the setting that forces sliding-window layers to keep full KV, or None. Such a setting does not support
+    cache groups yet: all layers share one block table, and windows are masks."""
     has_windows = any(0 < window < model.max_position_embeddings for window in model.sliding_windows)
     if not has_windows and not model.shapes:
         return None

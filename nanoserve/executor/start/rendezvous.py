@@ -172,7 +172,7 @@ PRESENT_SECONDS = 600.0
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """What a process says of itself when it comes to a rendezvous. Later versions may add fields."""
+    """A process's message about itself at a rendezvous. Later versions may add fields."""
 
     nanoserve: str
     torch: str

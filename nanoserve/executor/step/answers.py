@@ -1,4 +1,4 @@
-"""What comes of a step: sampled tokens and log probabilities, on the device, then on the host, then as answers."""
+"""Results of a step: sampled tokens and log probabilities, on the device, then on the host, then as answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ def rows_per_chunk(vocab_size: int) -> int:
 
 
 class LogprobColumns(NamedTuple):
-    """What raw logits say of N tokens, as tensors that may still be on the device."""
+    """Log probabilities of N tokens from raw logits, as tensors that may still be on the device."""
 
     tokens: Tensor
     logprobs: Tensor

@@ -21,7 +21,7 @@ LayerComputed = Callable[[int], None]
 
 @dataclass(slots=True)
 class StepInputs:
-    """What one forward pass over T tokens in R rows is given. Its tensors are views, valid until the next step."""
+    """Inputs of one forward pass over T tokens in R rows. The tensors are views, valid until the next step."""
 
     token_ids: Tensor
     positions: Tensor
@@ -38,7 +38,7 @@ class StepInputs:
 
     @property
     def batches(self) -> tuple[AttentionBatch, ...]:
-        """Of all cache groups."""
+        """Inputs of attention for all cache groups."""
         return (self.batch, *self.more)
 
     @property
@@ -61,8 +61,8 @@ class Caches:
     values: Sequence[Tensor]
 
     def of_layer(self, config: ModelConfig, layer: int) -> tuple[Tensor, Tensor]:
-        """Those of one layer: whole tensors, or, of each block, one of several equal parts. So that such a cache is
-        contiguous too, its blocks are counted in parts, from the layer's first one: see `InputBuilder`."""
+        """Return the keys and values of one layer: whole tensors, or one of several equal parts of each block. To be
+        contiguous, such a view begins at the layer's first part and counts its blocks in parts: see `InputBuilder`."""
         groups, own = config.cache_groups, config.of_layer(layer)
         tensor, part = groups.tensor_of(layer)
         shares = groups.shares[groups.places[layer][0]]

@@ -1,4 +1,4 @@
-"""What torchrun's other processes do: each keeps one worker for the engine, from one meeting to the next."""
+"""Agents: torchrun's other processes. Each keeps one worker for the engine, from one rendezvous to the next."""
 
 import select
 import socket

@@ -1,4 +1,4 @@
-"""What workers say to each other over torch.distributed: sums within a stage, hidden states from stage to stage.
+"""Communication between workers over torch.distributed: sums within a stage, hidden states from stage to stage.
 
 A plan whose rows are all on the device says how many hidden states come, so that a place for them is ready before they
 are computed. With host sequences a header says so, and the receiver waits for it first.

@@ -192,7 +192,7 @@ class WorkersExecutor:
 
     @property
     def sources(self) -> "list[zmq.Socket[bytes] | int]":
-        """What becomes readable when `collect` should be called: sockets and descriptors, other ones after a death."""
+        """Sockets and descriptors that become readable when `collect` should be called. A death replaces them."""
         return [] if self._group is None else self._group.sources
 
     def now(self) -> float:

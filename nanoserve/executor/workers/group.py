@@ -196,8 +196,8 @@ class WorkerGroup:
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order, perhaps nothing; waits for it for `seconds`, and a second at most. Raises
-        WorkersDied if one is dead or cannot go on; what was said before is lost with it."""
+        """Receive the workers' messages, in order; perhaps none. Waits `seconds`, and a second at most. Raises
+        WorkersDied if a worker is dead or cannot go on; messages that came before are lost with it."""
         seconds = WATCH_SECONDS if seconds is None else min(seconds, WATCH_SECONDS)
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
@@ -237,7 +237,8 @@ class WorkerGroup:
                 yield self._decoder.decode(data)
 
     def _failure(self, failed: WorkerFailed) -> WorkersDied:
-        """What to say of a worker that cannot go on, unless it is because another is dead."""
+        """Make the error of a worker that cannot go on. If another worker was killed, which would explain it, name that
+        worker instead."""
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
             for rank, child in self._children.items():

@@ -1,4 +1,5 @@
-"""What a worker does that measures layouts: at each tensor degree its shard of some layers, while all others do it."""
+"""Measuring layouts in a worker: at each tensor degree it runs its shard of some layers, while all other workers do
+so."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -113,7 +114,8 @@ def _degree_probes(
 
 
 def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range:
-    """As many as a worker has at this degree, so that caches keep as much of them as in a run, if they are not huge."""
+    """Choose as many layers as a worker has at this degree, unless their weights are huge: caches then keep as much of
+    them as in a run."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     counts = ModelCounts(model, precision=Precision.of(8 * dtype.itemsize))
     most = int(_MOST_BYTES * degree * model.num_layers / counts.stage_weight_bytes(0))

@@ -49,7 +49,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _read_path(kind: type[Path], text: str) -> Path:
-    """What a decoder does with a path."""
+    """Decode a path for msgspec."""
     return kind(text)
 
 
@@ -114,11 +114,11 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     memory: str
-    """What it takes its KV cache from, the same text for workers that take it from the same."""
+    """Name of the memory that holds its KV cache. Workers that share a memory give the same name."""
     block_bytes: tuple[int, ...]  # size of its part of one KV block, by layout
     free_bytes: int  # what is free of that memory, beside what steps need
     speeds: MachineSpeeds | None = None
-    """What it reaches while the others do the same; None where no policy decides by them."""
+    """Speeds that it reaches while the other workers measure too; None where no policy decides by them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +126,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     profile: Profile | None = None
-    """What policies that attend in host memory predict by, if that was asked for and could be measured."""
+    """Profile for policies that attend in host memory, if it was asked for and could be measured."""
     layouts: LayoutProfile | None = None  # what was measured of layouts, the same by all workers, if that was asked for
 
 
@@ -146,20 +146,20 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> Self:
-        """What an error is told as."""
+        """Describe an error to the engine."""
         if isinstance(error, NanoserveError):
             return cls(rank, str(error), error.exit_code)
         return cls(rank, f"{type(error).__name__}: {first_line(error)}", RuntimeFailure.exit_code)
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):
-    """What came of a plan; from the first rank of the last stage alone."""
+    """Result of a plan, from the first rank of the last stage alone."""
 
     result: StepResult
 
 
 class StepObserved(msgspec.Struct, frozen=True, tag=True):
-    """What a worker did when for one plan."""
+    """Times of a worker's work on one plan."""
 
     times: StageTimes
 

@@ -40,7 +40,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What became of requests that were issued together: when their tokens came, which they were, and in what steps."""
+    """Outcome of requests that were issued together: times of their tokens, the tokens, and the steps."""
 
     timings: tuple[RequestTiming, ...]
     tokens: tuple[tuple[int, ...], ...]

@@ -38,7 +38,7 @@ def step_kind(work: StepWork) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do at best."""
+    """Highest speeds that the machine can reach."""
 
     bytes_per_second: float  # read from memory, or read and written: what measures it says which
     operations_per_second: float  # a multiply-add counts as two

@@ -221,8 +221,8 @@ def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
 
 
 def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What compiling gains, from the rows of an eager and a compiled engine: for each metric the median and the
-    extremes of the ratios within a round. Above 1 the compiled layers are faster, whichever way the metric counts."""
+    """Compare the rows of an eager and a compiled engine: for each metric the median and the extremes of the ratios
+    within a round. Above 1 the compiled layers are faster, whichever way the metric counts."""
     samples = {row["case"].rpartition(" ")[2]: row["samples"] for row in rows}
     found = []
     for metric, compiled in samples["compiled"].items():

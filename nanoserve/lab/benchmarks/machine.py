@@ -38,7 +38,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """What was typed, with the program reduced to its name, and without secrets: reports are passed on."""
+    """The typed command, with the program reduced to its name, and without secrets: reports are passed on."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for place, word in enumerate(words):
         flag, equals, _ = word.partition("=")

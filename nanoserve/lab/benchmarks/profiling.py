@@ -87,7 +87,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
 
 
 def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
-    """What a GPU reads and multiplies per second: the best of a few."""
+    """Measure how much a GPU reads and multiplies per second: the best of a few tries."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
     numbers = torch.ones(_READ_NUMBERS, device=device)
     factor = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What this machine can do at best: read bandwidth and matrix-product speed, measured with torch and remembered."""
+"""Limits of this machine: read bandwidth and matrix-product speed, measured with torch and remembered."""
 
 import contextlib
 import json

@@ -151,7 +151,7 @@ def _show_speculation(report: Report, options: ResultOptions) -> str:
 
 @contextmanager
 def _needed(name: str) -> Iterator[None]:
-    """What fails inside says how to do without that peer: a comparison never goes on with fewer than were asked for."""
+    """Add to an error how to do without that peer: a comparison never goes on with fewer peers than were asked for."""
     try:
         yield
     except NanoserveError as error:

@@ -35,7 +35,7 @@ class DiffOptions(Options):
 
 
 def run(options: DiffOptions) -> int | None:
-    """What is compared is what was measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
+    """Compares metrics that were measured repeatedly: latency, throughput and serve, the ratios of bench compare, the
     shares of the floor of bench operators, and the warm starts of bench startup. The exit code is 1 if a metric is
     worse by more than --threshold with 95 % confidence.
 

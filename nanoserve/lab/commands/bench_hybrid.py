@@ -22,8 +22,8 @@ from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.policies import find_policy, parse_policies
 
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
-"""What the policy that chooses by prediction is to reach of the device alone, in every case. An engine that is opened
-with it has all that any other policy wants."""
+"""Least ratio of the predicting policy to the device alone, in every case, and that policy's name. An engine that is
+opened with it has all that any other policy wants."""
 _KEYS = columns(("", ("case", "case"), ("policy", "variant")))
 _STEP_COLUMNS = _KEYS + columns(
     (",.0f", "steps.device", "steps.asymmetric", "steps.overlap", ("tokens on host", "latencies.host.tokens")),
@@ -149,7 +149,7 @@ class TierComparison(Comparison):
         yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
 
     def notes(self) -> Iterator[str]:
-        """What was promised, and whether it holds; the figures go into the report."""
+        """Check the promises and report whether they hold; the figures go into the report."""
         found, fitting = {}, []
         for bench in self.benches:
             if bench.done:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: requests, where results go, and what is printed around the tables."""
+"""Options and output that the benchmarks share: requests, where results go, and the lines around the tables."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +69,8 @@ class LengthOptions(Options):
     requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
     def read(self, seed: int, *, traced: bool = False) -> Work:
-        """The same requests for the same seed; with the times of the trace if ``traced``. Raises UsageError."""
+        """Read or draw the requests: the same for the same seed, with the times of the trace if ``traced``. Raises
+        UsageError."""
         if self.lengths is not None and self.trace is not None:
             raise UsageError("give --lengths or --trace, not both")
         if traced and self.trace is None:
@@ -184,7 +185,7 @@ def engine_title(facts: Mapping[str, Any]) -> str:
 
 
 def operators_title(facts: Mapping[str, Any]) -> str:
-    """What computed: "C++ operators, compiled layers"."""
+    """Name the code that computed: "C++ operators, compiled layers"."""
     return f"{facts['operators'].partition(' (')[0]} operators, {facts['layers']} layers"
 
 

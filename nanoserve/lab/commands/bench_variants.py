@@ -43,7 +43,7 @@ class VariantsOptions(RoundOptions, ResultOptions, WorkersOptions):
 
 
 class RandomModelOptions(VariantsOptions):
-    """The same, with random weights unless another model is named."""
+    """`VariantsOptions` with random weights unless another model is named."""
 
     model: str | None = option(
         "dummy:qwen3-0.6b", "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
@@ -88,7 +88,7 @@ class Comparison(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What was measured, for titles of tables and pictures."""
+        """Name the measured setting, for titles of tables and pictures."""
 
     @abstractmethod
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:

@@ -43,7 +43,7 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     num_blocks: int | None = option(None, "KV blocks; default: what fits.", minimum=1, panel=HARDWARE_PANEL)
 
     def simulated(self) -> HardwareOptions:
-        """What is simulated: the options of an engine mean the same of it."""
+        """The hardware to simulate. The options of an engine mean the same for it."""
         shared = {one.name: getattr(self, one.name) for one in fields(HardwareOptions) if hasattr(self, one.name)}
         shared["model"] = self.model or _MODEL
         if self.profile is not None:

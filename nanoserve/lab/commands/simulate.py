@@ -128,7 +128,7 @@ class WorkloadOptions(Options):
 
 
 class HardwareOptions(Options, panel=HARDWARE_PANEL):
-    """What is simulated: a model on devices in one layout or two, with or without host memory."""
+    """The hardware to simulate: a model on devices in one layout or two, with or without host memory."""
 
     model: str = option("qwen2.5-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL")
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
@@ -197,7 +197,7 @@ class FleetOptions(Options, panel="Fleet"):
 
 
 class SimulatedHardware(NamedTuple):
-    """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
+    """Hardware that policies are simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
 
     name: str  # the layout, or the two of them
     layouts: Sequence[StepCosts | MeasuredTimes]  # the step times of each parallel layout
@@ -437,7 +437,7 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
 
 
 def _title(report: Report, options: SimulateOptions) -> str:
-    """What ran; a trace may have fewer requests than were asked for."""
+    """Describe the requests that ran; a trace may have fewer requests than were asked for."""
     lengths, pace = options.lengths or GLLMS_SHAREGPT, "all at once"
     if options.trace:
         lengths, pace = options.trace.name, "as the trace has them"

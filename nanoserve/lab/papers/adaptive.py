@@ -36,7 +36,7 @@ class ListEntry(NamedTuple):
     machine: str
     devices: int
     lengths: str
-    """What is served, where."""
+    """The model, the hardware that serves it, and the lengths of its requests."""
     pool: float  # share of the KV blocks
     load: float  # arrivals over what throttling serves at most
 

@@ -59,7 +59,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         return ParallelLayout(pipeline_parallel=devices)
 
     def with_(self, label: str, **parameters: Any) -> "System":
-        """The same system with other parameters of its policy."""
+        """Copy the system under another label, with further parameters of its policy."""
         return replace(self, label=label, parameters=self.parameters + tuple(parameters.items()))
 
     def make_policy(self) -> Policy:
@@ -172,7 +172,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case came to."""
+    """Outcome of a case."""
 
     result: SimulationResult  # the whole run, its start and its end included
     window: Steady | None  # the steady state between them, if it was asked for

@@ -25,7 +25,7 @@ _ASKED = re.compile(r"(?:at (least|most) )?([+]?)([\d,]+(?:\.(\d+))?)(\D*?)(?: t
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a paper says, and what came out here."""
+    """A relation that a paper states, with the paper's number and ours."""
 
     figure: str  # the paper's figure or section where it stands
     says: str  # the relation, in words
@@ -34,8 +34,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     form: str = "{:.2f}"  # how ours is written, for str.format: "{:.2f}x"
     at_least: float | None = None
     at_most: float | None = None
-    """What ours must lie between for the relation to hold; None is no bound. The bounds are nanoserve's own, not the
-    paper's, and are chosen for the relation that the paper draws."""
+    """Bounds of our number for the relation to hold; None is no bound. The bounds are nanoserve's own, not the paper's,
+    and are chosen for the relation that the paper draws."""
     assumption: str  # what our number depends on most. Where the claim does not hold: what it would need
 
     @property

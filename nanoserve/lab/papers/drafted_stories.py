@@ -31,7 +31,7 @@ class Drafted(NamedTuple):
     rows: int
     """Steps of a story that checked draft tokens; in the others nothing was proposed."""
     accepted: Sequence[int]
-    """Of these, those in which draft token 1, 2, ... was right, with all before it."""
+    """Steps in which draft token 1, 2, ... was right, with all draft tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)

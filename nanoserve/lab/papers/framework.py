@@ -1,4 +1,4 @@
-"""What a paper's figure is: a function that runs jobs and says what they amount to, in words, numbers and a picture.
+"""Figures of papers. A figure is a function that runs jobs and states their result in words, numbers and a picture.
 
 Each paper lives in a module of its own, which is imported when it is asked for.
 """
@@ -39,7 +39,7 @@ class Scale:
 
     @property
     def first_seed(self) -> "Scale":
-        """The same scale with one seed, for searches and additional sweeps."""
+        """This scale with one seed, for searches and additional sweeps."""
         return Scale(self.seeds[:1], self.full)
 
     def pick(self, reduced: Value, full: Value) -> Value:
@@ -48,7 +48,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a figure amounts to."""
+    """Result of a figure."""
 
     claims: Sequence[Claim] = ()  # rows of the claims table
     chart: Chart | None = None  # picture of the figure; None if it consists of numbers only
@@ -62,7 +62,7 @@ class PaperFigure:
     number: str  # in the paper, as ``--figure`` takes it
     title: str
     counted: str = ""
-    """What is computed, in a few words, where no requests are simulated and the paper's setting says nothing."""
+    """The computation in a few words, where no requests are simulated and the paper's setting says nothing."""
     make: Callable[[Scale, Run], Finding]
     """Runs what it needs and says what came out. It submits all jobs at once where it can, for they run side by side;
     what depends on outcomes (a setting that is searched for) takes a second round."""
@@ -76,7 +76,7 @@ class Paper:
 
     title: str
     setting: tuple[str, str]
-    """What is done at the reduced and at the full size, in a line each."""
+    """Description of the reduced and of the full size, in a line each."""
     figures: Sequence[PaperFigure]  # in the order in which they run
     spread_over: str = "seeds"  # what the spread of a claim goes over
 

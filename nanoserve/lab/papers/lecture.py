@@ -240,7 +240,7 @@ def _sum_to(tokens: int) -> int:
 
 
 def _slots_to(tokens: int) -> int:
-    """The same, each rounded up to whole blocks."""
+    """Sum 1 to `tokens` as `_sum_to` does, each term rounded up to whole blocks."""
     blocks, rest = divmod(tokens, BLOCK)
     return BLOCK * (BLOCK * _sum_to(blocks) + rest * (blocks + 1))
 
@@ -273,7 +273,7 @@ LATENT_MODELS = {"deepseek-v2-lite": Latent(27, 16), "deepseek-v3": Latent(61, 1
 
 
 class Kept(NamedTuple):
-    """What a sequence keeps of its tokens."""
+    """Bytes that a sequence keeps of its tokens' keys and values."""
 
     how: str
     sizes: list[float]

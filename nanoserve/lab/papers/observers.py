@@ -1,4 +1,4 @@
-"""What a figure needs beside a run's result: its steady state, single steps, and where the time went."""
+"""Observers for figures that need more than a run's result: its steady state, single steps, and where the time went."""
 
 import math
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseClock(StepObserver):
-    """What the stages compute, by kind, and when the layout changes."""
+    """Measures the stages' computing time by kind, and when the layout changes."""
 
     def __init__(self) -> None:
         self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}

@@ -125,7 +125,7 @@ def perplexity(decoder: Decoder, stories: Stories) -> float:
 
 
 def gather(decoder: Decoder, stories: Stories) -> list[dict[str, InputStatistics]]:
-    """What enters the matrices of each layer."""
+    """Gather statistics of the inputs to the matrices of each layer."""
     with ExitStack() as gathering:
         found = [gathering.enter_context(input_statistics(layer)) for layer in _layers(decoder)]
         perplexity(decoder, stories)

@@ -22,8 +22,8 @@ def acceptance_probability(p: Floats, q: Floats) -> Floats:
 
 
 def residual(p: Floats, q: Floats) -> Floats:
-    """What a token is drawn from where a draft token was rejected: max(0, q - p), over its sum, which the lecture
-    leaves out. Where p is q nothing is rejected, and this is q."""
+    """Distribution of the token after a rejected draft token: max(0, q - p), over its sum, which the lecture leaves
+    out. Where p is q nothing is rejected, and this is q."""
     gap = np.maximum(0.0, q - p)
     total = gap.sum(-1, keepdims=True)
     return np.where(total > 0, gap / np.where(total > 0, total, 1.0), q)

@@ -1,4 +1,4 @@
-"""What is predicted of layouts for given requests: advice beside chosen ones, and a choice where the user leaves it."""
+"""Predictions for layouts and given requests: advice beside chosen layouts, and a choice where the user leaves it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _POLICIES_OF_STAGES = (DEFAULT_POLICY, "throttling", "adaptive")
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """What is predicted of a layout, or a pair of layouts, under a policy."""
+    """Prediction for a layout, or a pair of layouts, under a policy."""
 
     layouts: tuple[ParallelLayout, ...]
     """One layout, or that of prompts and that of answers; both contain the data parallel degree."""
@@ -35,7 +35,7 @@ class LayoutForecast:
     latency: float
     """Mean seconds from arrival to last token."""
     parts: Mapping[str, float]
-    """What the seconds of a closed batch, or at a rate of one request, go to."""
+    """Seconds of a closed batch, or at a rate of one request, by what they go to."""
 
     @property
     def name(self) -> str:
@@ -113,8 +113,8 @@ def advise(
     work: PlannedWork,
     **settings: Any,
 ) -> str:
-    """What the layouts that were chosen are predicted to reach for a closed batch, and what is more than 5 % faster on
-    the same devices, in one line. ``settings`` are those of `choose`, which says what is raised."""
+    """Predict the throughput of the chosen layouts for a closed batch, and name a layout that is more than 5 % faster
+    on the same devices, in one line. ``settings`` are those of `choose`, which says what is raised."""
     devices = chosen[0].devices
     mine, best = (choose(costs_of, devices, work, layouts=layouts, **settings)[0] for layouts in (chosen, ()))
     text = f"predicted: {mine.tokens_per_second:,.0f} tokens/s under {mine.name}, prompts and answers together"

@@ -222,7 +222,7 @@ class HostAttention:
             self._works.append((ended, HostWork(len(rows), sum([row.context for row in rows]), seconds)))
 
     def _seconds(self, rows: Iterable[HostToken]) -> float:
-        """What the CPU takes for one layer's attention of these rows, moving what it needs and gives included."""
+        """Seconds of the CPU for one layer's attention of these rows, moving its inputs and results included."""
         if not (contexts := [row.context for row in rows]):
             return 0.0
         return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))

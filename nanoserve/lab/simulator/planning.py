@@ -78,7 +78,7 @@ class PlannedWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """What KV caches may take; None stands for all that weights leave."""
+    """Limits of KV caches; None stands for all that weights leave."""
 
     device_bytes: float | None = None  # bytes on all devices of one replica together
     host_bytes: float | None = None  # bytes of host memory for all replicas together

@@ -22,7 +22,7 @@ _TICKS_PER_SECOND = 2**20  # sums and differences of whole ticks are exact in fl
 
 
 class MeasuredStep(NamedTuple):
-    """What one plan took, in seconds."""
+    """Times of one plan, in seconds."""
 
     work: StepWork
     stages: tuple[float, ...]

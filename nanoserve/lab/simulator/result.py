@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""Results of simulations."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from nanoserve.record.metrics_observer import SteadyRates
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine of a fleet did with the requests routed to it; None where it had none."""
+    """Figures of one engine of a fleet for the requests routed to it; None where it had none."""
 
     requests: int
     input_tokens: int
@@ -70,7 +70,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     host_occupancy: float
     host_peak: float
     host_series: tuple[tuple[float, float], ...]
-    """The same of the host's KV blocks; 0 without any."""
+    """`kv_occupancy`, `kv_peak` and `kv_series` of the host's KV blocks, if there are any."""
     host_tokens: int  # tokens sampled for sequences in host memory
     processor_share: float  # share of time in which the CPU computed attention for sequences in host memory
 

@@ -28,12 +28,13 @@ _FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, unt
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of draft tokens for one sequence."""
+    """Draft tokens of one sequence, and how often its draft tokens were accepted."""
 
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
     draft_tokens: tuple[int, ...] = ()
     length: int = 0
-    """What was last drafted to follow so many tokens; it is compared with what did, checked or not."""
+    """Last draft, and the sequence's length when it was made. The draft is compared with the tokens that followed,
+    whether the model checked it or not."""
     index: NgramIndex = field(default_factory=NgramIndex)
     seen: int = 0
     wait: int = _PROBE

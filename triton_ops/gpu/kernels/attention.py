@@ -143,7 +143,8 @@ def _first_state(
 
 @triton.jit
 def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr):
-    """Of the query heads that begin at `rows` [rows, 1], the columns that meet the keys' first ones, and the others."""
+    """Load the query heads that begin at `rows` [rows, 1]: the columns that meet the keys' first columns, and the
+    others."""
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     head = tl.load(rows + dims, mask=used[:, None] & (dims < HEAD_DIM), other=0.0)
     tail = head
@@ -154,7 +155,7 @@ def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexp
 
 @triton.jit
 def _weight_or_one(total):
-    """What to divide by: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
+    """Replace a divisor of 0 by 1: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
     return tl.where(total > 0, total, 1.0)
 
 
@@ -275,7 +276,7 @@ def add_up_splits(
     PADDED_HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
-    """What attend_single_tokens left in splits, weighed and added up into `out`. Grid: (num_heads, rows)."""
+    """Weigh and add up the splits of attend_single_tokens into `out`. Grid: (num_heads, rows)."""
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_starts + row)
     if tl.load(query_starts + row + 1) - token != 1:

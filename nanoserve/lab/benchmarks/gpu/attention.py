@@ -146,7 +146,7 @@ def make_batch(
 
 
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-"""As `compared` reads them: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
+"""Tolerances for `compared`: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:

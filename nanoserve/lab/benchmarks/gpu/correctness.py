@@ -97,7 +97,7 @@ def _check_operator(
 
 
 def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Tensor:
-    """What an operator returns, or its first input, which it fills if it returns nothing."""
+    """Call an operator and return its result. If it returns nothing, return its first input, which it has filled."""
     returned = call(*inputs)
     if returned is None:
         return inputs[0]
@@ -369,7 +369,8 @@ def engine_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[GpuCas
 
 
 def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
-    """The same tokens prove nothing if what was to be checked did not run: that is the row's `problem`."""
+    """Compare an engine's tokens without and with a mechanism. Equal tokens prove nothing if the mechanism did not run:
+    that is the row's `problem`."""
     answers = []
     for second in (False, True):
         sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 * 2**20}

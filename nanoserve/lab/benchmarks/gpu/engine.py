@@ -64,7 +64,7 @@ class EngineBench:
         self._shapes = self._preset.draw(seed=0)
 
     def model_cases(self, model: str, max_num_seqs: int) -> Iterator[GpuCase]:
-        """What is measured of every model, and what of the small one alone."""
+        """Make the cases of this model. Two cases are measured of the small model alone."""
         middle, length = self._prompt + self._output // 2, self._long_prompt
         # A step in the middle of an answer, and one that is a whole prompt.
         decode, prefill = StepWork.of([middle]), StepWork.of(chunks=[(0, length)])
@@ -265,7 +265,7 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | N
 
 
 def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
-    """What each marked step launched, in the order of the steps."""
+    """List the work that each marked step launched, in the order of the steps."""
 
     def correlation(event: Mapping[str, Any]) -> Any:
         return event.get("args", {}).get("correlation")

@@ -192,7 +192,8 @@ FLASHINFER_WORKSPACE = 256 * 2**20
 
 
 def find_peers(batch: AttentionCall) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Those that gave a result once, each as a call that returns it as our operator does; and why others did not."""
+    """Try each peer once. Returns the working peers as calls that return the result as our operator does, and the
+    reasons why other peers are absent."""
     ready: dict[str, Callable[[], Tensor]] = {}
     absent: dict[str, str] = {}
     for name, make in _MAKERS.items():

@@ -80,7 +80,7 @@ _DIFFERENCES = (
     "different_requests",
     "different_rows",
 )
-"""What a row of a failed check may tell."""
+"""Fields that the row of a failed check may report."""
 _CHECKS = columns(("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share")))
 _KERNEL_COLUMNS = columns(
     ("", ("kernel", "case"), ("us (low-high)", "spread")), (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor")

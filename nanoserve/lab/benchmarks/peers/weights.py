@@ -1,6 +1,6 @@
-"""The same weights for every engine: a decoder written as safetensors for transformers and as GGUF for llama.cpp.
+"""Equal weights for every engine: a decoder written as safetensors for transformers and as GGUF for llama.cpp.
 
-What was written for a dummy model is kept in the user's cache directory: its weights are always the same.
+Files of a dummy model are kept in the user's cache directory: its weights never change.
 """
 
 import hashlib

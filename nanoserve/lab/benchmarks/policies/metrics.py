@@ -1,4 +1,4 @@
-"""What each comparison measures and shows: of a pipeline's stages, of layouts, and of memory tiers. No torch.
+"""Metrics and pictures of each comparison: of a pipeline's stages, of layouts, and of memory tiers. No torch.
 
 Functions of runs return `Metrics` with the names of the JSON reports; those of benches return a `Picture`.
 """
@@ -60,7 +60,7 @@ def _request_metrics(run: Run) -> Metrics:
 
 
 def _simulated(run: Run) -> Metrics | None:
-    """What the simulator makes of a run; None if it has no model of the engine."""
+    """Simulate a run and compare it with the simulation; None if the simulator has no model of the engine."""
     variant = run.variant
     if not variant.engine.simulated:
         return None
@@ -119,7 +119,7 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
 
 
 def phase_label(phase: Phase) -> str:
-    """What an engine does in a phase, without the layout's name."""
+    """Name an engine's work in a phase, without the layout's name."""
     if phase.kind == "drain":
         return "draining"
     if phase.kind == "reshard":

@@ -45,7 +45,7 @@ class Bench:
 
     case: str  # description of the requests, in a few words
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a report says about the case beside its name; nothing if there is only one case."""
+    """Facts that a report gives about the case beside its name; none if there is only one case."""
     variants: Sequence[PolicyVariant]
     shapes: Sequence[RequestShape]
     seed: int = 0
@@ -147,7 +147,7 @@ def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, 
 
 
 def _numbers(figures: Metrics, metrics: Sequence[str]) -> dict[str, float]:
-    """Those of the metrics that are known; of a distribution, its mean."""
+    """Numbers of the metrics that are known; of a distribution, its mean."""
     known = {}
     for metric in metrics:
         value = figures[metric]

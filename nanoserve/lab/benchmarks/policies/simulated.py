@@ -136,9 +136,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
 
 
 def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
-    """What each of these plans of one layout took on each stage and on each link, and the host's part in it. A stage's
-    time is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its
-    activations were there, whichever came last. It includes what the worker does between two plans."""
+    """Times of these plans of one layout, on each stage and on each link, and the host's part in them. A stage's time
+    is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its activations
+    were there, whichever came last. It includes the worker's work between two plans."""
     of_plans = {plan.step for plan in plans}
     parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
     stages = [stage for stage in parts_of if stage]

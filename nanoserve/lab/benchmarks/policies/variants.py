@@ -1,4 +1,4 @@
-"""What is compared: policies on open engines, the cases of KV memory, and how requests run. No torch."""
+"""Variants to compare: policies on open engines, the cases of KV memory, and how requests run. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy

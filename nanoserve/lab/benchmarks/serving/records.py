@@ -1,4 +1,4 @@
-"""What is kept of each request, the metrics that follow from it, and warnings about what weakens them."""
+"""Records of requests, the metrics that follow from them, and warnings about anything that weakens the metrics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from nanoserve.server.client.events import ServerUsage
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """What became of one request, filled in as its answer comes; times are seconds since the beginning of the run."""
+    """Record of one request, filled in as its answer comes; times are seconds since the beginning of the run."""
 
     scheduled: float  # when it was to be sent; latencies count from here, however late the client was
     started: float  # when it was sent
@@ -34,7 +34,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """Whether the server did count; if not, output_tokens are pieces and input_tokens what was sent."""
     wanted_tokens: int = 0  # how many output tokens were asked for
     failure: str | None = None
-    """What went wrong, named so that equal failures can be counted; None for a complete answer."""
+    """Reason of a failure, named so that equal failures can be counted; None for a complete answer."""
 
     def count(self, usage: ServerUsage) -> None:
         """Take the server's counts of tokens, as far as it has any."""

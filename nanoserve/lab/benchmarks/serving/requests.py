@@ -1,4 +1,4 @@
-"""What is asked and when: lengths, bodies with prompts that no server has seen before, and arrival times."""
+"""Requests to a server: lengths, bodies with prompts that no server has seen before, and arrival times."""
 
 import json
 import math
@@ -27,7 +27,7 @@ TRACE_TICK = "trace"  # names the load of a trace whose times are as they are
 
 
 class Work(NamedTuple):
-    """What is asked in every run."""
+    """Requests of every run."""
 
     name: str
     shapes: Sequence[RequestShape]  # the lengths of the requests

@@ -1,4 +1,4 @@
-"""What is asked of the policies beside the paper's figures: the fixed list for ours, and latency over rates (figure 6).
+"""Goals of the policies beside the paper's figures: the fixed list for ours, and latency over rates (figure 6).
 
 The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half of what the device alone can serve, a
 fifth more than it can, and everything at once.

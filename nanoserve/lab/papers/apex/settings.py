@@ -22,7 +22,7 @@ OVERLAP = System(label="overlap", policy="overlap")
 APEX = System(label="APEX", policy="apex", parameters=(("minimum_ratio", 0.0),))
 """Algorithm 1. Nothing has to be amortised here: starting the simulated CPU thread costs nothing."""
 APEX_8 = System(label="APEX, from 8x", policy="apex")
-"""The same with section 4.2's threshold: eight times as many host sequences as device decodes."""
+"""APEX with section 4.2's threshold: eight times as many host sequences as device decodes."""
 HYBRID = System(label="hybrid (ours)", policy="hybrid")
 SYSTEMS = (DEVICE, NEO, OVERLAP, APEX, HYBRID)
 

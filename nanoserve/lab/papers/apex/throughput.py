@@ -169,7 +169,7 @@ _SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
 _OVER_SHARES = (NEO, OVERLAP, APEX, APEX_8, HYBRID)
 _PLACES = ((A10, "1000:300"), (T4, "osc:200"))
 _WITH_SLOW_CPUS = ((OVERLAP, NEO), (APEX, NEO), (HYBRID, NEO), (APEX, NEO_KERNEL), (OVERLAP, DEVICE), (HYBRID, DEVICE))
-"""What is compared where the CPUs are a tenth as fast as the device."""
+"""Pairs of systems that are compared where the CPUs are a tenth as fast as the device."""
 
 
 PROCESSOR_COLUMNS = columns(

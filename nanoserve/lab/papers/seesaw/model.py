@@ -45,7 +45,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 def stage_parts(costs: StepCosts, work: StepWork, stage: int) -> Parts:
-    """What a stage spends a micro-batch's time on."""
+    """Divide a stage's time for a micro-batch into its parts."""
     weights = sum(
         costs.operator_seconds(one) * one.weight_bytes / one.bytes
         for one in costs.counts.operators(work, stage)

@@ -110,7 +110,7 @@ def _few_budgets(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 class Estimate:
-    """What the requests of a setting take, about; parts that configurations have in common are computed once."""
+    """Estimates the time for the requests of a setting; parts that configurations have in common are computed once."""
 
     def __init__(self, setting: Case) -> None:
         self._setting, self._shapes = setting, list(setting.shapes())

@@ -1,4 +1,5 @@
-"""What Seesaw's evaluation (section 6.1) runs: models, machines, systems and requests, and the ways to spread them."""
+"""Settings of Seesaw's evaluation (section 6.1): models, machines, systems and requests, and the ways to spread
+them."""
 
 from typing import Any
 
