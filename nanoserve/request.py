@@ -307,9 +307,33 @@ class PlannedRow(Protocol):
     def draft(self) -> PlannedDraft | None: ...
 
 
+@dataclass(slots=True)
+class Placeholders:
+    """How a sequence may enter plans before its latest token is known (asynchronous scheduling)."""
+
+    limit: int
+    """It may while it has fewer tokens than this."""
+    wait: bool = False
+    """Whether its latest token must be known all the same, as draft tokens may follow it."""
+
+
+@dataclass(slots=True, eq=False)
+class Fork:
+    """How the samples of a request share the prompt, which is computed once for all of them."""
+
+    siblings: "list[Sequence]" = field(default_factory=list)
+    """Of the first sample: the others, while they wait until its prompt is computed."""
+    copy_source: tuple[int, ...] = ()
+    """Of another one: blocks, one of each cache group, whose first slots must be copied before it writes
+    (copy-on-write)."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it."""
+    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it.
+
+    The last four members belong to mechanisms that most sequences do without, and are None then.
+    """
 
     sequence_id: int
     """Unique and increasing with arrival."""
@@ -322,8 +346,6 @@ class Sequence:
     min_length: int = 0
     max_length: int = MAX_TOKENS
     """Tokens, prompt and output together, at which it ends."""
-    placeholder_limit: int = 0
-    """While it has fewer tokens than this it may enter a plan before its latest token is known; 0 if it never may."""
     status: Status = Status.WAITING
     place: Place = Place.NONE
     finish_reason: FinishReason | None = None
@@ -336,21 +358,12 @@ class Sequence:
     """Device blocks in order of position, for each position one of every cache group."""
     capacity: int = 0
     """Positions that these blocks hold."""
-    host_table: list[int] = field(default_factory=list)
-    """Host blocks likewise; on the device, host blocks reserved for a prompt that will move."""
     cached_columns: list[Any] = field(default_factory=list)
     """The prefix cache's columns of its first full blocks."""
-    window_start: int = 0
-    """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
-    waits_for_token: bool = False
-    """Whether its latest token must be known before its next row is planned, despite asynchronous scheduling."""
     begun: bool = False
-    siblings: "list[Sequence]" = field(default_factory=list)
-    """Other samples of its request that wait until its prompt is computed."""
-    copy_source: tuple[int, ...] = ()
-    """Blocks, one of each cache group, whose first slots must be copied before this fork writes (copy-on-write)."""
+    """Whether the executor knows it."""
     cached_tokens: int = 0
     preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -360,6 +373,16 @@ class Sequence:
     finished_time: float | None = None
     rank: float = 0.0
     """The policy's rank of its request: lower goes first, and of equal ranks the oldest."""
+    fork: Fork | None = None
+    """The part of a request with several samples."""
+    placeholders: Placeholders | None = None
+    """None where each token must be known before the next row is planned."""
+    window_start: int | None = None
+    """With sliding windows: the position from which on queries need their blocks. Those before its windows are given
+    back."""
+    host_table: list[int] | None = None
+    """With a host tier: blocks in host memory, in order as in the block table. On the device, they are reserved for a
+    prompt that will move."""
 
     @property
     def prompt_length(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from nanoserve.request import Sequence
+from nanoserve.request import Fork, Sequence
 
 NO_BLOCK = -1
 """Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
@@ -211,8 +211,8 @@ class SequenceBlocks:
     def capacity(self, sequence: Sequence) -> int:
         """Positions to compute that fit into the sequence's blocks and all free ones."""
         blocks = len(sequence.block_table) + self.pool.free_blocks
-        if sequence.copy_source:
-            blocks += sum(map(self.pool.owned_once, sequence.copy_source))
+        if sequence.fork is not None:
+            blocks += sum(map(self.pool.owned_once, sequence.fork.copy_source))
         return blocks // self.groups * self._block_size - sequence.computed
 
     def fits(self, sequence: Sequence, count: int) -> bool:
@@ -228,8 +228,8 @@ class SequenceBlocks:
             return [], []
         missing = self.pool.blocks_for(end - sequence.capacity) * self.groups
         copies: list[tuple[int, int]] = []
-        if sequence.copy_source:
-            sources, sequence.copy_source = sequence.copy_source, ()
+        if sequence.fork is not None and sequence.fork.copy_source:
+            sources, sequence.fork = sequence.fork.copy_source, None
             shared = [source for source in sources if not self.pool.owned_once(source)]
             fresh = iter(self.pool.allocate(missing - len(sources) + len(shared)))
             moved = {source: next(fresh) for source in shared}
@@ -280,14 +280,15 @@ class SequenceBlocks:
         if partial:
             # `grow` copies them when the sibling first writes. Until then the parent may write to them: only after
             # the prompt, where the sibling does not read.
-            sibling.copy_source = tuple(parent.block_table[end : end + self.groups])
-            self.pool.share(sibling.copy_source)
+            sibling.fork = Fork(copy_source=tuple(parent.block_table[end : end + self.groups]))
+            self.pool.share(sibling.fork.copy_source)
 
     def release(self, sequence: Sequence) -> None:
         """Give the device blocks back."""
-        self.pool.release(sequence.copy_source)
+        if sequence.fork is not None:
+            self.pool.release(sequence.fork.copy_source)
+            sequence.fork.copy_source = ()
         self.pool.release(sequence.block_table)
-        sequence.copy_source = ()
         sequence.block_table = []
         sequence.capacity = 0
         sequence.cached_columns = []

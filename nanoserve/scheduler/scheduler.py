@@ -311,7 +311,8 @@ class Scheduler:
             known = sequence.computed - len(in_flight)
             fills_block = known >= (len(sequence.cached_columns) + 1) * block_size
             # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
-            if fills_block or sequence.siblings or sequence.finish_reason is not None or sequence.place is not _DEVICE:
+            has_ended = sequence.finish_reason is not None
+            if fills_block or has_ended or sequence.fork is not None or sequence.place is not _DEVICE:
                 settle(sequence)
         gained = sum([len(update.new_tokens) for update in updates])
         self.output_tokens += gained

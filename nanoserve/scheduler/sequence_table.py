@@ -7,7 +7,7 @@ from itertools import count
 from operator import attrgetter
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.request import FinishReason, Place, Request, Sequence, Status
+from nanoserve.request import FinishReason, Fork, Place, Placeholders, Request, Sequence, Status
 from nanoserve.scheduler.extension import Moments
 from nanoserve.scheduler.kv import SequenceBlocks
 from nanoserve.scheduler.ordering import Ordering
@@ -112,7 +112,8 @@ class SequenceTable:
         self.requests[request.request_id] = family
         self.outstanding += _tokens_of(family)
         self.waiting.add(family[0])
-        family[0].siblings = family[1:]
+        if len(family) > 1:
+            family[0].fork = Fork(siblings=family[1:])
 
     def _check_admissible(self, request: Request) -> None:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
@@ -146,6 +147,9 @@ class SequenceTable:
         tokens = list(request.prompt)
         if request.resumed:
             tokens += request.resumed[index]
+        placeholders = None
+        if self.async_scheduling and params.allows_async_scheduling:
+            placeholders = Placeholders(limit=max_length - 1)  # the token it waits for must not be its last one
         sequence = Sequence(
             next(self._ids),
             request,
@@ -154,9 +158,8 @@ class SequenceTable:
             stop_tokens=stop_tokens,
             min_length=length + params.min_tokens,
             max_length=max_length,
-            # The token it waits for must not be its last one.
-            placeholder_limit=max_length - 1 if self.async_scheduling and params.allows_async_scheduling else 0,
             rank=rank,
+            placeholders=placeholders,
         )
         self.sequences[sequence.sequence_id] = sequence
         for added in self.moments.added:
@@ -209,7 +212,8 @@ class SequenceTable:
         if not self.async_scheduling:
             return False
         if sequence.status is _DECODE:
-            return len(sequence.tokens) < sequence.placeholder_limit and not sequence.waits_for_token
+            placeholders = sequence.placeholders
+            return placeholders is not None and not placeholders.wait and len(sequence.tokens) < placeholders.limit
         return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------
@@ -270,9 +274,11 @@ class SequenceTable:
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
+        if parent.fork is None or not parent.fork.siblings:
+            return
         # A parent that waits again, or is gone, has no blocks to share.
         prompt_is_computed = parent.first_token_time is not None and len(parent.block_table) > 0
-        siblings, parent.siblings = parent.siblings, []
+        siblings, parent.fork = parent.fork.siblings, None
         for sibling in siblings:
             if sibling.finished:
                 continue
@@ -299,7 +305,7 @@ class SequenceTable:
                 answered_elsewhere(sequence)
         elif sequence.status is not _FINISHED:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-            if sequence.siblings and sequence.status is _DECODE:
+            if sequence.fork is not None and sequence.status is _DECODE:
                 self.release_siblings(sequence)
         else:
             self.release_siblings(sequence)

@@ -79,7 +79,7 @@ class WindowedBlocks(SequenceBlocks):
     def slide(self, sequence: Sequence, position: int) -> None:
         table, groups = sequence.block_table, self.groups
         for group, window in enumerate(self.windows):
-            first, end = self._first_column(sequence.window_start, window), self._first_column(position, window)
+            first, end = self._first_column(sequence.window_start or 0, window), self._first_column(position, window)
             if first < end:
                 passed = slice(first * groups + group, end * groups, groups)
                 self.pool.release(table[passed])
@@ -92,4 +92,4 @@ class WindowedBlocks(SequenceBlocks):
 
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
-        sequence.window_start = 0
+        sequence.window_start = None

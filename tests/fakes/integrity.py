@@ -69,8 +69,9 @@ def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) ->
     pool, owners = table.blocks.pool, Counter[int]()
     for sequence in sequences:
         owners.update(block for block in sequence.block_table if block != NO_BLOCK)
-        owners.update(sequence.copy_source)
-        if not sequence.copy_source and sequence.place is not Place.HOST:
+        copy_source = () if sequence.fork is None else sequence.fork.copy_source
+        owners.update(copy_source)
+        if not copy_source and sequence.place is not Place.HOST:
             reached = len(sequence.block_table) // pool.groups * pool.block_size
             if reached < sequence.computed or reached != sequence.capacity:
                 raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
@@ -82,6 +83,7 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
     """A group has every block that a query may still see, and of a window no more than its plans in flight see."""
     blocks, size = table.blocks, table.blocks.pool.block_size
     position = sequence.in_flight[0].start if sequence.in_flight else sequence.computed
+    window_start = sequence.window_start or 0
     windows = blocks.windows if isinstance(blocks, WindowedBlocks) else (0,) * blocks.groups
     for group, window in enumerate(windows):
         column = sequence.block_table[group :: blocks.groups]
@@ -89,9 +91,9 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
         if NO_BLOCK in column[needed:]:
             raise RuntimeError(f"sequence {sequence.sequence_id} has given back a block that group {group} needs")
         answered = sequence.status is not Status.FINISHED and sequence.place is Place.DEVICE
-        if answered and any(block != NO_BLOCK for block in column[: first_seen(sequence.window_start, window) // size]):
+        if answered and any(block != NO_BLOCK for block in column[: first_seen(window_start, window) // size]):
             raise RuntimeError(f"sequence {sequence.sequence_id} keeps a block behind the window of group {group}")
-        if blocks.slides and answered and sequence.status is Status.DECODE and sequence.window_start < position:
+        if blocks.slides and answered and sequence.status is Status.DECODE and window_start < position:
             raise RuntimeError(f"sequence {sequence.sequence_id} has not slid to its position")
 
 
@@ -105,8 +107,9 @@ def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequen
         is_there = not sequence.finished and sequence.place is Place.HOST
         if (sequence in host.on_host) != is_there:
             raise RuntimeError(f"sequence {sequence.sequence_id} is in {sequence.place}, but its queue says otherwise")
-        owners.update(block for block in sequence.host_table if block != NO_BLOCK)
-        columns = len(sequence.host_table) // pool.groups
+        host_table = sequence.host_table or []
+        owners.update(block for block in host_table if block != NO_BLOCK)
+        columns = len(host_table) // pool.groups
         if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > columns:
             raise RuntimeError(f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens")
     check_pool(pool, owners)

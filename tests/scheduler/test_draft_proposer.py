@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.engine.engine import Engine
-from nanoserve.request import Request, SamplingParams, Status
+from nanoserve.request import Placeholders, Request, SamplingParams, Status
 from nanoserve.request import Sequence as Sequence_
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.assembly import make_extensions
@@ -208,13 +208,13 @@ def test_what_was_drafted_is_compared_with_what_follows_though_no_step_checks_it
 def test_now_and_then_a_plan_has_no_draft_tokens_so_that_it_is_timed(*, async_scheduling: bool) -> None:
     """And the next one has some again: the sequence is not scheduled asynchronously meanwhile."""
     _, sequence = _alone(looks_up=True, tokens=[7, 8] * 20)
-    sequence.waits_for_token = True  # as every sequence does at first
+    sequence.placeholders = Placeholders(limit=1000, wait=True)  # as every sequence does at first
     proposer = DraftProposer(looks_up=True, token_budget=64, async_scheduling=async_scheduling)
     plain = []
     for step in range(200):
         draft_tokens, _ = _plan(proposer, sequence, row=0.01)
         plain += [] if draft_tokens else [step]
-        assert sequence.waits_for_token
+        assert sequence.placeholders.wait
         sequence.tokens.append(7 + step % 2)
         proposer.learn(sequence, len(draft_tokens), 1, 0, ())
     assert len(plain) == 6

@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nanoserve.engine.engine import Engine
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.scheduler import Scheduler
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+
 ROOT = Path(__file__).parent.parent.parent
 SCHEDULER = ROOT / "nanoserve/scheduler"
 MECHANISMS = ("host_tier", "cpu_attention", "layout_change", "speculation")
@@ -55,6 +61,21 @@ def test_a_plain_scheduler_makes_the_same_plans_without_the_mechanisms() -> None
     for line in (line for line in plain.splitlines() if not line.startswith(("Step", "r"))):
         steps, preemptions, free_blocks = map(int, line.split())
         assert steps > 10 and preemptions > 0 and free_blocks == 9
+
+
+def test_a_plain_sequence_has_no_part_of_a_mechanism() -> None:
+    """Whether it waits, runs, is preempted or has ended."""
+    scheduler = Scheduler(ChunkedPrefill(8), num_blocks=7, block_size=2, max_model_len=16)
+    engine = Engine(scheduler, MemoryCheckingExecutor(7, 2), vocab_size=50)
+    for name in "abc":
+        engine.add(Request(name, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True), seed=0))
+    while engine.has_work:
+        sequences = list(scheduler.table.sequences.values())
+        engine.step()
+        for sequence in sequences:
+            parts = (sequence.fork, sequence.placeholders, sequence.window_start, sequence.host_table)
+            assert parts == (None, None, None, None)
+    assert scheduler.table.preemptions > 0
 
 
 def test_no_plain_file_imports_a_mechanism() -> None:

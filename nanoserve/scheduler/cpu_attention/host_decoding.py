@@ -81,7 +81,7 @@ class HostDecoding(Extension):
         new_blocks = self._host.blocks.reserve(sequence, length)
         if not sequence.begun:
             builder.begin(sequence)
-            new_blocks = sequence.host_table
+            new_blocks = sequence.host_table or []
         row = Row(
             sequence=sequence.sequence_id,
             start=start,

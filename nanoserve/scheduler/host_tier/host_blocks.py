@@ -19,11 +19,12 @@ class HostBlocks:
         """Entries to append to the host table for this many tokens: NO_BLOCK for what the last one does not see, and
         where the device's table has none."""
         end, table = self.pool.blocks_for(tokens) * self._groups, sequence.block_table
-        if end <= len(sequence.host_table):  # its last block has room, as for most decodes
+        held = len(sequence.host_table or ())
+        if end <= held:  # its last block has room, as for most decodes
             return []
         firsts = [first * self._groups + group for group, first in enumerate(self._device.first_columns(tokens - 1))]
         entries = []
-        for place in range(len(sequence.host_table), end):
+        for place in range(held, end):
             is_unseen = place < firsts[place % self._groups]
             is_missing = place < len(table) and table[place] == NO_BLOCK
             entries.append(NO_BLOCK if is_unseen or is_missing else 0)
@@ -36,6 +37,8 @@ class HostBlocks:
     def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
         """Grow the host table to hold this many tokens; returns what is new there, for which blocks must be free."""
         new_blocks = _filled(self.pool, self._columns(sequence, tokens))
+        if sequence.host_table is None:
+            sequence.host_table = []
         sequence.host_table += new_blocks
         return new_blocks
 
@@ -50,12 +53,14 @@ class HostBlocks:
         sequence.capacity = pool.blocks_for(sequence.computed) * pool.block_size
 
     def _coming(self, sequence: Sequence) -> list[int]:
+        assert sequence.host_table is not None, "its KV is in host memory"
         return sequence.host_table[: self.pool.blocks_for(sequence.computed) * self._groups]
 
     def release(self, sequence: Sequence) -> None:
         """Give the host blocks back."""
-        self.pool.release(sequence.host_table)
-        sequence.host_table = []
+        if sequence.host_table is not None:
+            self.pool.release(sequence.host_table)
+            sequence.host_table = None
 
 
 def _filled(pool: BlockPool, entries: list[int]) -> list[int]:

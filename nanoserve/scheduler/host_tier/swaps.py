@@ -34,6 +34,7 @@ class Swaps:
     def begin(self, sequence: Sequence, direction: Direction, *, after_row: bool = False) -> Swap:
         """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
         executor forgets it, after that row if there is one, and it begins again on arrival."""
+        assert sequence.host_table is not None, "it has blocks on both tiers"
         device_blocks, host_blocks = [], []
         # It may have reserved more on the host. A window of 1 keeps nothing.
         for device_block, host_block in zip(sequence.block_table, sequence.host_table, strict=False):

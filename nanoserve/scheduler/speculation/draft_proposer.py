@@ -45,7 +45,7 @@ class _Record:
 class DraftProposer:
     """``looks_up``: draft tokens come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is
     asked for them, one step before. A step has at most ``token_budget`` tokens with its draft tokens. With
-    ``async_scheduling`` the next plan is made before a token is known, unless its sequence ``waits_for_token``."""
+    ``async_scheduling`` the next plan is made before a token is known, unless its sequence waits for the token."""
 
     def __init__(self, *, looks_up: bool, token_budget: int, async_scheduling: bool = False) -> None:
         self.counts = DraftCounts()
@@ -113,8 +113,10 @@ class DraftProposer:
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
         if self._async_scheduling:
             for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
-                sequence.waits_for_token = bool(count or draft or is_plain)
-                record.wait = _PROBE if sequence.waits_for_token else min(2 * record.wait, _RAREST_PROBE)
+                if sequence.placeholders is None:
+                    continue
+                sequence.placeholders.wait = bool(count or draft or is_plain)
+                record.wait = _PROBE if sequence.placeholders.wait else min(2 * record.wait, _RAREST_PROBE)
         return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 
     def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
@@ -206,8 +208,9 @@ class DraftProposer:
             record.draft_tokens, record.length = draft, length
             if not draft:  # as good as a wrong draft token
                 self._take_note(record, 1, 0)
-        if self._async_scheduling and not sequence.waits_for_token and length - record.seen >= record.wait:
-            sequence.waits_for_token = not self._looks_up or bool(record.index.propose(sequence.tokens, 1))
+        placeholders = sequence.placeholders
+        if placeholders is not None and not placeholders.wait and length - record.seen >= record.wait:
+            placeholders.wait = not self._looks_up or bool(record.index.propose(sequence.tokens, 1))
 
     def learn_pace(self, each: float, *, steady: bool) -> None:
         """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``

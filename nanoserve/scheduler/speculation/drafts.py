@@ -23,7 +23,8 @@ class Drafts(Extension):
         self._async_scheduling = scheduler.async_scheduling
 
     def added(self, sequence: Sequence) -> None:
-        sequence.waits_for_token = True  # until the proposer has looked at it
+        if sequence.placeholders is not None:
+            sequence.placeholders.wait = True  # until the proposer has looked at it
 
     def after_rows(self, builder: PlanBuilder) -> None:
         """Add draft tokens to the rows that are sampled, and ask for the next ones, where blocks are free for them.
