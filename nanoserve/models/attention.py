@@ -12,7 +12,7 @@ from triton_ops import cache_write, dense_attention, paged_attention
 
 
 class AttentionFunction(Protocol):
-    """What stands between the two halves of a layer."""
+    """Attention of one layer, which stands between the two halves of a DecoderLayer."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value [T, num_kv_heads, value_dim] ->
@@ -33,25 +33,35 @@ class DenseCausalAttention:
         self._shared = dict[int, tuple[Tensor, Tensor]]()  # keys and values that later layers share, by layer
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        window = self.config.sliding_window(layer)
-        if sources := self.config.kv_sources:
-            key, value = self._shared[sources[layer]] if sources[layer] < layer else (key, value)
-            self._shared[layer] = key, value
-        slides = 0 < window < self.length
+        config = self.config
+        if config.kv_sources:
+            source = config.kv_sources[layer]
+            if source < layer:
+                key, value = self._shared[source]
+            else:
+                self._shared[layer] = key, value
+        window = config.sliding_window(layer)
+        mask = None
+        if 0 < window < self.length:
+            mask = self._window_mask(window, query.device)
+        if sinks is not None:
+            sinks = sinks[:, None]
         attended = dense_attention(
             self._sequences(query),
             self._sequences(key),
             self._sequences(value),
-            self._window_mask(window, query.device) if slides else None,
-            scale=self.config.softmax_scale,
-            soft_cap=self.config.attention_soft_cap,
-            sinks=None if sinks is None else sinks[:, None],
+            mask,
+            scale=config.softmax_scale,
+            soft_cap=config.attention_soft_cap,
+            sinks=sinks,
         )
         return attended.transpose(1, 2).reshape(self.batch * self.length, -1)
 
     def _sequences(self, heads: Tensor) -> Tensor:
         """[batch * length, H, D] -> [batch, H, length, D]"""
-        return heads.view(self.batch, self.length, heads.shape[1], heads.shape[2]).transpose(1, 2)
+        _, num_heads, head_dim = heads.shape
+        by_sequence = heads.view(self.batch, self.length, num_heads, head_dim)
+        return by_sequence.transpose(1, 2)
 
     def _window_mask(self, window: int, device: torch.device) -> Tensor:
         position = torch.arange(self.length, device=device)
@@ -80,8 +90,12 @@ class AttentionBatch:
 
     def pick(self, rows: Tensor) -> "AttentionBatch":
         """Some rows, int64 [n], of a batch whose rows have one new token each."""
-        starts = self.query_starts[: len(rows) + 1]
-        return AttentionBatch(self.block_tables[rows], starts, self.context_lengths[rows], self.slot_mapping[rows])
+        return AttentionBatch(
+            block_tables=self.block_tables[rows],
+            query_starts=self.query_starts[: len(rows) + 1],
+            context_lengths=self.context_lengths[rows],
+            slot_mapping=self.slot_mapping[rows],
+        )
 
 
 @dataclass(slots=True)
@@ -98,18 +112,23 @@ class PagedAttention:
     """The batch of each layer, where they are in several cache groups: tables and slots differ."""
 
     def batch_of(self, layer: int) -> AttentionBatch:
-        return self.batch if self.of_layers is None else self.of_layers[layer]
+        if self.of_layers is None:
+            return self.batch
+        return self.of_layers[layer]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        key_cache, value_cache, batch = self.key_caches[layer], self.value_caches[layer], self.batch_of(layer)
-        if not key.shape[1]:
-            pass  # the layer whose keys and values these are has written them
-        elif self.config.mla is None:
+        config = self.config
+        key_cache = self.key_caches[layer]
+        value_cache = self.value_caches[layer]
+        batch = self.batch_of(layer)
+        makes_kv = key.shape[1] > 0  # without, the layer whose keys and values these are has written them
+        if makes_kv and config.mla is None:
             cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
-        else:  # the cache of values is empty: they are the first columns of the keys
+        elif makes_kv:  # the cache of values is empty: they are the first columns of the keys
             cache_write(key, value[..., :0], key_cache, value_cache, batch.slot_mapping)
-            value_cache = key_cache[..., : self.config.value_dim]
-        out = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
+            value_cache = key_cache[..., : config.value_dim]
+        num_tokens, num_heads, _ = query.shape
+        out = query.new_empty(num_tokens, num_heads * value.shape[2])
         paged_attention(
             out,
             query,
@@ -118,9 +137,9 @@ class PagedAttention:
             batch.block_tables,
             batch.query_starts,
             batch.context_lengths,
-            scale=self.config.softmax_scale,
-            sliding_window=self.config.sliding_window(layer),
-            soft_cap=self.config.attention_soft_cap,
+            scale=config.softmax_scale,
+            sliding_window=config.sliding_window(layer),
+            soft_cap=config.attention_soft_cap,
             sinks=sinks,
         )
         return out

@@ -8,7 +8,6 @@ layers, and in each layer some of the heads and part of the inner size. A layer 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Literal, Protocol, cast
 
 import torch
@@ -68,7 +67,8 @@ class VocabularyShard(nn.Module):
         """token_ids [T], of the whole vocabulary -> [T, embedding_dim]; zeros for tokens that other parts hold."""
         rows = token_ids - self.first_row
         unknown = (rows < 0) | (rows >= self.num_embeddings)
-        found: Tensor = self(rows.masked_fill(unknown, 0))
+        some_row = rows.masked_fill(unknown, 0)
+        found: Tensor = self(some_row)
         return found.masked_fill(unknown[:, None], 0.0)
 
 
@@ -101,27 +101,39 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads). Where
         queries grow with their position, [T, 2, rotary_dim // 2]: those of keys, then those of queries."""
-        angles = (positions.float()[:, None] * self.inverse_frequencies)[:, None, :]
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        if not self.rope.query_growth:
+        by_pair = positions.float()[:, None] * self.inverse_frequencies
+        angles = by_pair[:, None, :]
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
+        rope = self.rope
+        if not rope.query_growth:
             return cos, sin
-        turns = positions // self.rope.original_max_position_embeddings
-        growth = 1 + self.rope.query_growth * (1 + turns.float()).log()[:, None, None]
-        return torch.cat((cos, cos * growth), dim=1), torch.cat((sin, sin * growth), dim=1)
+        turns = positions // rope.original_max_position_embeddings
+        logarithms = (1 + turns.float()).log()
+        growth = 1 + rope.query_growth * logarithms[:, None, None]
+        cos = torch.cat((cos, cos * growth), dim=1)
+        sin = torch.cat((sin, sin * growth), dim=1)
+        return cos, sin
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
     """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their positions."""
     turning = heads[..., : rope.rotary_dim]
     if rope.interleaved:
-        first, second = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        first = turning[..., 0::2]
+        second = turning[..., 1::2]
     else:
         first, second = turning.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    if rope.interleaved:
+        turned = torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((turned_first, turned_second), dim=-1)
     if rope.rotary_dim == heads.shape[-1]:
         return turned
-    return torch.cat((turned, heads[..., rope.rotary_dim :]), dim=-1)
+    still = heads[..., rope.rotary_dim :]
+    return torch.cat((turned, still), dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -130,7 +142,10 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, kind: NormKind = "rms") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if kind == "rms_plus_one" else torch.ones(size))
+        initial = torch.ones(size)
+        if kind == "rms_plus_one":
+            initial = torch.zeros(size)
+        self.weight = nn.Parameter(initial)
         self.eps = eps
         self.kind = kind
 
@@ -138,7 +153,8 @@ class RMSNorm(nn.Module):
         exact = hidden.float()
         if self.kind == "layer":
             exact = exact - exact.mean(-1, keepdim=True)
-        return self.scale(exact, exact.square().mean(-1, keepdim=True), hidden.dtype)
+        mean_square = exact.square().mean(-1, keepdim=True)
+        return self.scale(exact, mean_square, hidden.dtype)
 
     def scale(self, exact: Tensor, mean_square: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of float32 numbers, whose mean square is known, in this dtype."""
@@ -146,7 +162,9 @@ class RMSNorm(nn.Module):
         if self.kind == "rms":
             return self.weight * normed.to(dtype)
         weight = self.weight.float()
-        return (normed * (1.0 + weight if self.kind == "rms_plus_one" else weight)).to(dtype)
+        if self.kind == "rms_plus_one":
+            weight = 1.0 + weight
+        return (normed * weight).to(dtype)
 
 
 class FeedForward(nn.Module):
@@ -161,7 +179,10 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        active = functional.silu(gate) if self.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        if self.activation == "silu":
+            active = functional.silu(gate)
+        else:
+            active = functional.gelu(gate, approximate="tanh")
         output: Tensor = self.down(active * up)
         return output
 
@@ -173,52 +194,72 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.moe = moe
+        num_experts = moe.num_experts
         hidden_size = config.hidden_size
+        inner = moe.intermediate_size
         if moe.scores == "sigmoid":
-            self.correction_bias = nn.Parameter(torch.zeros(moe.num_experts, dtype=torch.float32))
+            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
         if moe.shared_size:
             self.shared = FeedForward(replace(config, intermediate_size=moe.shared_size))
         biased = moe.style == "gpt_oss"
-        self.router = Linear(hidden_size, moe.num_experts, bias=biased)
-        self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.intermediate_size, hidden_size))
-        self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, moe.intermediate_size))
+        self.router = Linear(hidden_size, num_experts, bias=biased)
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner))
         if biased:
-            self.gate_up_bias = nn.Parameter(torch.zeros(moe.num_experts, 2 * moe.intermediate_size))
-            self.down_bias = nn.Parameter(torch.zeros(moe.num_experts, hidden_size))
+            self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * inner))
+            self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
         """Biases of gate_up and down of all experts; None where the family has none."""
-        return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
+        if self.moe.style != "gpt_oss":
+            return None
+        return self.gate_up_bias, self.down_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        bias = self.correction_bias if self.moe.scores == "sigmoid" else None
-        weights, experts = route(self.router(hidden), self.moe, bias)
-        added = sparse_experts(hidden, weights, experts, self.gate_up, self.down, self.biases, self.moe.style)
-        return added + self.shared(hidden) if self.moe.shared_size else added
+        moe = self.moe
+        correction_bias = None
+        if moe.scores == "sigmoid":
+            correction_bias = self.correction_bias
+        weights, experts = route(self.router(hidden), moe, correction_bias)
+        output = sparse_experts(hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style)
+        if moe.shared_size:
+            output = output + self.shared(hidden)
+        return output
 
 
 def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same
     shape. The bias, float32 [num_experts], takes part in the choice alone."""
     if correction_bias is None:
-        weights = choice = functional.softmax(logits, dim=-1, dtype=torch.float32)
+        scores = functional.softmax(logits, dim=-1, dtype=torch.float32)
+        choice = scores
+        judging = 1
     else:
-        weights = logits.float().sigmoid()
-        choice = weights + correction_bias
+        scores = logits.float().sigmoid()
+        choice = scores + correction_bias
+        judging = 2
     if moe.num_groups > 1:
-        by_group = choice.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
-        # A group is as good as its best expert, or, with a bias, as its two best.
-        best = by_group.topk(1 if correction_bias is None else 2, dim=-1).values.sum(-1)
-        chosen = best.topk(moe.groups_per_token, dim=-1).indices
-        others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, value=False)
-        choice = by_group.masked_fill(others[..., None], -torch.inf).flatten(-2)
+        choice = _best_groups(choice, moe, judging)
     experts = choice.topk(moe.experts_per_token, dim=-1).indices
-    weights = weights.gather(-1, experts)
+    weights = scores.gather(-1, experts)
     if moe.normalize_weights:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights if moe.weight_scale == 1.0 else weights * moe.weight_scale, experts
+    if moe.weight_scale != 1.0:
+        weights = weights * moe.weight_scale
+    return weights, experts
+
+
+def _best_groups(scores: Tensor, moe: MoeConfig, judging: int) -> Tensor:
+    """Scores [T, num_experts] with -inf for experts outside a token's best groups. A group is as good as the sum of its
+    `judging` best experts."""
+    by_group = scores.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
+    quality = by_group.topk(judging, dim=-1).values.sum(-1)
+    chosen = quality.topk(moe.groups_per_token, dim=-1).indices
+    is_other = torch.ones_like(quality, dtype=torch.bool)
+    is_other = is_other.scatter(-1, chosen, value=False)
+    return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -231,7 +272,9 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, mla: MlaConfig) -> None:
         super().__init__()
-        self.mla, self.rope, self.num_heads = mla, config.rope, config.num_heads
+        self.mla = mla
+        self.rope = config.rope
+        self.num_heads = config.num_heads
         self.query_size = mla.query_size(config.num_heads)
         if mla.q_lora_rank:
             self.query_norm = RMSNorm(mla.q_lora_rank, _LATENT_EPS)
@@ -241,8 +284,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
-        """What the first product of a layer gives: queries, or the latents they are made of; latents and keys."""
-        return [self.mla.q_lora_rank or self.query_size, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim]
+        """Columns of a layer's first product: of queries, or the latents they are made of; of latents and keys."""
+        mla = self.mla
+        query = mla.q_lora_rank
+        if query == 0:
+            query = self.query_size
+        return [query, mla.kv_lora_rank + mla.qk_rope_head_dim]
 
     def absorb(self, projected: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """projected [T, sum of sizes] -> query [T, num_heads, head_dim], key [T, 1, head_dim], and its first columns
@@ -252,12 +299,16 @@ class MultiHeadLatentAttention(nn.Module):
         if mla.q_lora_rank:
             query = self.query_up(self.query_norm(query))
         query = query.view(-1, self.num_heads, mla.query_size(1))
-        still, turning = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
+        still = query[..., : mla.qk_nope_head_dim]
+        turning = query[..., mla.qk_nope_head_dim :]
         key_matrix, _ = self._matrices()
         absorbed = torch.einsum("thn,hnr->thr", still, key_matrix)
-        query = torch.cat((absorbed, rotate(turning, cos, sin, self.rope)), dim=-1)
-        latent, turning = cached[:, None, : mla.kv_lora_rank], cached[:, None, mla.kv_lora_rank :]
-        key = torch.cat((self.latent_norm(latent), rotate(turning, cos, sin, self.rope)), dim=-1)
+        turned = rotate(turning, cos, sin, self.rope)
+        query = torch.cat((absorbed, turned), dim=-1)
+        cached = cached[:, None]
+        latent = self.latent_norm(cached[..., : mla.kv_lora_rank])
+        turned = rotate(cached[..., mla.kv_lora_rank :], cos, sin, self.rope)
+        key = torch.cat((latent, turned), dim=-1)
         return query, key, key[..., : mla.kv_lora_rank]
 
     def expand(self, attended: Tensor) -> Tensor:
@@ -269,7 +320,8 @@ class MultiHeadLatentAttention(nn.Module):
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """[num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, v_head_dim, kv_lora_rank]."""
         by_head = self.latent_up.weight.view(self.num_heads, -1, self.mla.kv_lora_rank)
-        return by_head[:, : self.mla.qk_nope_head_dim], by_head[:, self.mla.qk_nope_head_dim :]
+        key_rows = self.mla.qk_nope_head_dim
+        return by_head[:, :key_rows], by_head[:, key_rows:]
 
 
 class DecoderLayer(nn.Module):
@@ -283,128 +335,176 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.rope = config.rope_kinds.index(config.rope_of(index))
         """Which of the decoder's angles are the layer's own."""
-        self.config = config = config.of_layer(index)
+        config = config.of_layer(index)
+        self.config = config
         self.index = index
         self.group = group
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, kind=config.norm)
-        self.attention_norm = norm(config.hidden_size)
-        if not config.attention_norm or config.norms == "after":
+        if config.attention_norm and config.norms != "after":
+            self.attention_norm = self._norm(config.hidden_size)
+        else:
             self.attention_norm = cast(RMSNorm, nn.Identity())
-        width = sum(config.qkv_sizes)
-        if config.mla is not None:
-            self.latent = MultiHeadLatentAttention(config, config.mla)
-            width = sum(self.latent.sizes)
-        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
-        if config.qk_norm:
-            self.query_norm = norm(self.query_size if config.qk_norm_spans_heads else config.head_dim)
-            if config.has_kv:
-                self.key_norm = norm(self.kv_size if config.qk_norm_spans_heads else config.head_dim)
-        if config.attention_sinks:
-            self.sinks = nn.Parameter(torch.zeros(config.num_heads))
-        self.output = Linear(config.output_size, config.hidden_size, bias=config.output_bias)
+        self._make_attention()
         if config.norms in ("before", "around"):
-            self.feed_forward_norm = norm(config.hidden_size)
+            self.feed_forward_norm = self._norm(config.hidden_size)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(index):
             self.feed_forward = MixtureOfExperts(config, config.moe)
         else:
             self.feed_forward = FeedForward(config)
         if config.norms in ("around", "after"):
-            self.attention_output_norm = norm(config.hidden_size)
-            self.feed_forward_output_norm = norm(config.hidden_size)
+            self.attention_output_norm = self._norm(config.hidden_size)
+            self.feed_forward_output_norm = self._norm(config.hidden_size)
         if config.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
         if config.per_layer_input_size:
             self.input_gate = Linear(config.hidden_size, config.per_layer_input_size, bias=False)
             self.input_up = Linear(config.per_layer_input_size, config.hidden_size, bias=False)
-            self.input_norm = norm(config.hidden_size)
+            self.input_norm = self._norm(config.hidden_size)
+
+    def _norm(self, size: int) -> RMSNorm:
+        """Make a norm of the family's kind."""
+        return RMSNorm(size, self.config.rms_norm_eps, self.config.norm)
+
+    def _make_attention(self) -> None:
+        """Make the matrices and norms of attention."""
+        config = self.config
+        if config.mla is not None:
+            self.latent = MultiHeadLatentAttention(config, config.mla)
+            width = sum(self.latent.sizes)
+        else:
+            width = sum(config.qkv_sizes)
+        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        if config.qk_norm:
+            query_size = key_size = config.head_dim
+            if config.qk_norm_spans_heads:
+                query_size = self.query_size
+                key_size = self.kv_size
+            self.query_norm = self._norm(query_size)
+            if config.has_kv:
+                self.key_norm = self._norm(key_size)
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(config.num_heads))
+        self.output = Linear(config.output_size, config.hidden_size, bias=config.output_bias)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
         key are rotated to the positions of cos and sin. Values of latents are narrower. Without keys and values of its
         own a layer returns them without heads."""
-        config, projected = self.config, self.qkv(self.attention_norm(hidden))
+        config = self.config
+        projected = self.qkv(self.attention_norm(hidden))
         if config.mla is not None:
             return self.latent.absorb(projected, cos, sin)
         if not config.has_kv:
             query = projected.view(-1, config.num_heads, config.head_dim)
-            query = rotate(self.query_norm(query) if config.qk_norm else query, cos, sin, config.rope)
+            if config.qk_norm:
+                query = self.query_norm(query)
+            query = rotate(query, cos, sin, config.rope)
             return query, query[:, :0], query[:, :0]
-        query, key, *values = projected.split(config.qkv_sizes, dim=-1)
-        value = values[0] if values else key
+        parts = projected.split(config.qkv_sizes, dim=-1)
+        query = parts[0]
+        key = parts[1]
+        value = parts[-1]  # the key, where one matrix makes both
         if config.qk_norm_spans_heads:
             query, key = self._norm_all_heads(query, key)
         query = query.view(-1, config.num_heads, config.head_dim)
         key = key.view(-1, config.num_kv_heads, config.head_dim)
         value = value.view(-1, config.num_kv_heads, config.head_dim)
         if config.qk_norm and not config.qk_norm_spans_heads:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = self.query_norm(query)
+            key = self.key_norm(key)
         if config.value_norm:
-            value = functional.rms_norm(value.float(), value.shape[-1:], eps=config.rms_norm_eps).to(value.dtype)
+            normed = functional.rms_norm(value.float(), value.shape[-1:], eps=config.rms_norm_eps)
+            value = normed.to(value.dtype)
         if config.rope.query_growth:
             query = rotate(query, cos[:, 1:], sin[:, 1:], config.rope)
-            return query, rotate(key, cos[:, :1], sin[:, :1], config.rope), value
-        return rotate(query, cos, sin, config.rope), rotate(key, cos, sin, config.rope), value
+            key = rotate(key, cos[:, :1], sin[:, :1], config.rope)
+        else:
+            query = rotate(query, cos, sin, config.rope)
+            key = rotate(key, cos, sin, config.rope)
+        return query, key, value
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Norms over the heads of all ranks, of queries [T, query_size] and keys [T, kv_size]. A key that several ranks
         hold counts as often, like all others."""
-        exact_query, exact_key = query.float(), key.float()
-        squares = [one.square().mean(-1, keepdim=True) for one in (exact_query, exact_key)]
-        summed = self.group.all_reduce(torch.cat([*squares, torch.ones_like(squares[0])], dim=-1))
+        exact_query = query.float()
+        exact_key = key.float()
+        query_square = exact_query.square().mean(-1, keepdim=True)
+        key_square = exact_key.square().mean(-1, keepdim=True)
+        ranks = torch.ones_like(query_square)
+        own = torch.cat((query_square, key_square, ranks), dim=-1)
+        summed = self.group.all_reduce(own)
         means = summed[:, :2] / summed[:, 2:]
-        query = self.query_norm.scale(exact_query, means[:, :1], query.dtype)
-        return query, self.key_norm.scale(exact_key, means[:, 1:], key.dtype)
+        normed_query = self.query_norm.scale(exact_query, means[:, :1], query.dtype)
+        normed_key = self.key_norm.scale(exact_key, means[:, 1:], key.dtype)
+        return normed_query, normed_key
 
     def post_attention(
         self, attention_output: Tensor, residual: Tensor, between_sums: "BetweenSums | None" = None
     ) -> Tensor:
         """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T, hidden_size]; `between_sums`
         may be compiled."""
-        if self.config.mla is not None:
+        config = self.config
+        if config.mla is not None:
             attention_output = self.latent.expand(attention_output)
-        norms, attended = self.config.norms, self.output(attention_output)
-        if norms == "shared":
-            return residual + self.group.all_reduce(attended + self.feed_forward(self.attention_norm(residual)))
-        fed, residual = (between_sums or self.between_sums)(self.group.all_reduce(attended), residual)
+        attended = self.output(attention_output)
+        if config.norms == "shared":
+            fed = self.feed_forward(self.attention_norm(residual))
+            return residual + self.group.all_reduce(attended + fed)
+        if between_sums is None:
+            between_sums = self.between_sums
+        fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
-        fed = self.feed_forward_output_norm(fed) if norms in ("around", "after") else fed
-        # The same sum, but one that torch's compiler does not join with the product before it: a GPU would copy the
-        # residual first, and take a slower product.
-        output = (residual.float() + fed.float()).to(residual.dtype)
-        return output * self.scale if self.config.layer_scale and not self.config.per_layer_input_size else output
+        if config.norms in ("around", "after"):
+            fed = self.feed_forward_output_norm(fed)
+        # The sum is in float32 so that torch's compiler does not join it with the product before it: a GPU would copy
+        # the residual first, and take a slower product.
+        output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
+        if config.layer_scale and not config.per_layer_input_size:
+            output = output * self.scale
+        return output
 
     def add_per_layer_input(self, hidden: Tensor, per_layer_input: Tensor) -> Tensor:
         """Add the layer's embedding of each token, [T, per_layer_input_size], gated by the hidden states, to the hidden
         states after the feed-forward part, [T, hidden_size]."""
         gate = functional.gelu(self.input_gate(hidden), approximate="tanh")
-        output: Tensor = hidden + self.input_norm(self.input_up(gate * per_layer_input))
-        return output * self.scale if self.config.layer_scale else output
+        added = self.input_up(gate * per_layer_input)
+        output: Tensor = hidden + self.input_norm(added)
+        if self.config.layer_scale:
+            output = output * self.scale
+        return output
 
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """From one sum over the group to the next: attended and residual [T, hidden_size] -> this rank's addend of the
         feed-forward part, and the residual that the sum is added to, [T, hidden_size] each."""
         norms = self.config.norms
-        residual = residual + (self.attention_output_norm(attended) if norms in ("around", "after") else attended)
-        fed: Tensor = self.feed_forward(residual if norms == "after" else self.feed_forward_norm(residual))
+        if norms in ("around", "after"):
+            attended = self.attention_output_norm(attended)
+        residual = residual + attended
+        normed = residual
+        if norms != "after":
+            normed = self.feed_forward_norm(residual)
+        fed: Tensor = self.feed_forward(normed)
         return fed, residual
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)
-        return self.post_attention(self.attend(attention, query, key, value), hidden)
+        attended = self.attend(attention, query, key, value)
+        return self.post_attention(attended, hidden)
 
     def attend(self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What stands between the halves, from what the first returns to what the second takes."""
-        sinks = self.sinks.float() if self.config.attention_sinks else None
+        """Run attention on the results of `pre_attention`; returns the first argument of `post_attention`."""
+        sinks = None
+        if self.config.attention_sinks:
+            sinks = self.sinks.float()
         return attention(self.index, query, key, value, sinks)
 
 
 Angles = tuple[Tensor, Tensor]
 """The cosines and sines of T tokens."""
 BetweenSums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What `DecoderLayer.between_sums` computes."""
+"""Computes `DecoderLayer.between_sums`: eagerly, or compiled."""
 LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
 """Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
 
@@ -415,7 +515,8 @@ class PerLayerEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, rows: int, first_row: int) -> None:
         super().__init__()
-        self.size, self.scale = config.per_layer_input_size, config.hidden_size**-0.5
+        self.size = config.per_layer_input_size
+        self.scale = config.hidden_size**-0.5
         width = config.num_layers * self.size
         self.embedding = VocabParallelEmbedding(rows, width, first_row=first_row)
         self.projection = Linear(config.hidden_size, width, bias=False)
@@ -423,8 +524,10 @@ class PerLayerEmbeddings(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T, num_layers, size]"""
-        projected = (self.projection(hidden) * self.scale).unflatten(-1, (-1, self.size))
-        per_layer_inputs: Tensor = (self.norm(projected) + embedded.view_as(projected) * self.size**0.5) * 0.5**0.5
+        projected = self.projection(hidden) * self.scale
+        projected = projected.unflatten(-1, (-1, self.size))
+        own = embedded.view_as(projected) * self.size**0.5
+        per_layer_inputs: Tensor = (self.norm(projected) + own) * 0.5**0.5
         return per_layer_inputs
 
 
@@ -446,23 +549,30 @@ class Decoder(nn.Module):
         """`config` describes the whole model, `shard` the part to make (None: all), `group` the ranks of its stage."""
         super().__init__()
         self.model_config = config  # the whole model's
-        # Only the first stage has an `embedding`, only the last one a `final_norm` and a `lm_head`. `layers` holds the
-        # stage's layers, counted from 0.
-        self.shard = shard or whole_model(config)
-        self.is_first, self.is_last = self.shard.is_first, self.shard.is_last
-        if self.shard.degree > 1 and group is None:
-            raise ValueError("ranks that compute a stage together need a group")
-        self.group = group or SINGLE_RANK
         # The sizes of this decoder. Without a shard it is the same object as the model's config: a compiler treats the
         # sizes in a decoder's own config as constants.
-        self.config = config = config if shard is None else shard_config(config, shard)
-        rows = divided(config.vocab_size, self.shard.degree)
+        if shard is None:
+            shard = whole_model(config)
+        else:
+            config = shard_config(config, shard)
+        self.config = config
+        # Only the first stage has an `embedding`, only the last one a `final_norm` and a `lm_head`. `layers` holds the
+        # stage's layers, counted from 0.
+        self.shard = shard
+        self.is_first = shard.is_first
+        self.is_last = shard.is_last
+        if group is None:
+            if shard.degree > 1:
+                raise ValueError("ranks that compute a stage together need a group")
+            group = SINGLE_RANK
+        self.group = group
+        rows = divided(config.vocab_size, shard.degree)
         if self.is_first:
-            self.embedding = VocabParallelEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
+            self.embedding = VocabParallelEmbedding(rows, config.hidden_size, first_row=shard.rank * rows)
             if config.per_layer_input_size:
-                self.per_layer_embeddings = PerLayerEmbeddings(config, rows, self.shard.rank * rows)
-        self.rotary = nn.ModuleList(map(RotaryEmbedding, config.rope_kinds))
-        self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
+                self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
+        self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
+        self.layers = nn.ModuleList(DecoderLayer(config, index, group) for index in range(config.num_layers))
         if self.is_last:
             self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm)
             self.lm_head = Linear(config.hidden_size, rows, bias=False)
@@ -474,13 +584,17 @@ class Decoder(nn.Module):
 
     def set_group(self, group: TensorParallelGroup | None) -> None:
         """Set the group of ranks to compute with; None between two groups, while nothing is computed."""
-        for part in (self, *self.layers):
-            part.group = group or SINGLE_RANK
+        if group is None:
+            group = SINGLE_RANK
+        self.group = group
+        for layer in cast(Iterable[DecoderLayer], self.layers):
+            layer.group = group
 
     @property
     def dtype(self) -> torch.dtype:
         """Number format of weights, hidden states and cache."""
-        return next(one.dtype for one in self.layers[0].parameters() if one.is_floating_point())
+        parameters = self.layers[0].parameters()
+        return next(parameter.dtype for parameter in parameters if parameter.is_floating_point())
 
     @property
     def device(self) -> torch.device:
@@ -505,7 +619,8 @@ class Decoder(nn.Module):
             embedded = self._look_up(self.per_layer_embeddings.embedding, inputs)
             per_layer_inputs = self.per_layer_embeddings(embedded, hidden)
         for layer in cast(Iterable[DecoderLayer], self.layers):
-            hidden = run_layer(layer, hidden, *angles[layer.rope], attention)
+            cos, sin = angles[layer.rope]
+            hidden = run_layer(layer, hidden, cos, sin, attention)
             if per_layer_inputs is not None:
                 hidden = layer.add_per_layer_input(hidden, per_layer_inputs[:, layer.index])
         return self.apply_final_norm(hidden)
@@ -513,13 +628,18 @@ class Decoder(nn.Module):
     def embed(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
         """Embed tokens (first stage only), and compute the cos and sin of each kind of RoPE. The arguments are those of
         `forward`; each layer takes the angles of its `rope`."""
-        hidden = self._embed_tokens(inputs) if self.is_first else inputs
+        hidden = inputs
+        if self.is_first:
+            hidden = self._embed_tokens(inputs)
         return hidden, self.angles(positions, hidden.dtype)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
         """The cosines and sines of positions [T] for each kind of rope, as RotaryEmbedding has them."""
-        found = [rotary(positions) for rotary in self.rotary]
-        return [(cos.to(dtype), sin.to(dtype)) for cos, sin in found]
+        found = []
+        for rotary in self.rotary:
+            cos, sin = rotary(positions)
+            found.append((cos.to(dtype), sin.to(dtype)))
+        return found
 
     def apply_final_norm(self, hidden: Tensor) -> Tensor:
         """Normalize the output of the last layer (last stage only); other stages return it unchanged."""
@@ -531,32 +651,41 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage. All ranks of the group must
         call this; only the first one gets logits, the others [0, vocab_size]."""
-        vocab_size = self.config.vocab_size
-        logits = self.group.gather(self.lm_head(hidden))
-        if logits is None:
-            return hidden.new_empty(0, vocab_size, dtype=torch.float32)
-        logits, scale, cap = logits[:, :vocab_size].float(), self.config.logit_scale, self.config.logit_soft_cap
-        logits = logits if scale == 1.0 else logits * scale
-        return (logits / cap).tanh() * cap if cap else logits
+        config = self.config
+        gathered = self.group.gather(self.lm_head(hidden))
+        if gathered is None:
+            return hidden.new_empty(0, config.vocab_size, dtype=torch.float32)
+        logits = gathered[:, : config.vocab_size].float()
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        cap = config.logit_soft_cap
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        return logits
 
     def greediest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, hidden_size] -> the largest logit, float32 [N], and the lowest token that has it, int64 [N], in
-        the last stage. As `compute_logits`, but each rank sends two numbers a row; the others get [0]."""
+        the last stage. Like `compute_logits`, but each rank sends two numbers a row; the others get [0]."""
         logits = self.lm_head(hidden).float()
         first = self.shard.rank * logits.shape[1]
-        logits[:, max(0, self.config.vocab_size - first) :] = -torch.inf
+        num_real = max(0, self.config.vocab_size - first)  # the last rank's other tokens are padding
+        logits[:, num_real:] = -torch.inf
         maxima, tokens = logits.max(dim=1)
-        both = self.group.gather(torch.stack((maxima.double(), tokens.double() + first), dim=1))
-        if both is None:
+        own = torch.stack((maxima.double(), tokens.double() + first), dim=1)
+        gathered = self.group.gather(own)
+        if gathered is None:
             return hidden.new_empty(0, dtype=torch.float32), tokens[:0]
-        maxima, best = both[:, ::2].max(dim=1)  # of equal ones the first, which has the lowest tokens
-        return maxima.float(), both[:, 1::2].gather(1, best[:, None])[:, 0].long()
+        maxima, best_ranks = gathered[:, 0::2].max(dim=1)  # of equal ones the first, which has the lowest tokens
+        best_tokens = gathered[:, 1::2].gather(1, best_ranks[:, None])
+        return maxima.float(), best_tokens[:, 0].long()
 
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         hidden = self._look_up(self.embedding, token_ids)
-        if (scale := self.config.embedding_scale) == 1.0:
+        scale = self.config.embedding_scale
+        if scale == 1.0:
             return hidden
-        return hidden * torch.tensor(scale, dtype=hidden.dtype).item()  # rounded, as models are trained with it
+        rounded = torch.tensor(scale, dtype=hidden.dtype)  # as models are trained with it
+        return hidden * rounded.item()
 
     def _look_up(self, table: VocabularyShard, token_ids: Tensor) -> Tensor:
         if self.shard.degree == 1:
@@ -580,15 +709,17 @@ def _initialize(module: nn.Module) -> None:
 
 def _inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each pair of dimensions, float32 [rotary_dim // 2] on the CPU."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
+    dimensions = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = dimensions / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.frequency_factors:
         frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32, device="cpu")
     if rope.kind == "none":
         return torch.zeros_like(frequencies)
     if rope.kind == "proportional":
-        still = torch.arange(len(frequencies), device="cpu") >= int(rope.proportion * rope.rotary_dim // 2)
-        return frequencies.masked_fill(still, 0.0) / rope.factor
+        num_turning = int(rope.proportion * rope.rotary_dim // 2)
+        is_still = torch.arange(len(frequencies), device="cpu") >= num_turning
+        return frequencies.masked_fill(is_still, 0.0) / rope.factor
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
@@ -601,19 +732,24 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others blended."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """YaRN, section 3.2: dimensions with more than beta_fast turns in the trained context are kept, those with fewer
     than beta_slow turns are interpolated, with a linear ramp over the dimension's index between them."""
-    low, high = _dimension(rope.beta_fast, rope), _dimension(rope.beta_slow, rope)
+    low = _dimension(rope.beta_fast, rope)
+    high = _dimension(rope.beta_slow, rope)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.rotary_dim - 1)
     index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device="cpu")
-    interpolated = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    span = max(high - low, 0.001)
+    interpolated = ((index - low) / span).clamp(0.0, 1.0)
     return interpolated * frequencies / rope.factor + (1.0 - interpolated) * frequencies
 
 
@@ -635,4 +771,6 @@ def _attention_factor(rope: RopeConfig) -> float:
 
 
 def _magnitude(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * scale * math.log(factor) + 1.0

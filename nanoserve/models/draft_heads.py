@@ -84,20 +84,23 @@ class Eagle3Head(EagleHead):
         yield from _matrix("fc", self.fc)
         yield from _matrix("lm_head", self.lm_head)
         yield TensorPart("norm.weight", "norm.weight", (hidden,))
-        for name, norm in (("input_layernorm", "embedding_norm"), ("hidden_norm", "feature_norm")):
-            yield TensorPart(f"midlayer.{name}.weight", f"layers.0.attention_norm.{norm}.weight", (hidden,))
+        norms = "layers.0.attention_norm"
+        yield TensorPart("midlayer.input_layernorm.weight", f"{norms}.embedding_norm.weight", (hidden,))
+        yield TensorPart("midlayer.hidden_norm.weight", f"{norms}.feature_norm.weight", (hidden,))
         for part in layer_parts(self.config, CheckpointNames(layer_prefix="midlayer."), 0):
-            is_wide = part.parameter == "layers.0.qkv.weight"
-            yield replace(part, shape=(part.shape[0], 2 * hidden)) if is_wide else part
+            if part.parameter == "layers.0.qkv.weight":  # it reads pairs
+                part = replace(part, shape=(part.shape[0], 2 * hidden))
+            yield part
 
     def fuse(self, features: Tensor) -> Tensor:
         fused: Tensor = self.fc(features)
         return fused
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As a decoder's; tokens outside of the head's vocabulary have -inf."""
-        logits: Tensor = self.lm_head(self.norm(hidden)).float()
-        return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(1, self.targets, logits)
+        """Logits like a decoder's; tokens outside of the head's vocabulary have -inf."""
+        own: Tensor = self.lm_head(self.norm(hidden)).float()
+        logits = own.new_full((len(own), self.config.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self.targets, own)
 
     def _embed_tokens(self, pairs: Tensor) -> Tensor:
         return pairs
@@ -113,7 +116,9 @@ class PairLayer(DecoderLayer):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)
-        return self.post_attention(self.attend(attention, query, key, value), hidden.chunk(2, dim=-1)[1])
+        attended = self.attend(attention, query, key, value)
+        _, features = hidden.chunk(2, dim=-1)
+        return self.post_attention(attended, features)
 
 
 class PairNorm(nn.Module):
@@ -121,11 +126,13 @@ class PairNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.embedding_norm, self.feature_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.embedding_norm = RMSNorm(size, eps)
+        self.feature_norm = RMSNorm(size, eps)
 
     def forward(self, pair: Tensor) -> Tensor:
         embedding, feature = pair.chunk(2, dim=-1)
-        return torch.cat((self.embedding_norm(embedding), self.feature_norm(feature)), dim=-1)
+        normed = self.embedding_norm(embedding), self.feature_norm(feature)
+        return torch.cat(normed, dim=-1)
 
 
 class MedusaHeads(nn.Module):
@@ -136,21 +143,23 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int, num_layers: int) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(
-            nn.Sequential(
-                *(ResidualBlock(hidden_size) for _ in range(num_layers)), Linear(hidden_size, vocab_size, bias=False)
-            )
-            for _ in range(num_heads)
-        )
+        self.heads = nn.ModuleList()
+        for _ in range(num_heads):
+            head = nn.Sequential()
+            for _ in range(num_layers):
+                head.append(ResidualBlock(hidden_size))
+            head.append(Linear(hidden_size, vocab_size, bias=False))
+            self.heads.append(head)
 
     def parts(self) -> Iterator[TensorPart]:
         """The tensors of its checkpoint."""
         for name, module in self.heads.named_modules():
             if isinstance(module, Linear):
-                yield from _matrix(name, module, f"heads.{name}")
+                for part in _matrix(name, module):
+                    yield replace(part, parameter=f"heads.{part.parameter}")
 
     def fuse(self, features: Tensor) -> Tensor:
-        """As an EAGLE head's: the final hidden states themselves."""
+        """The final hidden states themselves, as with an EAGLE head."""
         return features
 
     def forward(self, hidden: Tensor, count: int) -> Tensor:
@@ -174,44 +183,58 @@ class ResidualBlock(nn.Module):
 def load_eagle(directory: Path, target: Decoder) -> EagleHead:
     """The EAGLE or EAGLE-3 head of a directory, in the target's dtype and on its device. Raises ModelError, one line
     that names the directory, if it is damaged, pickled, or made for a target of another width or vocabulary."""
-    config, fields = ModelConfig.from_directory(directory), read_json_object(directory / "config.json")
-    tensors, sizes = read_tensors(directory), target.model_config
+    config = ModelConfig.from_directory(directory)
+    sizes = target.model_config
+    tensors = read_tensors(directory)
     is_third = is_eagle3(directory)
-    embedding = tensors.get(EMBEDDING) if is_third else tensors.pop(EMBEDDING, None)  # a copy of the target's
+    if not is_third:
+        tensors.pop(EMBEDDING, None)  # a copy of the target's
     _check_fit(directory, "vocab_size", config.vocab_size, sizes.vocab_size)
-    if embedding is None or not is_third:
+    if EMBEDDING not in tensors:
         _check_fit(directory, "hidden_size", config.hidden_size, sizes.hidden_size)
     if config.num_layers != 1 or config.moe is not None:
         raise ModelError(f"{directory}: only EAGLE heads of one dense layer are read; this has {config.num_layers}")
-    if not is_third:
-        head = EagleHead(config, target, biased="fc.bias" in tensors)
-        return _filled(head, head.parts(), tensors, directory, target)
+    if is_third:
+        return _load_eagle3(directory, config, tensors, target)
+    head = EagleHead(config, target, biased="fc.bias" in tensors)
+    return _filled(head, head.parts(), tensors, directory, target)
+
+
+def _load_eagle3(directory: Path, config: ModelConfig, tensors: dict[str, Tensor], target: Decoder) -> Eagle3Head:
+    sizes = target.model_config
+    fields = read_json_object(directory / "config.json")
     tensors.pop("t2d", None)  # says of each of the target's tokens whether d2t leads to it
     vocabulary = _count(directory, fields, "draft_vocab_size", config.vocab_size)
     offsets = tensors.pop("d2t", torch.zeros(vocabulary, dtype=torch.int64))
     targets = torch.arange(len(offsets)) + offsets.long()
-    if targets.shape != (vocabulary,) or not bool(torch.isin(targets, torch.arange(sizes.vocab_size)).all()):
+    is_token = torch.isin(targets, torch.arange(sizes.vocab_size))
+    if targets.shape != (vocabulary,) or not bool(is_token.all()):
         raise ModelError(f"{directory}: d2t does not lead from {vocabulary} tokens to tokens of the target")
-    eagle3 = Eagle3Head(config, target, _feature_layers(directory, fields, sizes.num_layers), targets.to(target.device))
-    parts = [*eagle3.parts()]
-    if embedding is not None:
-        eagle3.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+    feature_layers = _feature_layers(directory, fields, sizes.num_layers)
+    head = Eagle3Head(config, target, feature_layers, targets.to(target.device))
+    parts = list(head.parts())
+    if EMBEDDING in tensors:
+        head.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         parts.append(TensorPart(EMBEDDING, "embedding.weight", (config.vocab_size, config.hidden_size)))
-    return _filled(eagle3, parts, tensors, directory, target)
+    return _filled(head, parts, tensors, directory, target)
 
 
 def load_medusa(directory: Path, target: Decoder) -> MedusaHeads:
-    """The Medusa heads of a directory; as `load_eagle`."""
-    fields, sizes = read_json_object(directory / "config.json"), target.model_config
-    num_heads, num_layers = (_count(directory, fields, f"medusa_num_{kind}", 1) for kind in ("heads", "layers"))
+    """The Medusa heads of a directory; arguments and errors are those of `load_eagle`."""
+    fields = read_json_object(directory / "config.json")
+    sizes = target.model_config
+    num_heads = _count(directory, fields, "medusa_num_heads", 1)
+    num_layers = _count(directory, fields, "medusa_num_layers", 1)
     heads = MedusaHeads(sizes.hidden_size, sizes.vocab_size, num_heads, num_layers)
     return _filled(heads, heads.parts(), read_tensors(directory), directory, target)
 
 
 def _feature_layers(directory: Path, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The layers that config.json names, or an early, a middle and a late one, as the authors take them."""
-    named = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = named or [1, num_layers // 2 - 1, num_layers - 4]
+    eagle_config = fields.get("eagle_config") or {}
+    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    if not layers:
+        layers = [1, num_layers // 2 - 1, num_layers - 4]
     if not isinstance(layers, list) or not all(layer in range(num_layers) for layer in layers):
         raise ModelError(f"{directory}: the head reads the layers {layers}, the target has {num_layers}")
     return tuple(layers)
@@ -220,7 +243,8 @@ def _feature_layers(directory: Path, fields: Mapping[str, Any], num_layers: int)
 def _count(directory: Path, fields: Mapping[str, Any], key: str, default: int) -> int:
     value = fields.get(key, default)
     if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{directory / 'config.json'}: {key} must be an integer from 1 on, found {shown(value)}")
+        path = directory / "config.json"
+        raise ModelError(f"{path}: {key} must be an integer from 1 on, found {shown(value)}")
     return value
 
 
@@ -229,10 +253,11 @@ def _check_fit(directory: Path, key: str, found: int, wanted: int) -> None:
         raise ModelError(f"{directory}: the head has {key} {found}, the model {wanted}; it was made for another model")
 
 
-def _matrix(name: str, linear: Linear, parameter: str | None = None) -> Iterator[TensorPart]:
+def _matrix(name: str, linear: Linear) -> Iterator[TensorPart]:
     """The tensors of a matrix and its bias, if it has one."""
     for kind, values in linear.named_parameters():
-        yield TensorPart(f"{name}.{kind}", f"{parameter or name}.{kind}", tuple(values.shape))
+        own_name = f"{name}.{kind}"
+        yield TensorPart(own_name, own_name, tuple(values.shape))
 
 
 def _filled(

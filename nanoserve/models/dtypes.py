@@ -28,7 +28,9 @@ def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> t
     exact as bf16 in practice, and a hundred times slower in torch's products on a CPU.
     """
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_in_bf16(stored) else torch.float32
+        if device.type == "cuda" or _cpu_is_fast_in_bf16(stored):
+            return torch.bfloat16
+        return torch.float32
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {shown(name)}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -41,4 +43,6 @@ def format_name(dtype: torch.dtype) -> str:
 
 def _cpu_is_fast_in_bf16(stored: str) -> bool:
     _, flags = processor_name_and_flags()
-    return not _BF16_FLAGS.isdisjoint(flags) or (stored in ("bfloat16", "float16") and cpu_operators().expected)
+    if not _BF16_FLAGS.isdisjoint(flags):
+        return True
+    return stored in ("bfloat16", "float16") and cpu_operators().expected

@@ -22,7 +22,7 @@ from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.utils.sizes import format_size
-from triton_ops import pack, round_to_nearest
+from triton_ops import PackedFormat, pack, round_to_nearest
 
 DUMMY_SEED = 1
 """Identifies the weights of dummy models, also in caches. Change it when they are drawn in another way."""
@@ -55,22 +55,20 @@ def make_dummy_model(
     config = dummy_config(spec).rounded(quantization, on_gpu=device.type == "cuda")
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
-    formats = {} if quantization is None else rounded_forms(tensor_parts(config), config)
-    if formats:
-        pack_decoder(decoder, parts, {name: MatrixForm(found, None) for name, found in formats.items()})
+    formats: dict[str, PackedFormat] = {}
+    if quantization is not None:
+        formats = rounded_forms(tensor_parts(config), config)
+        forms = {name: MatrixForm(found, None) for name, found in formats.items()}
+        pack_decoder(decoder, parts, forms)
     place(decoder, device)
     generator = torch.Generator(device)
     for part in parts:
-        region, form = region_of(decoder, part), formats.get(part.name)
+        region = region_of(decoder, part)
+        form = formats.get(part.name)
         if form is None:
             _draw(part, region, generator)
-            continue
-        numbers = torch.empty(part.shape, dtype=decoder.dtype, device=device)
-        _draw(replace(part, rows=None, columns=None), numbers, generator)
-        matrix = round_to_nearest(numbers[part.source[0]], form.bits, form.group)
-        if part.columns is not None:
-            matrix = matrix.columns(part.columns)
-        region.copy_(matrix.dequantize() if region.is_floating_point() else pack(matrix))
+        else:
+            _draw_rounded(part, region, generator, form, decoder.dtype)
     return decoder, config
 
 
@@ -89,27 +87,35 @@ def save_dummy_checkpoint(
     """
     config = dummy_config(spec)
     files = list(_tensors_by_file(config, dtype))
-    needed = sum(map(_numbers, files)) * dtype.itemsize
-    free = shutil.disk_usage(directory).free if free is None else free
+    sizes = [_numbers(parts) for parts in files]
+    needed = sum(sizes) * dtype.itemsize
+    if free is None:
+        free = shutil.disk_usage(directory).free
     if needed > free:
         raise RuntimeFailure(
             f"{directory}: the weights of {spec} take {format_size(needed)}, but only {format_size(free)} are free"
         )
-    last = len(files)
-    names = [SINGLE_NAME] if last == 1 else [f"model-{n + 1:05}-of-{last:05}.safetensors" for n in range(last)]
-    shape = dummy_shape(spec) | dict.fromkeys(("dtype", "torch_dtype"), format_name(dtype))  # the new key and the old
-    generator, memory = torch.Generator("cpu"), torch.empty(max(map(_numbers, files)), dtype=dtype, device="cpu")
+    names = [SINGLE_NAME]
+    if len(files) > 1:
+        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    generator = torch.Generator("cpu")
+    memory = torch.empty(max(sizes), dtype=dtype, device="cpu")
+    weight_map: dict[str, str] = {}
     try:
-        for parts, name in zip(files, names, strict=True):
-            runs = torch.split(memory[: _numbers(parts)], [part.size for part in parts])
+        for parts, size, name in zip(files, sizes, names, strict=True):
+            numbers = memory[:size]
+            runs = torch.split(numbers, [part.size for part in parts])
             for part, run in zip(parts, runs, strict=True):
                 _draw(part, run.view(part.shape), generator)
+                weight_map[part.name] = name
             make_file(directory / name)
-            _write_file(directory / name, parts, dtype, memory[: _numbers(parts)])
-        if last > 1:
-            weight_map = {part.name: name for parts, name in zip(files, names, strict=True) for part in parts}
+            _write_file(directory / name, parts, dtype, numbers)
+        if len(files) > 1:
             index = {"metadata": {"total_size": needed}, "weight_map": weight_map}  # transformers wants both
             (directory / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
+        shape = dummy_shape(spec)
+        shape["dtype"] = format_name(dtype)
+        shape["torch_dtype"] = format_name(dtype)  # the key before transformers 5
         (directory / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     except OSError as error:
         raise RuntimeFailure(f"{directory}: the weights of {spec} cannot be written ({error})") from error
@@ -121,22 +127,28 @@ def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
-        begin, end = end, end + part.size * dtype.itemsize
+        begin = end
+        end += part.size * dtype.itemsize
         header[part.name] = {"dtype": _STORED_NAMES[dtype], "shape": part.shape, "data_offsets": (begin, end)}
     words = json.dumps(header).encode()
     words += b" " * (-len(words) % 8)  # align the numbers
+    length = len(words).to_bytes(8, "little")
     with path.open("r+b") as file:
-        file.write(len(words).to_bytes(8, "little") + words)
+        file.write(length + words)
         file.write(numbers.view(torch.uint8).numpy().data)
 
 
 def _tensors_by_file(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:
     parts: list[TensorPart] = []
+    num_bytes = 0
     for part in tensor_parts(config):
-        if parts and _numbers([*parts, part]) * dtype.itemsize > _FILE_BYTES:
+        own_bytes = part.size * dtype.itemsize
+        if parts and num_bytes + own_bytes > _FILE_BYTES:
             yield parts
             parts = []
+            num_bytes = 0
         parts.append(part)
+        num_bytes += own_bytes
     yield parts
 
 
@@ -147,11 +159,31 @@ def _numbers(parts: list[TensorPart]) -> int:
 def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
     """Fill a region with its part of a tensor. The whole tensor is drawn, from random numbers of its own."""
     if len(part.shape) == 1:
-        region.fill_(0.0 if part.name.endswith(".bias") else 1.0)  # other vectors are norms
+        if part.name.endswith(".bias"):
+            region.fill_(0.0)
+        else:
+            region.fill_(1.0)  # other vectors are norms
         return
     digest = hashlib.blake2s(f"{DUMMY_SEED} {part.name}".encode(), digest_size=4).digest()
     generator.manual_seed(int.from_bytes(digest, "little"))
     if region.shape == part.shape:
         region.uniform_(-_HALF_WIDTH, _HALF_WIDTH, generator=generator)
     else:
-        region.copy_(region.new_empty(part.shape).uniform_(-_HALF_WIDTH, _HALF_WIDTH, generator=generator)[part.source])
+        whole = region.new_empty(part.shape)
+        whole.uniform_(-_HALF_WIDTH, _HALF_WIDTH, generator=generator)
+        region.copy_(whole[part.source])
+
+
+def _draw_rounded(
+    part: TensorPart, region: Tensor, generator: torch.Generator, form: PackedFormat, dtype: torch.dtype
+) -> None:
+    """Fill a region with its part of a matrix that is drawn in this dtype and rounded."""
+    numbers = torch.empty(part.shape, dtype=dtype, device=region.device)
+    _draw(replace(part, rows=None, columns=None), numbers, generator)
+    matrix = round_to_nearest(numbers[part.source[0]], form.bits, form.group)
+    if part.columns is not None:
+        matrix = matrix.columns(part.columns)
+    if region.is_floating_point():
+        region.copy_(matrix.dequantize())
+    else:
+        region.copy_(pack(matrix))

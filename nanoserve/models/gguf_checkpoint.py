@@ -26,7 +26,10 @@ class GgufSlice:
     order."""
 
     def get_shape(self) -> list[int]:
-        return list(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
+        shape = list(self.tensor.shape)
+        if self.expert is None:
+            return shape
+        return shape[1:]
 
     def get_dtype(self) -> str:
         return self.tensor.type.name
@@ -34,36 +37,49 @@ class GgufSlice:
     def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
         """The selected part; quantized types as float32."""
         if self.tensor.type.size > 1:
-            return self.quantized(taken[0]).dequantize()[:, taken[1]]
+            matrix = self.quantized(taken[0])
+            return matrix.dequantize()[:, taken[1]]
+        dtype = _PLAIN[self.tensor.type.name]
         values = self._stored_rows()
+        rows = self._rows(taken[0])
         if len(self.get_shape()) == 1:
-            return values.view(_PLAIN[self.tensor.type.name])[0][self._rows(taken[0])]
-        return values[self._rows(taken[0])].view(_PLAIN[self.tensor.type.name])[:, taken[1]]
+            return values.view(dtype)[0][rows]
+        return values[rows].view(dtype)[:, taken[1]]
 
     @property
     def format(self) -> PackedFormat | None:
         """How a quantized matrix is packed, found by decoding a row; None for numbers."""
-        return None if self.tensor.type.size == 1 else decode_blocks(self._stored_rows()[:1], self.tensor.type).format
+        if self.tensor.type.size == 1:
+            return None
+        row = decode_blocks(self._stored_rows()[:1], self.tensor.type)
+        return row.format
 
     def quantized(self, rows: slice) -> GroupQuantized:
         """Rows of a quantized matrix."""
-        return decode_blocks(self._stored_rows()[self._rows(rows)], self.tensor.type)
+        stored = self._stored_rows()[self._rows(rows)]
+        return decode_blocks(stored, self.tensor.type)
 
     def _rows(self, taken: slice) -> Tensor:
         """The places of rows in the file."""
-        rows, size = torch.arange(self.get_shape()[0])[taken], self.head_size
-        if not size:
+        rows = torch.arange(self.get_shape()[0])[taken]
+        size = self.head_size
+        if size == 0:
             return rows
-        row, half = rows % size, size // 2
-        return rows - row + row % half * 2 + row // half
+        half = size // 2
+        row_of_head = rows % size
+        first_of_head = rows - row_of_head
+        row_of_half = row_of_head % half
+        is_second_half = row_of_head // half
+        return first_of_head + 2 * row_of_half + is_second_half
 
     def _stored_rows(self) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
-        tensor, count = self.tensor, self.tensor.num_bytes
-        stored = torch.frombuffer(tensor.data, dtype=torch.uint8, offset=tensor.offset, count=count)
+        tensor = self.tensor
+        stored = torch.frombuffer(tensor.data, dtype=torch.uint8, offset=tensor.offset, count=tensor.num_bytes)
         if self.expert is None:
             return stored.view(-1, tensor.row_bytes)
-        return stored.view(tensor.shape[0], -1, tensor.row_bytes)[self.expert]
+        by_expert = stored.view(tensor.shape[0], -1, tensor.row_bytes)
+        return by_expert[self.expert]
 
 
 class GgufCheckpoint:
@@ -88,8 +104,9 @@ class GgufCheckpoint:
 
 
 def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
-    count = file.get("llama.attention.head_count", int, 0)
-    heads = {"attn_q": count, "attn_k": file.get("llama.attention.head_count_kv", int, count)}  # of Llama alone
+    num_heads = file.get("llama.attention.head_count", int, 0)
+    num_kv_heads = file.get("llama.attention.head_count_kv", int, num_heads)
+    heads = {"attn_q": num_heads, "attn_k": num_kv_heads}  # of Llama alone
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
         matrix = stem.rpartition(".")[2]
@@ -97,8 +114,11 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             for expert in range(tensor.shape[0]):
                 yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
         elif name != ROPE_FACTORS:  # these are part of the config
+            head_size = 0
             permuted = heads.get(matrix, 0)
-            yield name, GgufSlice(tensor, head_size=tensor.shape[0] // permuted if permuted else 0)
+            if permuted > 0:
+                head_size = tensor.shape[0] // permuted
+            yield name, GgufSlice(tensor, head_size=head_size)
 
 
 # ------------------------------------------------------------------------------------ Blocks of values
@@ -106,29 +126,42 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
 
 def decode_blocks(stored: Tensor, block_type: BlockType) -> GroupQuantized:
     """Rows of a quantized GGUF tensor, uint8 [N, bytes of a row], as integers and scales."""
+    rows = len(stored)
     blocks = stored.reshape(-1, block_type.num_bytes)
-    numbers, zero = {"scales": _half(blocks, 0)}, 0
+    numbers = {"scales": _half(blocks, 0)}
+    zero = 0
     match block_type.name:
         case "Q8_0":
-            bits, codes = 8, blocks[:, 2:].contiguous().view(torch.int8)
+            bits = 8
+            codes = blocks[:, 2:].contiguous().view(torch.int8)
         case "Q4_0":
-            bits, codes, zero = 4, _nibbles(blocks[:, 2:]), 8
+            bits = 4
+            codes = _nibbles(blocks[:, 2:])
+            zero = 8
         case "Q4_1":
-            bits, codes = 4, _nibbles(blocks[:, 4:])
+            bits = 4
+            codes = _nibbles(blocks[:, 4:])
             numbers["minimums"] = -_half(blocks, 2)
         case "Q5_0":
-            bits, codes, zero = 5, _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6, None]), 16
+            bits = 5
+            codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6, None])
+            zero = 16
         case "Q4_K":
-            bits, codes, numbers = 4, _k_nibbles(blocks[:, 16:]), _k_numbers(blocks)
+            bits = 4
+            codes = _k_nibbles(blocks[:, 16:])
+            numbers = _k_numbers(blocks)
         case "Q5_K":
-            bits, codes = 5, _k_nibbles(blocks[:, 48:]) | _fifth_bits(blocks[:, None, 16:48])
+            bits = 5
+            codes = _k_nibbles(blocks[:, 48:]) | _fifth_bits(blocks[:, None, 16:48])
             numbers = _k_numbers(blocks)
         case "Q6_K":
-            bits, codes, zero = 6, _six_bits(blocks), 32
+            bits = 6
+            codes = _six_bits(blocks)
+            zero = 32
             scales = blocks[:, 192:208].contiguous().view(torch.int8)
             numbers = {"super_scales": _half(blocks, 208), "scales": scales}
-    parts = {name: part.reshape(len(stored), -1) for name, part in numbers.items()}
-    return GroupQuantized(codes.reshape(len(stored), -1), bits, zero=zero, **parts)
+    parts = {name: part.reshape(rows, -1) for name, part in numbers.items()}
+    return GroupQuantized(codes.reshape(rows, -1), bits, zero=zero, **parts)
 
 
 def _half(blocks: Tensor, first: int) -> Tensor:
@@ -138,34 +171,51 @@ def _half(blocks: Tensor, first: int) -> Tensor:
 
 def _nibbles(stored: Tensor) -> Tensor:
     """uint8 [B, n] -> [B, 2 * n]: the low halves of all bytes, then the high halves."""
-    return torch.cat((stored & 15, stored >> 4), dim=1)
+    low = stored & 15
+    high = stored >> 4
+    return torch.cat((low, high), dim=1)
 
 
 def _fifth_bits(stored: Tensor) -> Tensor:
     """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a nibble."""
     shifts = torch.arange(8, dtype=torch.uint8)
-    return (stored >> (shifts if stored.shape[2] == 1 else shifts[:, None]) & 1).flatten(1) << 4
+    if stored.shape[2] > 1:
+        shifts = shifts[:, None]
+    bits = stored >> shifts & 1
+    return bits.flatten(1) << 4
 
 
 def _k_numbers(blocks: Tensor) -> dict[str, Tensor]:
     """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which lie in 12 bytes and
-    are multiplied by the two numbers of the block."""
-    low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
+    are multiplied by the two numbers of the block.
+
+    The first four groups have the low 6 bits of the first 4 and the next 4 bytes. The last four have 4 bits in the last
+    4 bytes, scales in the low halves and minimums in the high ones, and 2 more bits at the top of the other bytes.
+    """
+    first, middle, last = torch.split(blocks[:, 4:16], 4, dim=1)
+    upper_scales = (last & 15) | (first >> 2 & 48)
+    upper_minimums = (last >> 4) | (middle >> 2 & 48)
+    scales = torch.cat((first & 63, upper_scales), dim=1)
+    minimums = torch.cat((middle & 63, upper_minimums), dim=1)
     return {
         "super_scales": _half(blocks, 0),
-        "scales": torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1).to(torch.int8),
+        "scales": scales.to(torch.int8),
         "super_minimums": _half(blocks, 2),
-        "minimums": torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1),
+        "minimums": minimums,
     }
 
 
 def _k_nibbles(stored: Tensor) -> Tensor:
     """uint8 [B, 128] -> [B, 256]: every 32 bytes hold two groups."""
-    return _nibbles(stored.reshape(-1, 32)).view(len(stored), -1)
+    pairs = _nibbles(stored.reshape(-1, 32))
+    return pairs.view(len(stored), -1)
 
 
 def _six_bits(blocks: Tensor) -> Tensor:
     """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of bits."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(len(blocks), -1)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    return low | (blocks[:, 128:192].reshape(-1, 1, 32) >> shifts & 3).view(len(blocks), -1) << 4
+    count = len(blocks)
+    low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(count, -1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    pairs = blocks[:, 128:192].reshape(-1, 1, 32) >> shifts[:, None] & 3
+    high = pairs.view(count, -1) << 4
+    return low | high

@@ -44,11 +44,23 @@ _EXPERT_SIZES = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 
-_ROPE_KEYS = {
-    *("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.finetuned"),
-    *("scaling.original_context_length", "scaling.attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
-    *("scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.yarn_log_multiplier"),
-}
+_ROPE_KEYS = frozenset(
+    {
+        "dimension_count",
+        "freq_base",
+        "scale_linear",
+        "scaling.type",
+        "scaling.factor",
+        "scaling.finetuned",
+        "scaling.original_context_length",
+        "scaling.attn_factor",
+        "scaling.yarn_beta_fast",
+        "scaling.yarn_beta_slow",
+        "scaling.yarn_ext_factor",
+        "scaling.yarn_attn_factor",
+        "scaling.yarn_log_multiplier",
+    }
+)
 """Keys behind the architecture's name and `rope.` that are known; another one would change the angles of positions."""
 
 _SAMPLING_KEYS: Mapping[str, tuple[str, type[int] | type[float]]] = {
@@ -92,16 +104,21 @@ def gguf_directory(path: Path) -> Path:
 @cache
 def model_directory(file: GgufFile) -> Path:
     """A model directory for the open file, as `gguf_directory` says."""
-    config, vocabulary, sampling = _config(file), read_vocabulary(file), _sampling(file)
+    config = _config(file)
+    vocabulary = read_vocabulary(file)
+    sampling = _sampling(file)
     if vocabulary is not None:
-        config |= {"bos_token_id": vocabulary.named.get("bos"), "eos_token_id": list(vocabulary.end_tokens)}
+        config["bos_token_id"] = vocabulary.named.get("bos")
+        config["eos_token_id"] = list(vocabulary.end_tokens)
     ModelConfig.from_hf(config, source=str(file.path))
-    make_directory(directory := choose_directory())
+    directory = choose_directory()
+    make_directory(directory)
     atexit.register(remove_directory, directory)
     (directory / LINK_NAME).symlink_to(file.path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
     if sampling:
-        replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
+        generation = {"do_sample": True} | sampling
+        replace_file(directory / "generation_config.json", json.dumps(generation))
     if vocabulary is not None:
         _write_tokenizer(file, vocabulary, directory)
     return directory
@@ -114,54 +131,75 @@ def _config(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.fail("tensor token_embd.weight is missing")
-    config: dict[str, Any] = {key: file.need(f"{architecture}.{name}", int) for key, name in _NEEDED_SIZES.items()}
-    config |= {key: file.find(f"{architecture}.{name}", int) for key, name in _OTHER_SIZES.items()}
+    config: dict[str, Any] = {}
+    for key, name in _NEEDED_SIZES.items():
+        config[key] = file.need(f"{architecture}.{name}", int)
+    for key, name in _OTHER_SIZES.items():
+        config[key] = file.find(f"{architecture}.{name}", int)
     if config["head_dim"] is None:
         del config["head_dim"]
-    family = _FAMILIES[architecture]
-    if architecture == "llama" and config["sliding_window"]:
-        family = "mistral"
-    if file.get(f"{architecture}.expert_count", int, 0) or family == "qwen3_moe":
+    has_experts = file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture == "qwen3moe"
+    if has_experts:
         config |= _experts(file, architecture)
-        family = "mixtral" if architecture == "llama" else family
-    types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
-    return config | {
-        "model_type": family,
-        "tensor_names": "gguf",
-        "vocab_size": embedding.shape[0],
-        "rms_norm_eps": file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float),
-        "dtype": "float16",
-        "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "rope_parameters": _rope(file, architecture) | _rope_scaling(file, f"{architecture}.rope."),
-    }
+    config["model_type"] = _model_type(architecture, has_experts=has_experts, has_window=bool(config["sliding_window"]))
+    config["tensor_names"] = "gguf"
+    config["vocab_size"] = embedding.shape[0]
+    config["rms_norm_eps"] = file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)
+    config["dtype"] = "float16"
+    config["quantization_config"] = _quantization(file)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(file, f"{architecture}.rope.")
+    return config
+
+
+def _model_type(architecture: str, *, has_experts: bool, has_window: bool) -> str:
+    """The family of config.json; GGUF calls Mixtral and Mistral llama."""
+    if architecture == "llama" and has_experts:
+        return "mixtral"
+    if architecture == "llama" and has_window:
+        return "mistral"
+    return _FAMILIES[architecture]
+
+
+def _quantization(file: GgufFile) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json: the type of each quantized tensor; None if there are none."""
+    types = {}
+    for name, tensor in file.tensors.items():
+        if tensor.type.size > 1:
+            types[name.removesuffix(".weight")] = tensor.type.name
+    if not types:
+        return None
+    return {"quant_method": "gguf", "tensor_types": types}
 
 
 def _experts(file: GgufFile, architecture: str) -> dict[str, Any]:
     """The sizes of a mixture of experts; those of Mixtral are as large as the file's feed-forward part."""
-    names = dict(_EXPERT_SIZES)
-    if architecture == "llama":
-        del names["moe_intermediate_size"]
-    sizes = {key: file.need(f"{architecture}.{name}", int) for key, name in names.items()}
-    return {**sizes, "num_local_experts": sizes["num_experts"], "norm_topk_prob": True}
+    sizes: dict[str, Any] = {}
+    for key, name in _EXPERT_SIZES.items():
+        if key != "moe_intermediate_size" or architecture != "llama":
+            sizes[key] = file.need(f"{architecture}.{name}", int)
+    sizes["num_local_experts"] = sizes["num_experts"]
+    sizes["norm_topk_prob"] = True
+    return sizes
 
 
 def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     """How fast which dimensions of a head turn."""
-    heads = file.get(f"{architecture}.attention.head_count", int, 0) or 1
-    whole = file.get(f"{architecture}.embedding_length", int, 0) // heads
-    head_dim = file.get(f"{architecture}.attention.key_length", int, whole)
+    heads = file.get(f"{architecture}.attention.head_count", int, 0)
+    width = file.get(f"{architecture}.embedding_length", int, 0)
+    head_dim = file.get(f"{architecture}.attention.key_length", int, width // max(heads, 1))
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
-    rope: dict[str, Any] = {
-        "rope_theta": file.get(f"{architecture}.rope.freq_base", float, 10000.0),
-        "partial_rotary_factor": rotated / head_dim if head_dim else 1.0,
-    }
-    if factors := file.tensors.get(ROPE_FACTORS):
+    rope: dict[str, Any] = {"rope_theta": file.get(f"{architecture}.rope.freq_base", float, 10000.0)}
+    rope["partial_rotary_factor"] = 1.0
+    if head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    factors = file.tensors.get(ROPE_FACTORS)
+    if factors is not None:
         if factors.type.name != "F32":
             raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
-        stored = factors.data[factors.offset : factors.offset + factors.num_bytes]
-        rope["frequency_factors"] = [factor for (factor,) in struct.iter_unpack("<f", stored)]
+        count = factors.num_bytes // 4
+        rope["frequency_factors"] = list(struct.unpack_from(f"<{count}f", factors.data, factors.offset))
     return rope
 
 
@@ -171,31 +209,37 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_KEYS:
             raise file.fail(f"{key:.80} is not supported")
-    kind = file.get(f"{prefix}scaling.type", str, "linear")
-    factor = file.find(f"{prefix}scaling.factor", float)
+    scaling = f"{prefix}scaling."
+    kind = file.get(f"{scaling}type", str, "linear")
+    factor = file.find(f"{scaling}factor", float)
     if factor is None:
         factor = file.get(f"{prefix}scale_linear", float, 0.0)  # its name in old files
-    if kind == "none" or (kind in ("linear", "yarn") and not factor):
-        kind, factor = "default", 1.0
-    _refuse_rope_numbers(file, f"{prefix}scaling.", kind)
-    scaling = {"rope_type": kind, "factor": factor}
-    if kind != "yarn":
-        return scaling
-    magnitude = 1.0 + 0.1 * math.log(factor) if factor > 0 else 1.0
-    return scaling | {
-        "original_max_position_embeddings": file.find(f"{prefix}scaling.original_context_length", int),
-        "attention_factor": file.get(f"{prefix}scaling.attn_factor", float, 1.0) * magnitude,
-        "beta_fast": file.find(f"{prefix}scaling.yarn_beta_fast", float),
-        "beta_slow": file.find(f"{prefix}scaling.yarn_beta_slow", float),
-    }
+    if kind in ("linear", "yarn") and factor == 0:
+        kind = "none"
+    if kind == "none":
+        kind = "default"
+        factor = 1.0
+    _refuse_rope_numbers(file, scaling, kind)
+    found: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        magnitude = 1.0
+        if factor > 0:
+            magnitude += 0.1 * math.log(factor)
+        found["original_max_position_embeddings"] = file.find(f"{scaling}original_context_length", int)
+        found["attention_factor"] = file.get(f"{scaling}attn_factor", float, 1.0) * magnitude
+        found["beta_fast"] = file.find(f"{scaling}yarn_beta_fast", float)
+        found["beta_slow"] = file.find(f"{scaling}yarn_beta_slow", float)
+    return found
 
 
 def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
     """Raise ModelError for numbers that would change the result and cannot be followed. Versions of llama.cpp do not
     agree on what yarn_attn_factor and yarn_log_multiplier do to these architectures."""
-    is_yarn = kind == "yarn"
-    followed = {"yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,), "yarn_ext_factor": (float(is_yarn), -1.0)}
-    if not is_yarn:
+    followed: dict[str, tuple[float, ...]] = {"yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,)}
+    if kind == "yarn":
+        followed["yarn_ext_factor"] = (1.0, -1.0)
+    else:
+        followed["yarn_ext_factor"] = (0.0, -1.0)
         followed["attn_factor"] = (1.0,)
     for name, numbers in followed.items():
         found = file.get(f"{prefix}{name}", float, numbers[0])
@@ -204,39 +248,55 @@ def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
 
 
 def _sampling(file: GgufFile) -> dict[str, Any]:
-    found = {key: file.find(f"general.sampling.{name}", kind) for key, (name, kind) in _SAMPLING_KEYS.items()}
-    given = {key: value for key, value in found.items() if value is not None}
-    card = _CARD_SAMPLING.get(file.get("general.basename", str, ""), {})
-    return given or (card if "tokenizer.chat_template" in file.metadata else {})
+    """The settings that the file recommends, or its model's card."""
+    given: dict[str, Any] = {}
+    for key, (name, kind) in _SAMPLING_KEYS.items():
+        value = file.find(f"general.sampling.{name}", kind)
+        if value is not None:
+            given[key] = value
+    if given or "tokenizer.chat_template" not in file.metadata:
+        return given
+    return _CARD_SAMPLING.get(file.get("general.basename", str, ""), {})
 
 
 # ------------------------------------------------------------------------------------ The tokenizer
 
 
 def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path) -> None:
-    tokens, kind = vocabulary.tokens, vocabulary.kind
-    named = {name: vocabulary.named[key] for name, key in _NAMED.items() if key in vocabulary.named}
-    settings: dict[str, Any] = {f"{name}_token": tokens[number] for name, number in named.items()}
-    settings["made_from"] = str(file.path)
-    settings["added_tokens_decoder"] = {
-        str(number): {"content": token, "special": token_type == CONTROL}
-        for number, (token, token_type) in enumerate(zip(tokens, vocabulary.types, strict=True))
-        if token_type in (CONTROL, USER_DEFINED)
-    }
-    adds_bos = kind == "llama" or file.find("tokenizer.ggml.pre", str) == "llama-bpe"  # as llama.cpp assumes
-    settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
-    settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    if template := file.get("tokenizer.chat_template", str, ""):
-        settings["chat_template"] = template
-    if kind == "gpt2":
-        replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
+    settings = _tokenizer_settings(file, vocabulary)
+    if vocabulary.kind == "gpt2":
+        replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, vocabulary.tokens, settings))
     else:
         prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
         try:
-            replace_file(directory / "tokenizer.model", _sentencepiece_model(vocabulary, prefix=prefix))
+            model = _sentencepiece_model(vocabulary, prefix=prefix)
         except (ValueError, OverflowError) as error:
             raise file.fail(f"the tokenizer's scores or types are damaged ({error})") from error
+        replace_file(directory / "tokenizer.model", model)
     replace_file(directory / "tokenizer_config.json", json.dumps(settings))
+
+
+def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
+    settings: dict[str, Any] = {}
+    for name, key in _NAMED.items():
+        if key in vocabulary.named:
+            settings[f"{name}_token"] = vocabulary.tokens[vocabulary.named[key]]
+    settings["made_from"] = str(file.path)
+    added = {}
+    for number, token in enumerate(vocabulary.tokens):
+        token_type = vocabulary.types[number]
+        if token_type in (CONTROL, USER_DEFINED):
+            added[str(number)] = {"content": token, "special": token_type == CONTROL}
+    settings["added_tokens_decoder"] = added
+    pre_tokenizer = file.find("tokenizer.ggml.pre", str)
+    adds_bos = vocabulary.kind == "llama" or pre_tokenizer == "llama-bpe"  # as llama.cpp assumes
+    settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
+    settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
+    template = file.get("tokenizer.chat_template", str, "")
+    if template:
+        settings["chat_template"] = template
+    return settings
 
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -256,32 +316,49 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words == "llama-bpe"))
-    before = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
-    split = pre_tokenizers.Split(Regex(_WORDS[words]), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, split, byte_level])
+    steps: list[Any] = []
+    if words == "smollm":
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    added = settings["added_tokens_decoder"].values()
-    for special, add in ((True, tokenizer.add_special_tokens), (False, tokenizer.add_tokens)):
-        add([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"] is special])
+    special, ordinary = [], []
+    for entry in settings["added_tokens_decoder"].values():
+        token = AddedToken(entry["content"], normalized=False)
+        if entry["special"]:
+            special.append(token)
+        else:
+            ordinary.append(token)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(ordinary)
     tokenizer.post_processor = _surrounding(file, vocabulary, settings)
-    whole = json.loads(tokenizer.to_str())
-    whole["model"] |= {"vocab": vocabulary, "merges": merges}
-    whole["added_tokens"] = sorted(
-        ({**entry, "id": vocabulary[entry["content"]]} for entry in whole["added_tokens"]), key=itemgetter("id")
-    )
+    return _with_vocabulary(tokenizer.to_str(), vocabulary, merges)
+
+
+def _with_vocabulary(tokenizer: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> bytes:
+    """A tokenizer.json with this vocabulary, and with added tokens under their ids in it."""
+    whole = json.loads(tokenizer)
+    whole["model"]["vocab"] = vocabulary
+    whole["model"]["merges"] = merges
+    for entry in whole["added_tokens"]:
+        entry["id"] = vocabulary[entry["content"]]
+    whole["added_tokens"].sort(key=itemgetter("id"))
     return msgspec.json.encode(whole)
 
 
 def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """The pairs of tokens that are merged. Raises ModelError if a half or the whole is no token."""
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed(file, "merges", str))]
-    for left, right in pairs:
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            wrong = next(token for token in (left + right, left, right) if token not in vocabulary)
+    pairs = []
+    for merge in listed(file, "merges", str):
+        left, _, right = merge.partition(" ")
+        whole = left + right
+        if left not in vocabulary or right not in vocabulary or whole not in vocabulary:
+            wrong = next(token for token in (whole, left, right) if token not in vocabulary)
             raise file.fail(f"the tokenizer's merges do not fit its tokens ({shown(wrong)} is none)")
+        pairs.append((left, right))
     return pairs
 
 
@@ -290,33 +367,47 @@ def _surrounding(file: GgufFile, vocabulary: Mapping[str, int], settings: Mappin
     add_bos_token and add_eos_token do not count beside it."""
     from tokenizers import processors
 
-    added = [f"{name}_token" for name in ("bos", "eos") if settings[f"add_{name}_token"]]
-    spelled = {name: settings[name] for name in added if name in settings}
-    pieces = (spelled.get("bos_token"), "$A", spelled.get("eos_token"))
+    pieces = ["$A"]
+    special = []
+    bos, eos = settings.get("bos_token"), settings.get("eos_token")
+    if settings["add_bos_token"] and bos is not None:
+        pieces.insert(0, bos)
+        special.append((bos, vocabulary[bos]))
+    if settings["add_eos_token"] and eos is not None:
+        pieces.append(eos)
+        special.append((eos, vocabulary[eos]))
     try:
-        return processors.TemplateProcessing(
-            single=[piece for piece in pieces if piece is not None],
-            special_tokens=[(token, vocabulary[token]) for token in spelled.values()],
-        )
+        return processors.TemplateProcessing(single=pieces, special_tokens=special)
     except ValueError as error:
         raise file.fail(f"the tokenizer's BOS or EOS is spelled in a way that is not supported ({error})") from error
 
 
 def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:
     """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
-    bpe, byte_fallback = _integer(3, 2), _integer(35, int(BYTE in vocabulary.types))
-    normalizer = _text(1, b"identity") + _integer(3, int(prefix)) + _integer(4, 0) + _integer(5, 1)
-    pieces = (
-        _text(1, _text(1, token.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _integer(3, token_type))
-        for token, score, token_type in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
-    )
-    return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
+    model = bytearray()
+    for number, token in enumerate(vocabulary.tokens):
+        piece = _text(1, token.encode())
+        piece += _score(2, vocabulary.scores[number])
+        piece += _integer(3, vocabulary.types[number])
+        model += _text(1, piece)
+    trainer = _integer(3, 2)  # byte-pair encoding
+    trainer += _integer(35, int(BYTE in vocabulary.types))  # whether unknown characters are spelled in bytes
+    model += _text(2, trainer)
+    normalizer = _text(1, b"identity")
+    normalizer += _integer(3, int(prefix))
+    normalizer += _integer(4, 0)  # extra whitespace stays
+    normalizer += _integer(5, 1)  # whitespace is written as a character of its own
+    model += _text(3, normalizer)
+    return bytes(model)
 
 
 @lru_cache(1024)  # a vocabulary has few lengths and types
 def _varint(number: int) -> bytes:
     """Seven bits in each byte, the lowest first. Raises ValueError if the number is negative."""
-    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
+    if number < 128:
+        return bytes([number])
+    low = number & 127
+    return bytes([low | 128]) + _varint(number >> 7)
 
 
 @lru_cache(1024)
@@ -324,5 +415,11 @@ def _integer(field: int, number: int) -> bytes:
     return _varint(field << 3) + _varint(number)
 
 
+def _score(field: int, number: float) -> bytes:
+    tag = _varint(field << 3 | 5)
+    return tag + struct.pack("<f", number)
+
+
 def _text(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
+    tag = _varint(field << 3 | 2)
+    return tag + _varint(len(content)) + content

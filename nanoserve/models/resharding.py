@@ -71,23 +71,21 @@ class ReshardableWeights:
         `progress` is called with the bytes of the first layout that are in place, and their total. Raises ModelError,
         one line naming the file (and the tensor). Other workers check the values of the other layouts.
         """
-        # Decoders that were never written take no memory on a CPU; below, their parameters become views.
-        unset = [
-            empty_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group, zeroed=False)
-            for shard, group in zip(shards, groups, strict=True)
-        ]
+        decoders = []
+        for shard, group in zip(shards, groups, strict=True):
+            # A decoder that was never written takes no memory on a CPU; below, its parameters become views.
+            decoders.append(empty_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group, zeroed=False))
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
-        self.decoders = tuple(unset)
+        self.decoders = tuple(decoders)
         with open_checkpoint(directory, config) as opened:
             checkpoint = opened.rounded(config)
-            for decoder in unset:
+            for decoder in decoders:
                 checkpoint.prepare(decoder)
-            self._storage = torch.empty(
-                max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device
-            )
-            for decoder in unset:
+            lengths = [_offsets(decoder)[1] for decoder in decoders]
+            self._storage = torch.empty(max(lengths), dtype=torch.uint8, device=device)
+            for decoder in decoders:
                 _lay_out(decoder, self._storage)
-            self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
+            self._fillings = [_filling(decoder, checkpoint) for decoder in decoders]
         self.storage_bytes = self._storage.nbytes  # their shared memory on the device
         most_bytes = max(move.region.nbytes for filling in self._fillings for move in filling.moves)
         self._copies = _Copies(most_bytes, device)
@@ -136,10 +134,11 @@ class _Copies:
             return region.copy_(source)
         if self._used + region.nbytes > len(self._buffers[self._turn]):
             self._emptied[self._turn].record(torch.cuda.current_stream(self._device))
-            self._turn, self._used = 1 - self._turn, 0
+            self._turn = 1 - self._turn
+            self._used = 0
             self._emptied[self._turn].synchronize()  # at once if it was never recorded
         place = self._buffers[self._turn][self._used : self._used + region.nbytes]
-        self._used += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used += _aligned(region.nbytes)
         staged = place.view(region.dtype).view(region.shape)
         staged.copy_(source)
         region.copy_(staged, non_blocking=True)
@@ -158,11 +157,17 @@ def _weights(decoder: Decoder) -> dict[str, nn.Parameter]:
 
 def _offsets(decoder: Decoder) -> tuple[list[int], int]:
     """The offset of each parameter in a storage that holds them all, and its length; in bytes."""
-    offsets, used = [], 0
+    offsets = []
+    used = 0
     for parameter in _weights(decoder).values():
         offsets.append(used)
-        used += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+        used += _aligned(parameter.nbytes)
     return offsets, used
+
+
+def _aligned(num_bytes: int) -> int:
+    """A length up to the next place where a parameter may begin."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _lay_out(decoder: Decoder, storage: Tensor) -> None:
@@ -171,17 +176,21 @@ def _lay_out(decoder: Decoder, storage: Tensor) -> None:
     for parameter, offset in zip(_weights(decoder).values(), offsets, strict=True):
         place = storage[offset : offset + parameter.nbytes]
         parameter.data = place.view(parameter.dtype).view(parameter.shape)
-    for order in (found for found in decoder.parameters() if found.dtype == torch.int64):
-        order.data = order.data.to(storage.device)
+    for parameter in decoder.parameters():
+        if parameter.dtype == torch.int64:
+            parameter.data = parameter.data.to(storage.device)
     decoder.rotary.to(storage.device)
 
 
 def _filling(decoder: Decoder, checkpoint: Checkpoint) -> _Filling:
     parts = list(shard_parts(checkpoint.parts, decoder.model_config, decoder.shard))
     moves = []
-    for piece in (piece for part in parts for piece in part.pieces(_PIECE_NUMBERS)):
-        region = region_of(decoder, piece)
-        read = checkpoint.reader(piece, packed=not region.is_floating_point())
-        moves.append(_Move(read, region, piece.name, checkpoint.stored[piece.name].path))
+    for part in parts:
+        for piece in part.pieces(_PIECE_NUMBERS):
+            region = region_of(decoder, piece)
+            read = checkpoint.reader(piece, packed=not region.is_floating_point())
+            path = checkpoint.stored[piece.name].path
+            moves.append(_Move(read, region, piece.name, path))
     num_bytes = sum(move.region.nbytes for move in moves)
-    return _Filling(moves, num_bytes, list(unfilled_regions(parts, _weights(decoder))))
+    zeroed = list(unfilled_regions(parts, _weights(decoder)))
+    return _Filling(moves, num_bytes, zeroed)

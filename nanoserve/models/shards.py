@@ -12,10 +12,10 @@ Inner sizes and the vocabulary are padded with zeros where they do not divide ev
 gets whole groups of an inner size, so that the integers and scales are those of one rank. No torch here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from nanoserve.config.model_config import LayerShape, ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import stage_layers, tensor_degrees
@@ -50,12 +50,16 @@ class Shard:
     @property
     def worker_before(self) -> int | None:
         """The worker that sends hidden states to this one; None in the first stage."""
-        return None if self.is_first else self.worker - self.degree
+        if self.is_first:
+            return None
+        return self.worker - self.degree
 
     @property
     def worker_behind(self) -> int | None:
         """The worker that this one sends hidden states to; None in the last stage."""
-        return None if self.is_last else self.worker + self.degree
+        if self.is_last:
+            return None
+        return self.worker + self.degree
 
     @property
     def answers(self) -> bool:
@@ -65,13 +69,17 @@ class Shard:
     def share(self, size: int, part: int | None = None) -> range:
         """This rank's range of `size` rows or columns: equal parts, of `part` each if that is given, except that the
         last may be shorter."""
-        part = divided(size, self.degree) if part is None else part
-        return range(min(self.rank * part, size), min((self.rank + 1) * part, size))
+        if part is None:
+            part = divided(size, self.degree)
+        first = min(self.rank * part, size)
+        after = min(first + part, size)
+        return range(first, after)
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """The key-value heads that this rank's query heads use. With more ranks than heads, ranks share heads."""
         first = self.rank * num_kv_heads // self.degree
-        return range(first, first + max(1, num_kv_heads // self.degree))
+        count = max(1, num_kv_heads // self.degree)
+        return range(first, first + count)
 
 
 def whole_model(config: ModelConfig) -> Shard:
@@ -82,17 +90,23 @@ def whole_model(config: ModelConfig) -> Shard:
 def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[Shard], ...]:
     """The shards of each of the engine's layouts, by layout and rank. Raises UsageError if the model cannot be divided
     like this; the line names the option that asked for it."""
-    options = (None,) if engine.decode_layout is None else PAIR_OPTIONS
-    return tuple(
-        make_shards(
+    options: tuple[str | None, ...] = PAIR_OPTIONS
+    if engine.decode_layout is None:
+        options = (None,)
+    found = []
+    for option, layout in zip(options, engine.layouts, strict=True):
+        asked = None
+        if option is not None:
+            asked = f"{option} {layout.name}"
+        shards = make_shards(
             config,
             pipeline_parallel=layout.pipeline_parallel,
             tensor_parallel=layout.tensor_parallel,
             pipeline_split=engine.pipeline_split,
-            asked=None if option is None else f"{option} {layout.name}",
+            asked=asked,
         )
-        for option, layout in zip(options, engine.layouts, strict=True)
-    )
+        found.append(shards)
+    return tuple(found)
 
 
 def make_shards(
@@ -108,47 +122,58 @@ def make_shards(
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, _divide_layers, asked=asked)
     _check_degree(config, tensor_parallel, asked)
+    _check_stages(config, stages, asked or f"--pp {pipeline_parallel}")
+    shards = []
+    for stage, layers in enumerate(stages):
+        for rank in range(tensor_parallel):
+            shards.append(Shard(layers, stage, len(stages), rank, tensor_parallel))
+    return shards
+
+
+def _check_stages(config: ModelConfig, stages: Sequence[range], told: str) -> None:
+    """Raise UsageError if stages part layers that need each other."""
     if config.per_layer_input_size and len(stages) > 1:
-        told = asked or f"--pp {pipeline_parallel}"
         raise UsageError(f"{told}: all layers of this {config.family} read the tokens, so they are one stage")
     for layers in stages:
-        if any(source not in layers for source in config.kv_sources[layers.start : layers.stop]):
-            told = asked or f"--pp {pipeline_parallel}"
+        sources = config.kv_sources[layers.start : layers.stop]
+        if not all(source in layers for source in sources):
             raise UsageError(f"{told}: layers that share keys and values must be in one stage; choose --pp-split")
-    return [
-        Shard(layers, stage, len(stages), rank, tensor_parallel)
-        for stage, layers in enumerate(stages)
-        for rank in range(tensor_parallel)
-    ]
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the whole vocabulary."""
-    moe, own = config.moe, slice(shard.layers.start, shard.layers.stop)
+    layers, degree = shard.layers, shard.degree
+    moe = config.moe
     if moe is not None:
-        sparse = frozenset(layer - shard.layers.start for layer in moe.sparse_layers if layer in shard.layers)
-        inner = config.inner_part(moe.intermediate_size, shard.degree)
-        shared = config.inner_part(moe.shared_size, shard.degree)
-        moe = replace(moe, sparse_layers=sparse, intermediate_size=inner, shared_size=shared)
-
-    def sizes(one: ModelConfig | LayerShape) -> dict[str, Any]:
-        inner = config.inner_part(one.intermediate_size, shard.degree)
-        return {"num_kv_heads": max(1, one.num_kv_heads // shard.degree), "intermediate_size": inner}
-
+        moe = replace(
+            moe,
+            sparse_layers=frozenset(layer - layers.start for layer in moe.sparse_layers if layer in layers),
+            intermediate_size=config.inner_part(moe.intermediate_size, degree),
+            shared_size=config.inner_part(moe.shared_size, degree),
+        )
+    shapes = []
+    for shape in config.shapes[layers.start : layers.stop]:
+        own_shape = shape._replace(
+            num_kv_heads=max(1, shape.num_kv_heads // degree),
+            intermediate_size=config.inner_part(shape.intermediate_size, degree),
+        )
+        shapes.append(own_shape)
+    sources = config.kv_sources[layers.start : layers.stop]
     part = replace(
         config,
-        num_layers=len(shard.layers),
-        num_heads=config.num_heads // shard.degree,
-        ropes=config.ropes[own],
-        sliding_windows=config.sliding_windows[own],
-        kv_sources=tuple(source - own.start for source in config.kv_sources[own]),
-        shapes=tuple(shape._replace(**sizes(shape)) for shape in config.shapes[own]),
+        num_layers=len(layers),
+        num_heads=config.num_heads // degree,
+        num_kv_heads=max(1, config.num_kv_heads // degree),
+        intermediate_size=config.inner_part(config.intermediate_size, degree),
+        ropes=config.ropes[layers.start : layers.stop],
+        sliding_windows=config.sliding_windows[layers.start : layers.stop],
+        kv_sources=tuple(source - layers.start for source in sources),
+        shapes=tuple(shapes),
         moe=moe,
-        **sizes(config),
     )
-    if shard.degree == 1 and part.num_layers == config.num_layers:
+    if degree == 1 and part.num_layers == config.num_layers:
         return part
-    return replace(part, groups=config.cache_groups.of_layers(shard.layers, config.layer_kv_numbers(shard.degree)))
+    return replace(part, groups=config.cache_groups.of_layers(layers, config.layer_kv_numbers(degree)))
 
 
 def divided(size: int, degree: int) -> int:
@@ -159,13 +184,18 @@ def divided(size: int, degree: int) -> int:
 def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     if degree < 1:
         raise UsageError(f"--tp must be at least 1, not {degree}")
-    if degree in (possible := tensor_degrees(config)):
+    possible = tensor_degrees(config)
+    if degree in possible:
         return
-    heads = config.num_heads
-    problem = f"{heads} attention heads" if heads % degree else f"{config.num_kv_heads} key-value heads evenly"
-    *others, last = map(str, possible)
-    choice = f"{', '.join(others)} or {last}" if others else last
-    told = f"--tp {degree}" if asked is None else f"{asked}: a tensor degree of {degree}"
+    problem = f"{config.num_kv_heads} key-value heads evenly"
+    if config.num_heads % degree:
+        problem = f"{config.num_heads} attention heads"
+    choice = str(possible[-1])
+    if len(possible) > 1:
+        choice = f"{', '.join(map(str, possible[:-1]))} or {choice}"
+    told = f"--tp {degree}"
+    if asked is not None:
+        told = f"{asked}: a tensor degree of {degree}"
     raise UsageError(f"{told} does not divide {problem}; choose {choice}")
 
 
