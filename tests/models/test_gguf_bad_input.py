@@ -21,7 +21,9 @@ from nanoserve.utils.temporary import remove_directory
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.gguf_files import write_gguf
 
-F32, Q4_0, Q2_K, IQ4_XS = 0, 2, 10, 23
+# The numbers of GGUF for types of tensors, and of metadata.
+F32, Q4_0, Q2_K, Q3_K, IQ4_XS = 0, 2, 10, 11, 23
+UINT16, UINT32, STRING, ARRAY, UINT64 = 2, 4, 8, 9, 10
 
 
 def text(value: str) -> bytes:
@@ -44,65 +46,91 @@ def file(entries: list[bytes], tensors: list[bytes], data: int = 256, version: i
 
 
 WEIGHT = tensor("weight", (4, 16))
+
+
+def with_tensor(shape: tuple[int, ...] = (4, 16), kind: int = F32, offset: int = 0) -> bytes:
+    """A file of one tensor like this."""
+    return file([], [tensor("weight", shape, kind, offset)])
+
+
+def with_entry(kind: int, value: bytes, key: str = "key") -> bytes:
+    """A file with such metadata and one tensor."""
+    return file([entry(key, kind, value)], [WEIGHT])
+
+
+def array_of(kind: int, length: int, *values: bytes) -> bytes:
+    return struct.pack("<IQ", kind, length) + b"".join(values)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n"
+ENDS_EARLY = "the file ends in its header"
+OTHER_SHARD = "one of several files of a model; give the first, whose name ends in -00001-of-00003.gguf"
+ALIGNMENT = "general.alignment must be a multiple of 8"
+
+# What is wrong with a file, its bytes, and what the line says.
 BAD = {
-    "": "cannot be read as GGUF",
-    b"GGML" + bytes(60): "not a GGUF file",
-    b"GGUF": "the file ends in its header",
-    file([], [WEIGHT], version=1): "GGUF version 1 is not read; convert the file to version 3",
-    file([], [WEIGHT], version=3 << 24): "a big-endian file; convert it with `gguf-convert-endian FILE little`",
-    file([], [WEIGHT], version=7): "GGUF version 7 is not read",
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n": "only a Git-LFS pointer to the file",
-    file([], [WEIGHT], num_entries=1_000_000): "1000000 metadata keys; at most 65536",
-    file([], [WEIGHT], num_tensors=1 << 63): "tensors and 0 metadata keys; at most 65536",
-    file(
-        [], [WEIGHT], data=255
-    ): "tensor 'weight' does not fit|tensor 'weight' ends beyond the file, which is truncated",
-    file([], [tensor("weight", (4, 16), offset=32)]): "ends beyond the file, which is truncated",
-    file([], [tensor("weight", (4, 16), offset=1 << 62)]): "ends beyond the file",
-    file([], [tensor("weight", (4, 16), offset=7)]): "does not begin at a multiple of 32 bytes",
-    file([], [WEIGHT, WEIGHT]): "tensor 'weight' occurs twice",
-    file([], [WEIGHT, tensor("other", (4, 16), offset=32)], 512): "tensors 'weight' and 'other' overlap",
-    file([], [tensor("weight", (1 << 62, 1 << 62))]): "does not fit into the file",
-    file([], [tensor("weight", (0, 16))]): "does not fit into the file",
-    file([], [tensor("weight", (1, 1, 1, 1, 1))]): "has 5 dimensions; 1 to 4 are read",
-    file([], [tensor("weight", (4, 16), Q2_K)]): "has type Q2_K, which is not read; use a file of F32, F16, Q4_0",
-    file([], [tensor("weight", (4, 16), 11)]): "has type Q3_K, which is not read",
-    file([], [tensor("weight", (4, 16), IQ4_XS)]): "has type IQ4_XS, which is not read",
-    file([], [tensor("weight", (4, 16), 99)]): "has type number 99",
-    file([entry("split.count", 2, struct.pack("<H", 3))], [WEIGHT]): "one of several files of a model; give the first,"
-    " whose name ends in -00001-of-00003.gguf",
-    file([], [tensor("weight", (4, 16), Q4_0)]): "rows of 16 are not whole blocks of 32",
-    file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' occurs twice",
-    file([entry("key", 99, bytes(4))], [WEIGHT]): "metadata of the unknown type 99",
-    file([entry("key", 9, struct.pack("<IQ", 9, 1))], [WEIGHT]): "a metadata array of the type 9",
-    file([entry("key", 9, struct.pack("<IQ", 8, 1 << 60))], [WEIGHT]): "the file ends in its header",
-    file([entry("key", 9, struct.pack("<IQ", 10, 1 << 61))], [WEIGHT]): "the file ends in its header",
-    file(
-        [entry("key", 9, struct.pack("<IQ", 8, 2) + text("a") + struct.pack("<Q", 1 << 63))], []
-    ): "ends in its header",
-    file([entry("key", 9, struct.pack("<IQ", 8, 20) + text("a"))], [], data=0): "the file ends in its header",
-    file(
-        [entry("key", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", 3000))], [WEIGHT]
-    ): "the file ends in its header",
-    file([entry("key", 8, struct.pack("<Q", 2) + b"\xff\xfe")], [WEIGHT]): "not UTF-8",
-    file([entry("general.alignment", 4, struct.pack("<I", 0))], [WEIGHT]): "general.alignment must be a multiple of 8",
-    file([entry("general.alignment", 8, text("x"))], [WEIGHT]): "general.alignment must be a multiple of 8",
-    file([text("k" * 70_000)], [WEIGHT], num_entries=1): "a name of 70000 bytes; at most 65536 are read",
+    "an empty file": (b"", "cannot be read as GGUF"),
+    "another format": (b"GGML" + bytes(60), "not a GGUF file"),
+    "a Git-LFS pointer": (LFS_POINTER, "only a Git-LFS pointer to the file"),
+    "only the magic number": (b"GGUF", ENDS_EARLY),
+    "version 1": (file([], [WEIGHT], version=1), "GGUF version 1 is not read; convert the file to version 3"),
+    "version 7": (file([], [WEIGHT], version=7), "GGUF version 7 is not read"),
+    "big-endian": (
+        file([], [WEIGHT], version=3 << 24),
+        "a big-endian file; convert it with `gguf-convert-endian FILE little`",
+    ),
+    "a million keys": (file([], [WEIGHT], num_entries=1_000_000), "1000000 metadata keys; at most 65536"),
+    "2^63 tensors": (file([], [WEIGHT], num_tensors=1 << 63), "tensors and 0 metadata keys; at most 65536"),
+    "a byte too few": (file([], [WEIGHT], data=255), "tensor 'weight' ends beyond the file, which is truncated"),
+    "a tensor at the end": (with_tensor(offset=32), "ends beyond the file, which is truncated"),
+    "a tensor far away": (with_tensor(offset=1 << 62), "ends beyond the file"),
+    "a tensor off the grid": (with_tensor(offset=7), "does not begin at a multiple of 32 bytes"),
+    "a tensor twice": (file([], [WEIGHT, WEIGHT]), "tensor 'weight' occurs twice"),
+    "tensors that overlap": (
+        file([], [WEIGHT, tensor("other", (4, 16), offset=32)], 512),
+        "tensors 'weight' and 'other' overlap",
+    ),
+    "a huge tensor": (with_tensor((1 << 62, 1 << 62)), "does not fit into the file"),
+    "an empty tensor": (with_tensor((0, 16)), "does not fit into the file"),
+    "five dimensions": (with_tensor((1, 1, 1, 1, 1)), "has 5 dimensions; 1 to 4 are read"),
+    "Q2_K": (with_tensor(kind=Q2_K), "has type Q2_K, which is not read; use a file of F32, F16, Q4_0"),
+    "Q3_K": (with_tensor(kind=Q3_K), "has type Q3_K, which is not read"),
+    "IQ4_XS": (with_tensor(kind=IQ4_XS), "has type IQ4_XS, which is not read"),
+    "an unknown type": (with_tensor(kind=99), "has type number 99"),
+    "half a block": (with_tensor(kind=Q4_0), "rows of 16 are not whole blocks of 32"),
+    "one file of three": (with_entry(UINT16, struct.pack("<H", 3), key="split.count"), OTHER_SHARD),
+    "a key twice": (file([entry("key", UINT32, bytes(4))] * 2, [WEIGHT]), "metadata key 'key' occurs twice"),
+    "unknown metadata": (with_entry(99, bytes(4)), "metadata of the unknown type 99"),
+    "an array of arrays": (with_entry(ARRAY, array_of(ARRAY, 1)), "a metadata array of the type 9"),
+    "2^60 strings": (with_entry(ARRAY, array_of(STRING, 1 << 60)), ENDS_EARLY),
+    "2^61 numbers": (with_entry(ARRAY, array_of(UINT64, 1 << 61)), ENDS_EARLY),
+    "a huge second string": (
+        file([entry("key", ARRAY, array_of(STRING, 2, text("a"), struct.pack("<Q", 1 << 63)))], []),
+        ENDS_EARLY,
+    ),
+    "one string of 20": (file([entry("key", ARRAY, array_of(STRING, 20, text("a")))], [], data=0), ENDS_EARLY),
+    "a string that is too long": (with_entry(ARRAY, array_of(STRING, 1, struct.pack("<Q", 3000))), ENDS_EARLY),
+    "bytes that are no text": (with_entry(STRING, struct.pack("<Q", 2) + b"\xff\xfe"), "not UTF-8"),
+    "an alignment of 0": (with_entry(UINT32, struct.pack("<I", 0), key="general.alignment"), ALIGNMENT),
+    "an alignment of text": (with_entry(STRING, text("x"), key="general.alignment"), ALIGNMENT),
+    "a long name": (
+        file([text("k" * 70_000)], [WEIGHT], num_entries=1),
+        "a name of 70000 bytes; at most 65536 are read",
+    ),
 }
 
 
-@pytest.mark.parametrize("number", range(len(BAD)))
-def test_what_is_wrong_is_one_line(number: int, tmp_path: Path) -> None:
-    content, problem = list(BAD.items())[number]
+@pytest.mark.parametrize(("content", "problem"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_one_line(content: bytes, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(content or b"")
+    path.write_bytes(content)
     with pytest.raises(ModelError, match=problem) as caught:
         GgufFile(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
 def test_a_sound_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(file([entry("key", 4, struct.pack("<I", 7))], [WEIGHT]))
+    (tmp_path / "model.gguf").write_bytes(with_entry(UINT32, struct.pack("<I", 7)))
     found = GgufFile(tmp_path / "model.gguf")
     assert found.metadata == {"key": 7}
     assert found.tensors["weight"].shape == (4, 16)
@@ -139,7 +167,7 @@ def test_a_model_in_several_files(sound: Path, tmp_path: Path) -> None:
 
 def test_joined_files_say_that_they_are_of_none(tmp_path: Path) -> None:
     """``llama-gguf-split --merge`` leaves a count of 0."""
-    joined = file([entry("split.count", 2, struct.pack("<H", 0))], [WEIGHT])
+    joined = with_entry(UINT16, struct.pack("<H", 0), key="split.count")
     (tmp_path / "model.gguf").write_bytes(joined)
     assert GgufFile(tmp_path / "model.gguf").tensors.keys() == {"weight"}
 
@@ -215,7 +243,7 @@ def test_tensors_of_an_unexpected_form(sound: Path, monkeypatch: pytest.MonkeyPa
 
 
 SOUND = file(
-    [entry("key", 4, struct.pack("<I", 7)), entry("list", 9, struct.pack("<IQ", 8, 2) + text("a") + text("b"))],
+    [entry("key", UINT32, struct.pack("<I", 7)), entry("list", ARRAY, array_of(STRING, 2, text("a"), text("b")))],
     [WEIGHT, tensor("other", (8,), offset=256)],
     512,
 )
