@@ -161,9 +161,6 @@ def test_a_group_of_zeros_may_have_a_scale_of_zero(method: str, tmp_path: Path) 
 
 
 def test_a_group_that_cannot_be_packed_becomes_floats(tmp_path: Path) -> None:
-    def regroup(own: Tensors) -> None:
-        own["weight_scale"] = own["weight_scale"].repeat_interleave(2, dim=1)
-
     tensors, config = checkpoint("compressed-tensors")
     weights = {"num_bits": 4, "type": "int", "group_size": 16}
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_scale")}

@@ -20,6 +20,8 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTROL = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
 MESSAGE = {"role": "user", "content": "Hi"}
 JSON = {"content-type": "application/json"}
+MANY_TOKENS = [str(token) for token in range(20_000)]
+Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,149 +52,99 @@ def _chat(server: Server, **fields: Any) -> httpx.Response:
     return server.post(CHAT, {"messages": [MESSAGE], "max_tokens": 1} | fields)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"5",
-        b"null",
-        b"not json",
-        b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": "\\ud83d"}',
-        b'{"prompt": "a\\u0000b"}',
-        b'{"prompt": "a\x01b"}',
-        b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": 1e999}',
-        b'{"prompt": "a", "temperature": -Infinity}',
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
-        b"\x1f\x8b\x08\x00gzip",
-        b'{"prompt": "a"} trailing',
-    ],
-)
+# Bodies that are no request, in any of the requests.
+BODIES = [b"", b"{", b"[]", b"5", b"null", b"not json", b"\x1f\x8b\x08\x00gzip", b'{"prompt": "a"} trailing']
+BODIES += [b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud83d"}', b'{"prompt": "a\\u0000b"}', b'{"prompt": "a\x01b"}']
+BODIES += [b'{"prompt": "a", "temperature": ' + number + b"}" for number in (b"NaN", b"1e999", b"-Infinity")]
+BODIES += [b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
+BODIES += [b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}"]
+
+
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize"])
 def test_bodies_that_are_no_request(server: Server, path: str, body: bytes) -> None:
     _is_error(server.post(path, content=body, headers=JSON), 400)
 
 
+# Fields of chats and of completions, and values out of range or of another type.
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "temperature": [-0.1, 1e308, "1", True, []],
+    "n": ["5", 1.5, True, 10**9, 0, -1, 17],
+    "max_tokens": [-1, 0, 2**63, 10**9, 1.5, "1"],
+    "min_tokens": [-1, 10**9],
+    "top_p": [0, 1.1, -1],
+    "top_k": [-2, 1.5, 2**40],
+    "min_p": [-0.1, 1.5],
+    "presence_penalty": [-2.5, 3],
+    "frequency_penalty": [-2.5, 3],
+    "repetition_penalty": [0, -1, 1e9],
+    "seed": [-2, 2**64, 1.0, "a"],
+    "stop": [[""], "", ["a"] * 10_000, "a" * 500_000, [5], 5],
+    "stop_token_ids": [[-1], [4096], [2**31], ["a"], [5] * 1025],
+    "logit_bias": [{"-1": 1}, {"4096": 1}, {str(2**31): 1}, {"a": 1}, {"5": 200}, [1], dict.fromkeys(MANY_TOKENS, 1)],
+    "stream": ["true", 1],
+    "stream_options": [{"include_usage": True}, {"other": 1}, 5],
+    "user": [5, {}, "x" * 257],
+    "priority": ["high", 1.5, 3, -(2**70)],
+    "chat_template": ["{{ 7 * 7 }}", None],
+    "cache_salt": ["mine"],
+    "unknown_field": [None, 1],
+}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[("temperature", value) for value in (-0.1, 1e308, "1", True, [])],
-        *[("n", value) for value in ("5", 1.5, True, 10**9, 0, -1, 17)],
-        *[("max_tokens", value) for value in (-1, 0, 2**63, 10**9, 1.5, "1")],
-        *[("min_tokens", value) for value in (-1, 10**9)],
-        *[("top_p", value) for value in (0, 1.1, -1)],
-        *[("top_k", value) for value in (-2, 1.5, 2**40)],
-        *[("min_p", value) for value in (-0.1, 1.5)],
-        *[("presence_penalty", value) for value in (-2.5, 3)],
-        *[("frequency_penalty", value) for value in (-2.5, 3)],
-        *[("repetition_penalty", value) for value in (0, -1, 1e9)],
-        *[("seed", value) for value in (-2, 2**64, 1.0, "a")],
-        *[("stop", value) for value in ([""], "", ["a"] * 10_000, "a" * 500_000, [5], 5)],
-        *[("stop_token_ids", value) for value in ([-1], [4096], [2**31], ["a"], [5] * 1025)],
-        *[("logit_bias", value) for value in ({"-1": 1}, {"4096": 1}, {str(2**31): 1}, {"a": 1}, {"5": 200}, [1])],
-        ("logit_bias", {str(token): 1 for token in range(20_000)}),
-        *[("stream", value) for value in ("true", 1)],
-        *[("stream_options", value) for value in ({"include_usage": True}, {"other": 1}, 5)],
-        *[("user", value) for value in (5, {}, "x" * 257)],
-        *[("priority", value) for value in ("high", 1.5, 3, -(2**70))],
-        *[("chat_template", value) for value in ("{{ 7 * 7 }}", None)],
-        ("cache_salt", "mine"),
-        *[("unknown_field", value) for value in (None, 1)],
-    ],
+    ("field", "value"), [(field, value) for field in OUT_OF_RANGE for value in OUT_OF_RANGE[field]]
 )
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_fields_that_are_out_of_range_or_unknown(server: Server, kind: str, field: str, value: Any) -> None:
-    ask = _chat if kind == "chat" else _complete
+@pytest.mark.parametrize("ask", [_chat, _complete])
+def test_fields_that_are_out_of_range_or_unknown(server: Server, ask: Ask, field: str, value: Any) -> None:
     error = _is_error(ask(server, **{field: value}), 400)
     assert field in error["message"] or field in (error["param"] or ""), error
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "",
-        [],
-        [""],
-        [[]],
-        ["a", ""],
-        ["a", 5],
-        [5, [5]],
-        [-1],
-        [4096],
-        [2**31],
-        [[5, 4096]],
-        [True],
-        [1.5],
-        {},
-        None,
-        5,
-        ["a"] * 129,
-        [None],
-        [[["a"]]],
-    ],
-    ids=str,
-)
+PROMPTS: list[Any] = ["", [], [""], [[]], ["a", ""], ["a", 5], [5, [5]], [-1], [4096], [2**31], [[5, 4096]]]
+PROMPTS += [[True], [1.5], {}, None, 5, ["a"] * 129, [None], [[["a"]]]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
 def test_prompts_that_are_none(server: Server, prompt: Any) -> None:
-    _is_error(server.post(COMPLETION, {"prompt": prompt, "max_tokens": 1}), 400)
+    _is_error(_complete(server, prompt=prompt), 400)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        {},
-        "hello",
-        None,
-        [5],
-        [{}],
-        [{"role": "user"}],
-        [{"content": "a"}],
-        [{"role": "king", "content": "a"}],
-        [{"role": 5, "content": "a"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [5]}],
-        [{"role": "user", "content": "a", "unknown": 1}],
-        [{"role": "user", "content": "a\0b"}],
-        [{"role": "assistant", "tool_calls": json.loads("[" * 200 + "]" * 200)}],
-    ],
-    ids=lambda messages: str(messages)[:60],
-)
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}
+MESSAGES: list[Any] = [[], {}, "hello", None, [5], [{}], [{"role": "user"}], [{"content": "a"}]]
+MESSAGES += [[{"role": role, "content": "a"}] for role in ("king", 5)]
+MESSAGES += [[{"role": "user", "content": content}] for content in (5, None, [IMAGE], [{"type": "text"}], [5], "a\0b")]
+MESSAGES += [[{"role": "user", "content": "a", "unknown": 1}]]
+MESSAGES += [[{"role": "assistant", "tool_calls": json.loads("[" * 200 + "]" * 200)}]]
+
+
+@pytest.mark.parametrize("messages", MESSAGES, ids=lambda messages: str(messages)[:60])
 def test_messages_that_are_none(server: Server, messages: Any) -> None:
     _is_error(_chat(server, messages=messages), 400)
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("ask", "fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
-        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"max_completion_tokens": 2}, "max_tokens"),
-        ({"audio": {}}, "audio"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        (_chat, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (_chat, {"response_format": {"type": "json_object", "x": 1}}, "response_format"),
+        (_chat, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+        (_chat, {"top_logprobs": 5}, "top_logprobs"),
+        (_chat, {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        (_chat, {"logprobs": 5}, "logprobs"),
+        (_chat, {"max_completion_tokens": 2}, "max_tokens"),
+        (_chat, {"audio": {}}, "audio"),
+        (_chat, {"functions": [{"name": "f"}]}, "functions"),
+        (_complete, {"max_tokens": 0}, "max_tokens"),
+        (_complete, {"echo": 1}, "echo"),
+        (_complete, {"best_of": 2}, "best_of"),
+        (_complete, {"suffix": "x"}, "suffix"),
+        (_complete, {"logprobs": 21}, "logprobs"),
+        (_complete, {"logprobs": -1}, "logprobs"),
     ],
 )
-def test_what_chats_do_not_have(server: Server, fields: dict[str, Any], param: str) -> None:
-    error = _is_error(_chat(server, **fields), 400)
-    assert param in (error["param"] or "")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"max_tokens": 0}, {"echo": 1}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": -1}]
-)
-def test_what_completions_do_not_have(server: Server, fields: dict[str, Any]) -> None:
-    (name,) = fields
-    assert name in (_is_error(_complete(server, **fields), 400)["param"] or "")
+def test_fields_that_one_of_them_does_not_have(server: Server, ask: Ask, fields: dict[str, Any], param: str) -> None:
+    assert param in (_is_error(ask(server, **fields), 400)["param"] or "")
 
 
 def test_a_huge_fan_out_is_refused(server: Server) -> None:
