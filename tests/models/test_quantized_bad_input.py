@@ -187,10 +187,7 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
 WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": 32}
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({}, "quantization method None is not read; choose"),
-    (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "method 'bitsandbytes' is not read; choose one of",
-    ),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "method 'bitsandbytes' is not read; choose one of"),
     ({"quant_method": "torchao"}, "method 'torchao' is not read; .*, or 16 bits and --quantization int4"),
     ({"quant_method": ["gptq"]}, "quantization method .'gptq'. is not read"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "gptq with 3 bits in groups of 32 is not read"),
