@@ -211,14 +211,14 @@ def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait(60) == 0
+    assert process.wait(240) == 0
 
 
 def test_a_reader_that_leaves_the_help_is_no_failure() -> None:
     process = start("generate", "--help", stdin=subprocess.DEVNULL)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    assert (process.stderr.read(), process.wait(240)) == (b"", 0)
 
 
 def test_no_streams_at_all() -> None:

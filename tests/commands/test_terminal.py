@@ -23,7 +23,7 @@ from tests.commands.conftest import ROOT
 from tests.commands.screen import Screen
 from tests.commands.test_chat_session import ChatSession, make_session
 
-PATIENCE = 60.0  # seconds; a busy machine starts processes slowly
+PATIENCE = 240.0  # seconds; a busy machine starts processes slowly
 
 
 class Terminal:

@@ -71,7 +71,7 @@ def test_all_threads_of_the_device_move_and_come_back(monkeypatch: pytest.Monkey
 
     def stay(name: str) -> None:
         numbers.append(threading.get_native_id())
-        end.wait(30.0)
+        end.wait(240.0)
 
     def begin(name: str) -> None:
         thread = threading.Thread(target=stay, args=(name,))

@@ -288,7 +288,7 @@ def test_a_step_that_fails_waits_for_the_swaps_beside_it(monkeypatch: pytest.Mon
     executor, gate, ended = swapping_executor(), threading.Event(), []
 
     def slow(*arguments: object) -> int:
-        gate.wait(60)
+        gate.wait(240)
         ended.append(True)
         return 0
 

@@ -174,10 +174,10 @@ def test_marks_are_waited_for_one_by_one() -> None:
     thread = threading.Thread(target=lambda: [passed.put(marks.wait(layer)) for layer in (0, 1)])
     thread.start()
     marks.computed(0)
-    assert passed.get(timeout=60) == "a"
+    assert passed.get(timeout=240) == "a"
     assert passed.empty()
     marks.computed(1)
-    assert passed.get(timeout=60) == "b"
+    assert passed.get(timeout=240) == "b"
     thread.join()
 
 
@@ -206,7 +206,7 @@ class Told:
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not happened():
         assert time.monotonic() < until, "it does not happen"
         time.sleep(0.001)
@@ -237,7 +237,7 @@ def test_swaps_in_both_directions_at_once() -> None:
 def test_a_swap_in_does_not_wait_for_one_that_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     told, gate = Told(), threading.Event()
     mover = Workers("P1", new_pool()).movers[0]
-    monkeypatch.setattr(mover, "out", lambda *arguments: int(gate.wait(60)))
+    monkeypatch.setattr(mover, "out", lambda *arguments: int(gate.wait(240)))
     told.swapper.begin([Swap(0, 0, "out", (0,), (0,))], mover)
     told.swapper.begin([Swap(1, 1, "in", (1,), (1,))], mover)
     wait_until(lambda: 1 in told.done)

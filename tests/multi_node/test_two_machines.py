@@ -87,7 +87,7 @@ def test_a_worker_that_is_killed_on_the_other_machine_is_replaced(
 ) -> None:
     command = ["-m", "nanoserve", "generate", PROMPTS[0], *SETTINGS, "--pp", "2"]
     first, second = programs = torchrun(hosts, command)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not first.output:  # the answer has begun, and goes on for hundreds of tokens
         assert time.monotonic() < end, first.messages + second.messages
         time.sleep(0.05)
@@ -120,7 +120,7 @@ def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
     hosts: tuple[Host, Host], prompts: Path, tmp_path: Path
 ) -> None:
     _, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not hosts[1].processes(WORKER):
         assert time.monotonic() < end, second.messages
         time.sleep(0.1)

@@ -126,10 +126,10 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.process.wait(PATIENCE_SECONDS)
         finally:
             self.process.kill()
-            self._reader.join(10)
+            self._reader.join(PATIENCE_SECONDS)
 
 
 def wait_until(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:

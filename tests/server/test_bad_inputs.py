@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.starting import NO_TLS, Server, wait_until
+from tests.server.starting import NO_TLS, PATIENCE_SECONDS, Server, wait_until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTROL = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
@@ -191,7 +191,7 @@ def test_strange_text_comes_back_as_utf8(server: Server) -> None:
 
 def _connect(server: Server) -> socket.socket:
     url = httpx.URL(server.url)
-    return socket.create_connection((url.host, url.port or 80), timeout=60)
+    return socket.create_connection((url.host, url.port or 80), timeout=PATIENCE_SECONDS)
 
 
 def _head(path: str = COMPLETION, **headers: Any) -> bytes:

@@ -90,7 +90,7 @@ def test_curl_reads_a_stream_that_openai_would_send(server: Server) -> None:
     body = json.dumps({"messages": STORY, "max_tokens": 3, "temperature": 0, "stream": True})
     words = ["curl", "--silent", "--no-buffer", "--include", server.url + "/v1/chat/completions"]
     words += ["--header", "content-type: application/json", "--data", body]
-    head, _, events = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.partition("\n\n")
+    head, _, events = subprocess.run(words, capture_output=True, text=True, timeout=240).stdout.partition("\n\n")
     assert head.startswith("HTTP/1.1 200") and "content-type: text/event-stream" in head
     *chunks, done, rest = events.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")

@@ -172,7 +172,7 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     wait_until(lambda: not any(alive(process) for process in processes))
     assert server.left_behind() == []
     for reader in readers:
-        reader.join(10)
+        reader.join()
     shutil.rmtree(server.directory)
 
 
@@ -185,7 +185,7 @@ def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
         time.sleep(moment)
         processes = server.descendants()
         server.process.send_signal(number)
-        server.process.wait(60)
+        server.process.wait(PATIENCE_SECONDS)
         wait_until(lambda: not any(alive(process) for process in processes))
         wait_until(lambda: not server.left_behind())
         server.end()
@@ -564,7 +564,7 @@ def test_a_log_that_is_full_is_no_reason_to_stop() -> None:
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/ready", {}))
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     finally:
         process.kill()
 

@@ -99,7 +99,7 @@ def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
     first = workers(mark)
     kill(two_stages.engine_process_id())
-    wait_until(lambda: not set(first) & set(marked(mark)), 10)
+    wait_until(lambda: not set(first) & set(marked(mark)))
     _check(readers, whole)
     two_stages.wait_idle()
     assert two_stages.metric("nanoserve:worker_losses_total") == losses, "also those of the engine before"
@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(two_stages: Server, mark
     assert len(workers(mark)) == 2
     two_stages.process.kill()
     two_stages.process.wait()
-    wait_until(lambda: marked(mark) == [], 10)
+    wait_until(lambda: marked(mark) == [])
     assert two_stages.left_behind() == []
 
 

@@ -51,8 +51,8 @@ def _end_at(case: Case) -> None:
             process.terminate()
             _, said = process.communicate(timeout=240)
             assert "ready:" in said
-        wait_until(lambda: marked(mark) == [], 20)
-        wait_until(lambda: _left_in(directory) == [], 5)
+        wait_until(lambda: marked(mark) == [])
+        wait_until(lambda: _left_in(directory) == [])
         assert f"{ROOT}/nanoserve/" not in said, "no traceback but of Python's own start"
     except BaseException as error:
         error.add_note(f"{case}: left {marked(mark)} and {_left_in(directory)}")

@@ -23,7 +23,7 @@ def whole_texts() -> list[str]:
 def busy(server: Server) -> list[Reader]:
     """Streams, of which some have their KV in host memory."""
     readers = [Reader(server, body) for body in BODIES]
-    wait_until(lambda: server.metric("nanoserve:num_sequences_on_host") > 0, 60)
+    wait_until(lambda: server.metric("nanoserve:num_sequences_on_host") > 0)
     return readers
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands.test_pair_faults import TIGHT, Batch, answers, rows_are_there
 from tests.executor.cpu_attention.servers import BODIES, HYBRID, MODEL, busy, texts, whole_texts
-from tests.server.starting import NO_TLS, Server, running, shared_memory, wait_until
+from tests.server.starting import NO_TLS, PATIENCE_SECONDS, Server, running, shared_memory, wait_until
 from tests.server.test_faults import COMPLETION, Reader
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_clients_that_leave_in_mid_token(server: Server, whole: list[str]) -> No
     for _ in range(3):
         for body in BODIES[1:]:
             with httpx.stream(
-                "POST", server.url + COMPLETION, json=body | {"stream": True}, timeout=60, **NO_TLS
+                "POST", server.url + COMPLETION, json=body | {"stream": True}, timeout=PATIENCE_SECONDS, **NO_TLS
             ) as answer:
                 next(answer.iter_text())
     stays.join()
@@ -73,7 +73,7 @@ def test_a_server_that_is_told_to_end_answers_what_it_has(server: Server, whole:
     assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
     server.process.send_signal(signal.SIGINT)
     assert texts(readers) == whole
-    assert server.process.wait(60) == 0, server.log
+    assert server.process.wait(PATIENCE_SECONDS) == 0, server.log
 
 
 def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:

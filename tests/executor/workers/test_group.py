@@ -226,7 +226,7 @@ def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path)
         engine.stdin.write("\n")
         engine.stdin.flush()
         engine.send_signal(signal.SIGCONT)
-        watch = threading.Timer(30, engine.kill)
+        watch = threading.Timer(240, engine.kill)
         watch.start()
         assert engine.stdout.readline() == "0\n"
         watch.cancel()

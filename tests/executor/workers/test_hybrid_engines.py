@@ -25,7 +25,7 @@ from tests.costs.profiles import made_up_profile
 from tests.executor.cpu_attention.servers import HYBRID, MODEL, PROMPTS, busy, texts, whole_texts
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.processes import MARK, kill, marked, new_mark, workers
-from tests.server.starting import Server, running
+from tests.server.starting import PATIENCE_SECONDS, Server, running
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def test_a_server_whose_stage_is_killed_and_that_is_told_to_end(mark: str) -> No
         readers = busy(server)
         server.process.send_signal(signal.SIGTERM)
         assert texts(readers) == whole
-        assert server.process.wait(60) == 0, server.log
+        assert server.process.wait(PATIENCE_SECONDS) == 0, server.log
 
 
 @pytest.mark.parametrize("engine", [STAGES, HYBRID], ids=["two stages", "one process"])
@@ -141,7 +141,7 @@ def test_a_server_that_is_told_twice_does_not_wait(engine: tuple[str, ...], mark
     for _ in range(2):
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-    server.process.wait(20)
+    server.process.wait(PATIENCE_SECONDS)
     assert "Traceback" not in server.log, server.log
     assert not server.left_behind(), server.left_behind()
     shutil.rmtree(server.directory)

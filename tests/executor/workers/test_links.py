@@ -23,7 +23,7 @@ HERE = threading.local()
 @pytest.fixture
 def store() -> Iterator[Any]:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=30))
+    store.set_timeout(timedelta(seconds=240))
     yield store
 
 

@@ -38,7 +38,7 @@ def sockets() -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
         engine.send(b"\xc1 nonsense")  # ends the prefetch thread, in whose hands its socket is
         for thread in threading.enumerate():
             if thread.name == THREAD_NAME:
-                thread.join(20)
+                thread.join(240)
 
 
 class FullDevice:
@@ -78,7 +78,8 @@ def test_a_step_without_memory_is_told_in_one_line(
 
 
 class SlowRunner(FullDevice):
-    """A step goes on for as long as something moves beside it, or might; the second is its last."""
+    """A step goes on until something moves beside it. Nothing should beside the first, which waits only a moment. The
+    second is the last."""
 
     def __init__(self) -> None:
         self.last = 1
@@ -86,7 +87,7 @@ class SlowRunner(FullDevice):
         self.moved_beside: list[bool] = []
 
     def compute(self, step: SimpleNamespace, intermediate_hidden_states: object) -> None:
-        self.moved_beside.append(self.moved.wait(0.2))
+        self.moved_beside.append(self.moved.wait(0.2 if step.plan.step == 0 else 240))
         if step.plan.step == self.last:
             super().compute(step, intermediate_hidden_states)
 
@@ -188,7 +189,7 @@ class LayeredRunner(FullDevice):
         for layer, left in enumerate(self.left):
             assert not left.is_set()
             step.inputs.computed(layer)
-            self.left_in_time.append(left.wait(60))
+            self.left_in_time.append(left.wait(240))
         super().compute(step, intermediate_hidden_states)
 
 
