@@ -138,19 +138,19 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
     assert "layers run uncompiled" in notice and notice.endswith("ValueError: no compiler today")
 
 
-def test_twelve_kinds_of_layers_stay_compiled() -> None:
-    """Dynamo stops at 8 for each code object."""
-    windows = tuple(range(1, 13))
-    decoder = small_decoder(replace(small_config(), num_layers=12, sliding_windows=windows).in_one_group())
+def test_more_kinds_of_layers_than_dynamo_compiles_of_one_function_stay_compiled() -> None:
+    """Dynamo stops at 8 for each code object, and here at 2."""
+    config = replace(small_config(), num_layers=4, sliding_windows=(1, 2, 3, 4)).in_one_group()
+    decoder = small_decoder(config)
     decoder.requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend="eager")
-    with torch.inference_mode():
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=2):
         for rows in (1, 3):
             step = step_of(rows, 15, torch.Generator().manual_seed(1))
             traced = ForwardPass(decoder, caches(decoder.config, 4 * rows), layers)(step)
             torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4 * rows))(step))
     assert layers.loaded
-    assert counters["stats"]["unique_graphs"] == 12, "no step has one token"
+    assert counters["stats"]["unique_graphs"] == 4, "no step has one token"
 
 
 def test_packed_layers_are_compiled(tmp_path: Path) -> None:
