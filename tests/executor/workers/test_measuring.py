@@ -10,14 +10,22 @@ from nanoserve.errors import UsageError
 from nanoserve.executor.profiling import layout_profile
 from nanoserve.executor.profiling.layout_profile import kept_layouts, measure_layouts
 from nanoserve.executor.start.predictors import make_predictors
+from nanoserve.executor.workers import process
 from nanoserve.models.hub import resolve_model
 from tests.costs.test_layout_profile import MODEL
 from tests.costs.test_layout_profile import layout_profile as layout_profile_by_hand
+
+BRIEFLY = """
+import nanoserve.executor.workers.measuring as measuring
+measuring._EFFORT = measuring.Effort(seconds=0.0, fewest_rounds=1, most_rounds=1, longest_sample=1.0)
+"""
+"""What workers do first: they measure everything once, not for ten seconds."""
 
 
 def test_two_workers_measure_together_and_the_next_start_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(process, "_PROGRAM", BRIEFLY + process._PROGRAM)
     monkeypatch.setattr(layout_profile, "kept_file", lambda *_: tmp_path / "layouts.json")
     resolved, config, told = resolve_model(None), EngineConfig(policy="apex", eager=True), list[tuple[str, int, int]]()
     found = measure_layouts(resolved, config, 2, lambda *progress: told.append(progress))
