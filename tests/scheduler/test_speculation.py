@@ -133,12 +133,20 @@ def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest
             },
             "leave it out with --prefill-parallel and --decode-parallel",
         ),
-        ({"speculate": "draft:dummy:qwen3-0.6b"}, "151936 tokens"),
     ],
 )
 def test_what_cannot_draft_token_is_refused_in_one_line(settings: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told) as refused:
         nanoserve.LLM(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_draft_with_more_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    draft = tmp_path / "config.json"
+    draft.write_text(json.dumps({"model_type": "llama", "vocab_size": 4097, **shape}))
+    with pytest.raises(UsageError, match="it has 4097 tokens and the model 4096; choose a draft with") as refused:
+        nanoserve.LLM(speculate=f"draft:dummy:{draft}", eager=True)
     assert "\n" not in str(refused.value)
 
 
