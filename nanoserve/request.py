@@ -417,11 +417,6 @@ class Sequence:
         """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
         Returns the tokens appended, and why the sequence ends with them, if it does."""
         reason, known, before = None, self.tokens, len(self.tokens)
-        if len(tokens) == 1 and before + 1 < self.max_length and tokens[0] not in self.stop_tokens:  # the usual case
-            known.append(tokens[0])
-            if logprobs:
-                self.logprobs += logprobs
-            return tokens, None
         if before == self.max_length:  # max_tokens is 0, and the prompt is computed
             return (), FinishReason.LENGTH
         for token in tokens:

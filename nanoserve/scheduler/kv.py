@@ -54,7 +54,7 @@ class BlockPool:
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._known: dict[Address, CachedColumn] = {}
-        self._cached: dict[int, CachedColumn] = {}  # by block
+        self._cached: list[CachedColumn | None] = [None] * num_blocks  # by block
 
     def replace_blocks(self, num_blocks: int) -> None:
         """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
@@ -104,7 +104,7 @@ class BlockPool:
                 continue
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._cached:
+                if self._cached[block] is not None:
                     self._reusable[block] = None
                 else:
                     self._blank.append(block)
@@ -149,9 +149,10 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten; nothing happens if it is not cached."""
-        column = self._cached.pop(block, None)
+        column = self._cached[block]
         if column is None:
             return
+        self._cached[block] = None
         column.blocks[column.blocks.index(block)] = NO_BLOCK
         while column.is_known and column.followers == 0 and max(column.blocks) == NO_BLOCK:
             del self._known[column.address]
@@ -167,7 +168,7 @@ class BlockPool:
         for column in self._known.values():
             column.is_known = False
         self._known.clear()
-        self._cached.clear()
+        self._cached = [None] * self.num_blocks
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
@@ -255,19 +256,16 @@ class SequenceBlocks:
 
     def share_full(self, sequence: Sequence, computed: int) -> None:
         """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
-        size = self._block_size
-        shared, full = len(sequence.cached_columns), computed // size
+        columns, size = sequence.cached_columns, self._block_size
+        shared, full = len(columns), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
         groups, table = self.groups, sequence.block_table
-        # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
-        while shared < full and max(table[(full - 1) * groups : full * groups]) == NO_BLOCK:
-            full -= 1
-        previous = sequence.cached_columns[-1] if sequence.cached_columns else sequence.request.cache_salt
+        previous = columns[-1] if columns else sequence.request.cache_salt
         for index in range(shared, full):
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
             previous = self.pool.insert(table[index * groups : (index + 1) * groups], previous, tokens)
-            sequence.cached_columns.append(previous)
+            columns.append(previous)
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""

@@ -93,12 +93,13 @@ class PlanBuilder:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
         skipped, rows = self.skipped, self.rows
         for sequence in islice(ready, self.decision.decodes):
-            if sequence.sequence_id in skipped:
+            if skipped and sequence.sequence_id in skipped:
                 continue
             start, tokens = sequence.computed, sequence.tokens
-            if start >= sequence.capacity and not (self._may_grow(sequence) and self._make_room(sequence, 1)):
-                continue
-            if start < sequence.capacity and start < len(tokens) and sequence.begun:
+            if start >= sequence.capacity:
+                if self._may_grow(sequence) and self._make_room(sequence, 1):
+                    self._add_row(sequence, 1)
+            elif start < len(tokens) and sequence.begun:
                 # Its last block has room and the executor knows the rest, as for most decodes.
                 row = Row(sequence.sequence_id, start, (tokens[start],), True)
                 rows.append(row)

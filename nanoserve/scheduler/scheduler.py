@@ -281,8 +281,9 @@ class Scheduler:
 
     def _take_answers(self, answers: SequenceOf[Answer], now: float) -> list[SequenceUpdate]:
         """Give each answer to its sequence, whose oldest row in flight it belongs to."""
-        updates = []
+        updates, gained = [], 0
         sequences, settle, hearing = self.table.sequences, self.table.settle, self._moments.answered
+        share_full = self.table.blocks.share_full
         block_size = self.pool.block_size
         for answer in answers:
             sequence = sequences[answer.sequence]
@@ -298,23 +299,25 @@ class Scheduler:
             elif sequence.finish_reason is None:  # else it was ended while in flight
                 if sequence.status is _PREFILL:
                     self._begin_decoding(sequence, now)
-                new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
-                if answer.complete and len(new_tokens) == len(answer.tokens):
-                    reason = FinishReason.STOP
-                if reason is not None:
-                    self._finish(sequence, reason, now)
+                new_tokens, tokens = answer.tokens, sequence.tokens
+                is_plain = len(new_tokens) == 1 and not answer.logprobs and not answer.complete
+                if is_plain and len(tokens) + 1 < sequence.max_length and new_tokens[0] not in sequence.stop_tokens:
+                    tokens.append(new_tokens[0])
+                    gained += 1
+                else:
+                    new_tokens = self._extend(sequence, answer, now)
+                    gained += len(new_tokens)
                 updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence))
             if hearing:
                 for answered in hearing:
                     answered(sequence, row, answer)
             in_flight.popleft()
             known = sequence.computed - len(in_flight)
-            fills_block = known >= (len(sequence.cached_columns) + 1) * block_size
             # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
-            has_ended = sequence.finish_reason is not None
-            if fills_block or has_ended or sequence.fork is not None or sequence.place is not _DEVICE:
+            if sequence.finish_reason is not None or sequence.fork is not None or sequence.place is not _DEVICE:
                 settle(sequence)
-        gained = sum([len(update.new_tokens) for update in updates])
+            elif known >= (len(sequence.cached_columns) + 1) * block_size:
+                share_full(sequence, known)
         self.output_tokens += gained
         self.table.outstanding += gained
         return updates
@@ -328,11 +331,16 @@ class Scheduler:
                 self.prompt_tokens += sequence.prompt_length
             sequence.first_token_time = now
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """A sequence has all its tokens."""
-        if self._growth is not None:
-            self._growth.record(sequence.output_length)
-        self.table.finish(sequence, reason, now)
+    def _extend(self, sequence: Sequence, answer: Answer, now: float) -> tuple[int, ...]:
+        """Give a sequence its tokens, and end it if it has all of them then. Returns the tokens that it took."""
+        new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
+        if answer.complete and len(new_tokens) == len(answer.tokens):
+            reason = FinishReason.STOP
+        if reason is not None:
+            if self._growth is not None:
+                self._growth.record(sequence.output_length)
+            self.table.finish(sequence, reason, now)
+        return new_tokens
 
     def _end(self, sequence: Sequence, error: str, now: float) -> SequenceUpdate:
         """End a sequence with an error."""

@@ -86,6 +86,13 @@ class WindowedBlocks(SequenceBlocks):
                 table[passed] = [NO_BLOCK] * (end - first)
         sequence.window_start = position
 
+    def share_full(self, sequence: Sequence, computed: int) -> None:
+        # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
+        shared, full = len(sequence.cached_columns), computed // self._block_size
+        while shared < full and max(sequence.block_table[(full - 1) * self.groups : full * self.groups]) == NO_BLOCK:
+            full -= 1
+        super().share_full(sequence, full * self._block_size)
+
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         super().fork(parent, sibling)
         sibling.window_start = parent.window_start

@@ -137,7 +137,7 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
             raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
-    if any(block in pool._cached for block in pool._blank):
+    if any(pool._cached[block] is not None for block in pool._blank):
         raise RuntimeError("a cached block is listed as blank")
     _check_columns(pool)
 
@@ -147,10 +147,11 @@ def _check_columns(pool: BlockPool) -> None:
     columns = list(pool._known.values())
     if not all(column.is_known and pool._known[column.address] is column for column in columns):
         raise RuntimeError("a column is not known, or has another address than it says")
-    if not all(column.is_known for column in pool._cached.values()):
+    of_blocks = [(block, column) for block, column in enumerate(pool._cached) if column is not None]
+    if not all(column.is_known for _, column in of_blocks):
         raise RuntimeError("a cached block belongs to a column that is not known")
     followers = Counter(previous for previous, _ in (column.address for column in columns) if previous in columns)
-    cached = {(column, column.blocks.index(block)): block for block, column in pool._cached.items()}
+    cached = {(column, column.blocks.index(block)): block for block, column in of_blocks}
     for column in columns:
         if column.followers != followers[column]:
             raise RuntimeError("a column has other followers than it says")

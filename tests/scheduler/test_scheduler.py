@@ -4,7 +4,7 @@ import pytest
 
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
+from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, PrefillFirst
@@ -359,3 +359,19 @@ def test_the_tables_of_many_samples_are_made_some_a_plan(
 def test_samples_that_list_nothing_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.scheduler.plan_builder.MOST_LISTED", 32)
     assert _begins_by_plan([_request(f"r{number}", 4, n=16, max_tokens=1) for number in range(8)]) == [8, 120]
+
+
+def test_only_an_answer_that_fills_a_block_costs_the_prefix_cache_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt of 5 and an answer of 9: the chunk of the prompt fills one block of 4, and answers fill two more."""
+    shared = list[int]()
+
+    def share_full(sequence: Sequence, computed: int) -> None:
+        shared.append(computed)
+        plainly(sequence, computed)
+
+    engine = _engine()
+    plainly = engine.scheduler.table.blocks.share_full
+    monkeypatch.setattr(engine.scheduler.table.blocks, "share_full", share_full)
+    engine.add(_request("r", 5, max_tokens=9, ignore_eos=True))
+    _finish(engine)
+    assert shared == [5, 8, 12]
