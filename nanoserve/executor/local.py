@@ -24,6 +24,8 @@ class LocalExecutor:
     is then forgotten.
     """
 
+    now = staticmethod(time.monotonic)
+
     def __init__(self, stage: Stage, *, async_scheduling: bool = False) -> None:
         self.async_scheduling = async_scheduling
         self.max_in_flight = 2 if async_scheduling else 1
@@ -112,9 +114,6 @@ class LocalExecutor:
             self._launched.clear()
             stage.abandon()
             raise
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def close(self) -> None:
         """Give the memory back; closing again does nothing, anything else is an error from here on."""

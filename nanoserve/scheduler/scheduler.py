@@ -17,7 +17,7 @@ from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.ordering import Ordering
-from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.sequence_table import SequenceTable
@@ -119,13 +119,6 @@ class Scheduler:
         """Whether a plan without rows would let something go on."""
         return any(goes_on() for goes_on in self._moments.goes_on)
 
-    @property
-    def _most_in_flight(self) -> int:
-        """Plans that may be in flight: one more than micro-batches where the next is made while tokens are sampled."""
-        if self.async_scheduling:
-            return self.pipeline_depth + 1
-        return self.pipeline_depth
-
     def add(self, request: Request) -> None:
         """Queue a request, as `SequenceTable.add` does and raises."""
         self.table.add(request)
@@ -153,8 +146,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        moments = self._moments
-        if len(self.plans_in_flight) >= self._most_in_flight:
+        moments, most_in_flight = self._moments, self.pipeline_depth
+        if self.async_scheduling:
+            most_in_flight += 1  # the next plan is made while tokens are sampled
+        if len(self.plans_in_flight) >= most_in_flight:
             return None
         if any(holds_back() for holds_back in moments.holds_back):
             return None
@@ -234,10 +229,10 @@ class Scheduler:
             next_prefill = prefills[0]
         elif free_slots > 0 and not self.table.waits_for_blocks:
             next_prefill = self.table.next_waiting
-        growth = longest = 0
+        groups, growth, longest = pool.groups, 0, 0
         if self._growth is not None:
-            growth, longest = self._growth.look(self.steps, self.running)
-        groups = pool.groups
+            tokens, longest = self._growth.look(self.steps, self.running)
+            growth = min(pool.blocks_for(tokens), pool.num_blocks // groups - 1)
         load = Load(
             previous=self._previous,
             waiting_tokens=self.waiting.tokens + partial_tokens,
@@ -252,7 +247,7 @@ class Scheduler:
             free_slots=free_slots,
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
-            expected_growth=min(pool.blocks_for(growth), pool.num_blocks // groups - 1),
+            expected_growth=growth,
             longest_remaining=longest,
             predictor=self.predictors[0] if self.predictors else None,
         )
@@ -272,7 +267,9 @@ class Scheduler:
             take_in(result, len(updates))
         if result.step is not None:
             plan = self.plans_in_flight.pop(result.step)
-            self._answer_unsampled(plan)
+            for row in plan.rows:
+                if not row.sample:
+                    self._answer_unsampled(row)
             for plan_ended in self._moments.plan_ended:
                 plan_ended(plan, result)
         if self.table.blocks.slides:
@@ -348,14 +345,12 @@ class Scheduler:
         self.table.finish(sequence, _ERROR, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, (), sequence)
 
-    def _answer_unsampled(self, plan: StepPlan) -> None:
-        """The device work of a plan is done; that answers the rows without a token."""
-        for row in plan.rows:
-            if row.sample:
-                continue
-            sequence = self.table.sequences.get(row.sequence)
-            if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
-                self.table.answered(sequence)
+    def _answer_unsampled(self, row: Row) -> None:
+        """The plan of a row without a token has ended, which is the row's answer unless it had one before."""
+        sequence = self.table.sequences.get(row.sequence)
+        if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
+            sequence.in_flight.popleft()
+            self.table.settle(sequence)
 
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
         """End the sequences in flight with an error: their plans will never be answered. Other sequences go on."""

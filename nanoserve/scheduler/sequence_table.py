@@ -293,11 +293,6 @@ class SequenceTable:
 
     # ---- answer and end ---------------------------------------------------------------------------------------
 
-    def answered(self, sequence: Sequence) -> None:
-        """Its oldest row in flight is answered."""
-        sequence.in_flight.popleft()
-        self.settle(sequence)
-
     def settle(self, sequence: Sequence) -> None:
         """Let others use what an answer has made known. After its last row, a finished sequence is retired."""
         if sequence.place is not _DEVICE:

@@ -41,13 +41,9 @@ class SamplingState:
         self.settings = np.array([values], _SETTINGS).tobytes()
         self.adjustments = TokenAdjustments(begin, vocab_size) if params.adjusts_logits else None
         self.grammar = grammar
-
-    @property
-    def takes_greediest(self) -> bool:
-        """Whether nothing but the largest logit matters; the same on every rank, whose states have no grammars."""
-        params = self.params
         greedy = params.temperature == 0 and not params.adjusts_logits
-        return greedy and params.json_schema is None and params.logprobs is None
+        self.takes_greediest = greedy and params.json_schema is None and params.logprobs is None
+        """Whether nothing but the largest logit matters; the same on every rank, whose states have no grammars."""
 
     def plain(self) -> "SamplingState":
         """How a drafter samples: with the same noise, without penalties and grammars."""
@@ -108,22 +104,6 @@ class Draw:
             **columns,
         )
 
-    def tokens(self, logits: Tensor, maxima: Tensor) -> Tensor:
-        """Draw a token for each of the rows, int64 [G], from the logits of the batch with their maxima."""
-        return draw_tokens(
-            logits,
-            maxima,
-            self.rows,
-            self.keys,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            largest_top_k=self.largest_top_k,
-            uses_top_p=self.uses_top_p,
-            uses_min_p=self.uses_min_p,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -173,7 +153,20 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
     for draw in rows.draws:
-        tokens = tokens.index_copy(0, draw.rows, draw.tokens(logits, maxima))
+        drawn = draw_tokens(
+            logits,
+            maxima,
+            draw.rows,
+            draw.keys,
+            draw.temperature,
+            draw.top_k,
+            draw.top_p,
+            draw.min_p,
+            largest_top_k=draw.largest_top_k,
+            uses_top_p=draw.uses_top_p,
+            uses_min_p=draw.uses_min_p,
+        )
+        tokens = tokens.index_copy(0, draw.rows, drawn)
     return Sampled(tokens, torch.isfinite(maxima))
 
 

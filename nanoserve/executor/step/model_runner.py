@@ -152,7 +152,10 @@ class ModelRunner:
         prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns. Raises
         RuntimeError if the plan has rows in host memory or grammars where there are none, or sequences or tokens
         unknown here."""
-        self._begin_and_end(plan)
+        for sequence in plan.end:
+            self.records.pop(sequence, None)
+        for begin in plan.begin:
+            self.records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
         step = PreparedStep(plan, plan.rows, DeviceToHostCopy(self.device))
         for prepare in self._preparing:
             prepare(step)
@@ -214,14 +217,8 @@ class ModelRunner:
 
     # ---- the parts of prepare --------------------------------------------------------------------------------------
 
-    def _begin_and_end(self, plan: StepPlan) -> None:
-        """Forget the sequences that end with a plan, and begin those that begin."""
-        for sequence in plan.end:
-            self.records.pop(sequence, None)
-        for begin in plan.begin:
-            self.records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
-
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
+        """The grammar of a sequence that begins, if it has one and is sampled here."""
         schema = begin.params.json_schema
         if schema is None or not self.decoder.shard.answers:  # the others do not sample
             return None
