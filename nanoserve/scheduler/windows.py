@@ -8,17 +8,27 @@ from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, SequenceBlocks
 
 
 def first_seen(position: int, window: int) -> int:
-    """The first position that a query sees through a window; one of 0 shows all."""
-    return max(0, position + 1 - window) if window else 0
+    """The first position that a query sees through a window; a window of 0 shows all positions."""
+    if window == 0:
+        return 0
+    return max(0, position + 1 - window)
 
 
 def most_blocks(windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None) -> int:
     """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these windows. It is
     computed in chunks of at most ``chunk`` tokens; None stands for a block's worth, with which every sequence ends."""
+    if chunk is None:
+        chunk = block_size
     columns = -(-tokens // block_size)
     # A chunk's queries see W - 1 positions before it, and all of these begin anywhere in a block.
-    before = (block_size if chunk is None else chunk) - 1 + block_size - 1
-    return sum(min(columns, (window + before - 1) // block_size + 1) if window else columns for window in windows)
+    beside_window = chunk - 1 + block_size - 1
+    blocks = 0
+    for window in windows:
+        held = columns
+        if window:
+            held = min(columns, (window + beside_window - 1) // block_size + 1)
+        blocks += held
+    return blocks
 
 
 def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:
@@ -27,7 +37,9 @@ def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, long
     full = windows.count(0)
     columns = num_blocks // len(windows)  # if no window has been left behind
     if in_windows <= num_blocks:
-        columns = max(columns, (num_blocks - in_windows) // full if full else longest)
+        if full == 0:
+            return longest
+        columns = max(columns, (num_blocks - in_windows) // full)
     return min(longest, columns * block_size)
 
 
@@ -57,16 +69,23 @@ class WindowedBlocks(SequenceBlocks):
         for index, column in enumerate(found[:hit]):
             sequence.cached_columns.append(column)
             for block, first in zip(column.blocks, firsts, strict=True):
-                sequence.block_table.append(block if index >= first else NO_BLOCK)
+                if index < first:
+                    block = NO_BLOCK
+                sequence.block_table.append(block)
         sequence.computed = sequence.window_start = sequence.capacity = end
         self.pool.share(sequence.block_table)
 
     def _usable(self, columns: SequenceOf[list[int]]) -> int:
         """How many of these columns are the longest prefix of which every group has what the next query sees: all, or
         what is in its window. One pass finds it: whether a prefix will do hangs on no other."""
-        usable, runs = 0, [0] * self.groups
+        usable = 0
+        runs = [0] * self.groups  # of each group, its newest columns without a gap
         for length, blocks in enumerate(columns, 1):
-            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(blocks, runs, strict=True)]
+            for group, block in enumerate(blocks):
+                if block == NO_BLOCK:
+                    runs[group] = 0
+                else:
+                    runs[group] += 1
             firsts = self.first_columns(length * self._block_size)
             if all(run >= length - first for run, first in zip(runs, firsts, strict=True)):
                 usable = length
@@ -79,7 +98,8 @@ class WindowedBlocks(SequenceBlocks):
     def slide(self, sequence: Sequence, position: int) -> None:
         table, groups = sequence.block_table, self.groups
         for group, window in enumerate(self.windows):
-            first, end = self._first_column(sequence.window_start or 0, window), self._first_column(position, window)
+            first = self._first_column(sequence.window_start or 0, window)
+            end = self._first_column(position, window)
             if first < end:
                 passed = slice(first * groups + group, end * groups, groups)
                 self.pool.release(table[passed])

@@ -34,8 +34,11 @@ class PolicyEntry:
     @property
     def defaults(self) -> dict[str, Any]:
         """Its parameters other than the budget, each with its default."""
-        parameters = signature(self.kind).parameters.values()
-        return {one.name: one.default for one in parameters if one.name != self.budget and one.default is not one.empty}
+        defaults = {}
+        for name, parameter in signature(self.kind).parameters.items():
+            if name != self.budget and parameter.default is not parameter.empty:
+                defaults[name] = parameter.default
+        return defaults
 
 
 POLICIES: dict[str, PolicyEntry] = {
@@ -84,7 +87,10 @@ def find_policy(name: str) -> tuple[PolicyEntry, list[str]]:
     parameters, word for word. Raises UsageError for an unknown name, and a file without such a class."""
     first, *words = name.split(":")
     if first.endswith(".py"):
-        return PolicyEntry(load_policy_class(first, words[0] if words else ""), "", ""), words[1:]
+        class_name = ""
+        if words:
+            class_name = words.pop(0)
+        return PolicyEntry(load_policy_class(first, class_name), "", ""), words
     if first not in POLICIES:
         raise UsageError(f"unknown policy {shown(first)}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
     return POLICIES[first], words
@@ -100,16 +106,23 @@ def make_policy(
     if token_budget < 1:
         raise UsageError(f"the token budget of a step must be at least 1, not {token_budget}")
     defaults = entry.defaults | {"order": entry.kind.order, "aging": entry.kind.aging}
-    chosen = _parse_parameters(words, defaults) | dict(parameters or {})
-    if unknown := sorted(chosen.keys() - defaults):
+    chosen = _parse_parameters(words, defaults)
+    if parameters is not None:
+        chosen.update(parameters)
+    unknown = sorted(chosen.keys() - defaults)
+    if unknown:
         raise UsageError(f"the policy has no parameter {shown(unknown[0])}; it has {', '.join(defaults)}")
     if "min_prefill" in defaults:  # its default may be more than a small budget allows
-        chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
+        least = min(defaults["min_prefill"], token_budget)
+        chosen.setdefault("min_prefill", least)
     if entry.budget in signature(entry.kind).parameters:  # a user's own policy may have none
         chosen[entry.budget] = token_budget
-    ordering = [chosen.pop(name, defaults[name]) for name in ("order", "aging")]
-    policy = start_policy(entry.kind.ordered(*ordering), chosen)
-    return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
+    order = chosen.pop("order", defaults["order"])
+    aging = chosen.pop("aging", defaults["aging"])
+    policy = start_policy(entry.kind.ordered(order, aging), chosen)
+    if swaps and not entry.attends_on_host:
+        return PreemptingBySwap(policy)
+    return policy
 
 
 def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,19 +133,30 @@ def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict
         if key in parameters:
             raise UsageError(f"{key} is given twice: {shown(':'.join(words))}")
         kind = type(defaults.get(key, 0.0))
+        if kind is str:
+            parameters[key] = value
+            continue
+        if not equals:
+            value = "true"
         try:
-            parameters[key] = value if kind is str else _PARSERS[kind](value if equals else "true")
+            number = _PARSERS[kind](value)
         except (KeyError, ValueError):
-            parameters[key] = math.nan
-        if kind is not str and not -math.inf < parameters[key] < math.inf:
-            wanted = f"{key} is a whole number, " if kind is int else ""
+            number = math.nan
+        if not -math.inf < number < math.inf:
+            wanted = ""
+            if kind is int:
+                wanted = f"{key} is a whole number, "
             raise UsageError(f"{wanted}{shown(word)} is no parameter such as iterations=4 or without_wt")
+        parameters[key] = number
     return parameters
 
 
 def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
     """Policies by name, from names separated by commas. Raises UsageError as `make_policy`, and for a repeated one."""
-    names = [part.strip() for part in text.split(",")]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{twice} is named twice: give each parameters of its own, as throttling:iterations=4")
-    return {name: make_policy(name, token_budget) for name in names}
+    policies: dict[str, Policy] = {}
+    for part in text.split(","):
+        name = part.strip()
+        if name in policies:
+            raise UsageError(f"{name} is named twice: give each parameters of its own, as throttling:iterations=4")
+        policies[name] = make_policy(name, token_budget)
+    return policies

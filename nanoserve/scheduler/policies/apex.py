@@ -30,14 +30,16 @@ class AsymmetricPipelining(HybridPolicy):
             return plan
         advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
         sizes, seconds = step.pipelined(step.host)
-        alone, pipelined = advanced / step.step_seconds, (advanced + sum(sizes)) / seconds
-        weighed = Alternative("device", step.step_seconds, alone), Alternative("asymmetric", seconds, pipelined)
+        alone = advanced / step.step_seconds
+        pipelined = (advanced + sum(sizes)) / seconds
+        on_device = Alternative("device", step.step_seconds, alone)
+        in_turn = Alternative("asymmetric", seconds, pipelined)
+        host = replace(plan.host, alternatives=(on_device, in_turn))
+        bound = "NEO: the device alone advances more sequences a second"
         if pipelined > alone:
+            host = replace(host, strategy="asymmetric", decodes=sizes)
             bound = "NEO: two sub-batches advance more sequences a second"
-            host = replace(plan.host, strategy="asymmetric", decodes=sizes, alternatives=weighed)
-            return replace(plan, host=host, bound=bound)
-        host = replace(plan.host, alternatives=weighed)
-        return replace(plan, host=host, bound="NEO: the device alone advances more sequences a second")
+        return replace(plan, host=host, bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,13 @@ class AsynchronousOverlap(HybridPolicy):
 
 
 def _overlapped(load: Load, plan: Decision, cohorts: int, bound: str) -> Decision:
-    begin = load.host.ready - plan.host.swap_in if len(load.host.cohorts) < cohorts else 0
+    begin = 0
+    if len(load.host.cohorts) < cohorts:
+        begin = load.host.ready - plan.host.swap_in
     if begin == 0 and not load.host.cohorts:
         return plan
-    return replace(plan, host=replace(plan.host, strategy="overlap", decodes=(begin, 0)), bound=bound)
+    host = replace(plan.host, strategy="overlap", decodes=(begin, 0))
+    return replace(plan, host=host, bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +91,28 @@ class ApexAlgorithm1(HybridPolicy):
         if not load.host.cohorts and load.host.decodes < self.minimum_ratio * step.decodes:
             return plan
         tlin, tgatt, layers = step.tlin, step.tgatt, step.predictor.num_layers
-        window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
-        ng = step.decodes / tgatt if step.decodes else 0.0
+        in_turn_layer = window = 2 * tlin + tgatt
+        if step.prefill:
+            window = step.tlin_pref + tlin + step.tgatt_pref
+        ng = 0.0
+        if step.decodes:
+            ng = step.decodes / tgatt
         # Host sequences count as long as the mean decode: the inequality compares processors, not lengths.
-        nc = step.host / step.predictor.host_attention_seconds(step.host, step.host * step.mean_keys)
-        pipelined, alone = pipelined_rate(ng, nc, tlin, tgatt, window), device_rate(ng, tlin, tgatt)
-        # The inequality's rates are those of a model of one layer.
+        host_keys = step.host * step.mean_keys
+        nc = step.host / step.predictor.host_attention_seconds(step.host, host_keys)
+        pipelined = pipelined_rate(ng, nc, tlin, tgatt, window)
+        alone = device_rate(ng, tlin, tgatt)
+        # The inequality's rates are the rates of a model of one layer.
         on_device = Alternative("device", step.decode_only_seconds, alone / layers)
-        in_turn = Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers)
+        in_turn = Alternative("asymmetric", step.whole_seconds(in_turn_layer), pipelined / layers)
         host = replace(plan.host, alternatives=(on_device, in_turn))
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:
                 host = replace(host, strategy="asymmetric", decodes=sizes)
                 return replace(plan, host=host, bound="inequality 5 holds")
-        return _overlapped(
-            load, replace(plan, host=host), 1, "inequality 5 does not hold, or the CPU would end too late"
-        )
+        bound = "inequality 5 does not hold, or the CPU would end too late"
+        return _overlapped(load, replace(plan, host=host), 1, bound)
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

@@ -28,8 +28,13 @@ class PrefillFirst(_Baseline):
     """Divide the decodes among the micro-batches in flight, as vLLM's virtual engines do; else all join the next."""
 
     def decide(self, load: Load) -> Decision:
-        decodes = load.decode_share if self.virtual_engines else load.ready_decodes
-        return self._whole_prompts(load) or Decision(0, decodes, bound="no prompt waits or fits: decodes alone")
+        prompts = self._whole_prompts(load)
+        if prompts is not None:
+            return prompts
+        decodes = load.ready_decodes
+        if self.virtual_engines:
+            decodes = load.decode_share
+        return Decision(0, decodes, bound="no prompt waits or fits: decodes alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,11 @@ class DecodeFirst(_Baseline):
 
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
-        prompts = self._whole_prompts(load) if forming else None
-        return prompts or Decision(0, load.ready_decodes, bound="the batch decodes to its end")
+        if forming:
+            prompts = self._whole_prompts(load)
+            if prompts is not None:
+                return prompts
+        return Decision(0, load.ready_decodes, bound="the batch decodes to its end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,9 @@ class ChunkedPrefill(_Baseline):
     virtual_engines: bool = False
 
     def decide(self, load: Load) -> Decision:
-        decodes = min(load.decode_share if self.virtual_engines else load.ready_decodes, self.token_budget)
+        decodes = load.ready_decodes
+        if self.virtual_engines:
+            decodes = load.decode_share
+        decodes = min(decodes, self.token_budget)
         bound = "all ready decodes; prompts get the rest of the token budget"
         return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve, bound=bound)

@@ -35,9 +35,13 @@ class PreemptingBySwap(Policy):
         is_cheaper = _swapping_is_cheaper(load)
         if load.host.decodes == load.host.moving == 0:
             decision = self.inner.decide(load)
-            return replace(decision, host=replace(decision.host, preempt=is_cheaper))
-        unfinished = load.first_waiting_tokens if load.ready_prefills else 0
-        decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
+            host = replace(decision.host, preempt=is_cheaper)
+            return replace(decision, host=host)
+        unfinished = 0
+        if load.ready_prefills:
+            unfinished = load.first_waiting_tokens
+        seen = replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished)
+        decision = self.inner.decide(seen)
         prefill = min(decision.prefill_tokens, unfinished)
         host = replace(decision.host, swap_in=load.host.fitting(load), preempt=is_cheaper)
         return replace(decision, prefill_tokens=prefill, host=host)
@@ -48,7 +52,8 @@ class PreemptingBySwap(Policy):
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
-    if (predictor := load.predictor) is None or load.free_blocks > load.ready_decodes:
+    predictor = load.predictor
+    if predictor is None or load.free_blocks > load.ready_decodes:
         return False  # with a free block for each decode there is no preemption
     tokens = load.context_tokens // max(1, load.running_decodes)
     layer = predictor.linear_seconds(tokens) + predictor.prefill_attention_seconds(tokens)
@@ -67,7 +72,9 @@ class HybridPolicy(Policy):
     def decide(self, load: Load) -> Decision:
         plan = device_first(load, self.token_budget)
         step = DeviceStep.of(load, plan)
-        return plan if step is None else self.join(load, plan, step)
+        if step is None:
+            return plan
+        return self.join(load, plan, step)
 
     @abstractmethod
     def join(self, load: Load, plan: Decision, step: "DeviceStep") -> Decision:
@@ -94,12 +101,17 @@ def device_first(load: Load, token_budget: int) -> Decision:
     host = HostDecision(swap_in=load.host.fitting(load), preempt=True)
     if load.predictor is None:
         return replace(plan, host=host)
-    prompt, is_short = load.first_waiting_blocks, _memory_is_short(load)
-    kept = load.expected_growth if is_short else load.running_decodes
+    prompt = load.first_waiting_blocks
     host_has_room = load.host.blocks_to_park(load) <= load.host.free_blocks
-    bay = prompt if is_short and load.running_decodes and host_has_room else 0
+    kept, bay = load.running_decodes, 0
+    is_short = _memory_is_short(load)
+    if is_short:
+        kept = load.expected_growth
+        if load.running_decodes and host_has_room:
+            bay = prompt
     if load.running_decodes:
-        host = replace(host, swap_in=_returning(load, load.free_blocks - kept - bay))
+        returning = _returning(load, load.free_blocks - kept - bay)
+        host = replace(host, swap_in=returning)
     left = load.free_blocks - host.swap_in * load.host.sequence_blocks(load)
     room = max(0, left - kept)
     park = is_short and prompt + bay > room
@@ -108,10 +120,12 @@ def device_first(load: Load, token_budget: int) -> Decision:
         may_park = host_has_room or load.ready_prefills > 0  # a begun prompt has reserved its host blocks
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
-            decodes, bound = min(decodes, load.ready_decodes - leave), "rule 1: no room for the next prompt"
-            return Decision(0, decodes, host=replace(host, swap_out=leave), bound=bound)
+            host = replace(host, swap_out=leave)
+            decodes = min(decodes, load.ready_decodes - leave)
+            return Decision(0, decodes, host=host, bound="rule 1: no room for the next prompt")
     tokens = _prompt_tokens(load, plan.prefill_tokens, room)
-    return replace(plan, prefill_tokens=tokens, host=replace(host, park=park))
+    host = replace(host, park=park)
+    return replace(plan, prefill_tokens=tokens, host=host)
 
 
 def _memory_is_short(load: Load) -> bool:
@@ -123,37 +137,47 @@ def _memory_is_short(load: Load) -> bool:
 
 def device_alone(load: Load, token_budget: int) -> Decision:
     """ChunkedPrefill, while host sequences come back until one block is left for each decode."""
-    back = max(load.host.fitting(load), _returning(load, load.free_blocks - load.running_decodes))
-    decodes, bound = min(load.ready_decodes, token_budget), "the host would gain too little: the device alone"
-    plan = Decision(0, decodes, host=HostDecision(swap_in=back, preempt=True), bound=bound)
-    return replace(plan, prefill_tokens=fitting_tokens(load, token_budget, plan))
+    returning = _returning(load, load.free_blocks - load.running_decodes)
+    back = max(load.host.fitting(load), returning)
+    decodes = min(load.ready_decodes, token_budget)
+    host = HostDecision(swap_in=back, preempt=True)
+    plan = Decision(0, decodes, host=host, bound="the host would gain too little: the device alone")
+    tokens = fitting_tokens(load, token_budget, plan)
+    return replace(plan, prefill_tokens=tokens)
 
 
 def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
     """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode. A
     prompt that does not fit would not begin, so it must not count in the step's predicted time."""
-    room = max(0, load.free_blocks - plan.host.swap_in * load.host.sequence_blocks(load) - load.running_decodes)
-    if load.first_waiting_tokens == 0 or (load.first_waiting_blocks > room and not load.ready_prefills):
+    returning = plan.host.swap_in * load.host.sequence_blocks(load)
+    room = max(0, load.free_blocks - returning - load.running_decodes)
+    if load.first_waiting_tokens == 0:
+        return 0
+    if load.first_waiting_blocks > room and not load.ready_prefills:
         return 0
     return _prompt_tokens(load, token_budget - plan.decodes, room)
 
 
 def _prompt_tokens(load: Load, budget: int, room: int) -> int:
     """Tokens of waiting prompts within the budget and ``room`` blocks; a begun prompt may have room in its last one."""
-    return min(budget, load.waiting_tokens, (room + load.ready_prefills) * load.block_size)
+    blocks = room + load.ready_prefills
+    return min(budget, load.waiting_tokens, blocks * load.block_size)
 
 
 def _returning(load: Load, spare: int) -> int:
     """Ready host sequences that fit into the spare blocks, each with one to grow into."""
-    return min(load.host.ready, max(0, spare) // (load.host.sequence_blocks(load) + 1))
+    blocks_each = load.host.sequence_blocks(load) + 1
+    return min(load.host.ready, max(0, spare) // blocks_each)
 
 
 def _leaving(load: Load, blocks: int) -> int:
     """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or others are moving."""
     if load.host.moving or load.host.blocks_to_park(load) > load.host.free_blocks:
         return 0
-    held = max(1, load.context_tokens // (load.block_size * max(1, load.running_decodes)))
-    return max(0, min(-(-blocks // held), load.ready_decodes - 1))
+    slots = load.block_size * max(1, load.running_decodes)
+    held = max(1, load.context_tokens // slots)
+    leaving = -(-blocks // held)
+    return max(0, min(leaving, load.ready_decodes - 1))
 
 
 @dataclass(frozen=True)
@@ -176,10 +200,15 @@ class DeviceStep:
         """None where nothing can be predicted or the host has no memory."""
         if load.predictor is None or load.host.total_blocks == 0:
             return None
-        prefill = min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0
+        prefill = 0
+        if load.first_waiting_tokens:
+            prefill = min(plan.prefill_tokens, load.waiting_tokens)
         keys = load.context_tokens * plan.decodes // max(1, load.running_decodes)
-        host = load.host.ready - plan.host.swap_in + sum(cohort.sequences for cohort in load.host.cohorts)
-        host_keys = load.host.context_tokens // load.host.decodes if load.host.decodes else load.first_waiting_tokens
+        under_way = sum(cohort.sequences for cohort in load.host.cohorts)
+        host = load.host.ready - plan.host.swap_in + under_way
+        host_keys = load.first_waiting_tokens
+        if load.host.decodes:
+            host_keys = load.host.context_tokens // load.host.decodes
         return cls(load.predictor, plan.decodes, prefill, keys, host, host_keys)
 
     @property
@@ -189,7 +218,9 @@ class DeviceStep:
     @property
     def mean_keys(self) -> int:
         """Mean keys of a decode on the device; of a host sequence if nothing decodes."""
-        return self.keys // self.decodes if self.decodes else self.host_keys
+        if self.decodes == 0:
+            return self.host_keys
+        return self.keys // self.decodes
 
     @cached_property
     def tlin(self) -> float:
@@ -202,11 +233,15 @@ class DeviceStep:
 
     @cached_property
     def tlin_pref(self) -> float:
-        return self.linear_seconds(self.rows) if self.prefill or not self.decodes else self.tlin
+        if self.decodes and not self.prefill:
+            return self.tlin
+        return self.linear_seconds(self.rows)
 
     @cached_property
     def tgatt_pref(self) -> float:
-        return self.tgatt + (self.predictor.prefill_attention_seconds(self.prefill) if self.prefill else 0.0)
+        if self.prefill == 0:
+            return self.tgatt
+        return self.tgatt + self.predictor.prefill_attention_seconds(self.prefill)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -222,18 +257,24 @@ class DeviceStep:
 
     def whole_seconds(self, layer_seconds: float, host: int = 0) -> float:
         """A step's seconds from those of a layer; with a large vocabulary, the head of ``host`` more rows counts."""
-        beside = self.predictor.step_overhead_seconds(self.decodes + host) if host else self._overhead
-        return self.predictor.num_layers * layer_seconds + beside
+        overhead = self._overhead
+        if host:
+            overhead = self.predictor.step_overhead_seconds(self.decodes + host)
+        return self.predictor.num_layers * layer_seconds + overhead
 
     @cached_property
     def _overhead(self) -> float:
         return self.predictor.step_overhead_seconds(max(1, self.decodes))
 
     def linear_seconds(self, rows: int) -> float:
-        return self.predictor.linear_seconds(rows) if rows else 0.0  # without rows the weights are not read
+        if rows == 0:
+            return 0.0  # the weights are not read
+        return self.predictor.linear_seconds(rows)
 
     def cpu_seconds(self, sequences: int) -> float:
-        return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0
+        if sequences == 0:
+            return 0.0
+        return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys)
 
     def hidden(self, window: float, most: int) -> int:
         """How many host sequences, at most ``most``, the CPU serves within the window."""
@@ -241,9 +282,13 @@ class DeviceStep:
 
     def pipelined(self, most: int) -> tuple[tuple[int, int], float]:
         """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and the whole step's seconds."""
-        second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
+        first = second = 0
+        if self.rows:
+            second = self.hidden(self.tlin_pref + self.tgatt_pref, most)
         tlin_second = self.linear_seconds(second)
-        first = self.hidden(tlin_second, most - second) if second else 0
+        if second:
+            first = self.hidden(tlin_second, most - second)
         layer = self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second
         seconds = self.whole_seconds(layer, first + second)
-        return (first, second), seconds * self.predictor.slowdown("asymmetric")
+        seconds *= self.predictor.slowdown("asymmetric")
+        return (first, second), seconds

@@ -53,7 +53,9 @@ class _Throttling(Policy):
             return tokens, "equation 3: MinP"
         if tokens == waiting:
             return tokens, "equation 3: all #WP"
-        return tokens, "equation 3: MaxP" if tokens == most else "equation 3: the free blocks"
+        if tokens == most:
+            return tokens, "equation 3: MaxP"
+        return tokens, "equation 3: the free blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,18 @@ class TokenThrottling(_Throttling):
     """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
     def decide(self, load: Load) -> Decision:
-        by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
-        by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
-        term = _BY_WAITING if by_waiting <= by_free else _BY_FREE
-        prefill, bound = self._prefill_tokens(load, min(by_waiting, by_free), self.threshold, term)
-        decodes = load.ready_decodes if self.without_decode_throttling else load.decode_share
+        by_waiting = by_free = self.max_prefill
+        if not self.without_wt:
+            by_waiting = self._by_waiting(load)
+        if not self.without_ut:
+            by_free = self._by_free(load, self.threshold)
+        wanted, term = by_waiting, _BY_WAITING
+        if by_free < by_waiting:
+            wanted, term = by_free, _BY_FREE
+        prefill, bound = self._prefill_tokens(load, wanted, self.threshold, term)
+        decodes = load.decode_share
+        if self.without_decode_throttling:
+            decodes = load.ready_decodes
         return Decision(prefill, decodes, admission_reserve=self.admission_reserve, bound=bound)
 
 
@@ -126,32 +135,40 @@ class AdaptiveThrottling(_Throttling):
             whole = min(self.max_prefill, load.first_waiting_tokens)
             return Decision(whole, load.decode_share, bound="ours: a prompt that runs alone delays nobody")
         reserve = min(load.expected_growth / load.total_blocks, self.most_reserved)
-        by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
+        by_free = self._by_free(load, max(self.threshold, reserve))
+        wanted, term = min(self._by_waiting(load), by_free), "equation 3 with the reserve R"
         decodes = self._decodes(load)
-        filling = self._fill(load, int(load.free_tokens - reserve * load.total_blocks * load.block_size), decodes)
-        term = "ours: the step is filled up" if filling > by_rule else "equation 3 with the reserve R"
-        prefill, bound = self._prefill_tokens(load, max(by_rule, filling), reserve, term)
+        room = int(load.free_tokens - reserve * load.total_blocks * load.block_size)
+        filling = self._fill(load, room, decodes)
+        if filling > wanted:
+            wanted, term = filling, "ours: the step is filled up"
+        prefill, bound = self._prefill_tokens(load, wanted, reserve, term)
         return Decision(prefill, decodes, bound=bound)
 
     def _fill(self, load: Load, room: int, decodes: int) -> int:
         """Prompt tokens beside so many decodes, with ``room`` for F tokens."""
-        if (predictor := load.predictor) is None or predictor.overlaps:
+        predictor = load.predictor
+        if predictor is None or predictor.overlaps:
             return min(self.fill - decodes, room // self.iterations)
-        return load.chunk(max(0, min(load.waiting_tokens, room)), range(1, self.iterations + 1)) - decodes
+        tokens = max(0, min(load.waiting_tokens, room))
+        return load.chunk(tokens, range(1, self.iterations + 1)) - decodes
 
     def _decodes(self, load: Load) -> int:
         """D, or 0 where fewer are ready: then they wait for the others of their step."""
-        if (predictor := load.predictor) is None or predictor.overlaps or load.waiting_tokens:
+        predictor = load.predictor
+        if predictor is None or predictor.overlaps or load.waiting_tokens:
             return load.decode_share
 
         def cycle(steps: int) -> float:
             rows, keys = -(-load.running_decodes // steps), load.context_tokens // steps
             beside = (steps - 1) / max(1, load.pipeline_depth - 1)  # of the other stages, those that compute meanwhile
             shared = predictor.lone_share + beside * (1.0 - predictor.lone_share)
-            return max(1.0, steps * predictor.slowest_share) * shared * load.step_seconds(rows, keys)
+            slowest = max(1.0, steps * predictor.slowest_share)
+            return slowest * shared * load.step_seconds(rows, keys)
 
         cycles = {steps: cycle(steps) for steps in range(1, load.pipeline_depth + 1)}
-        most = max(steps for steps, seconds in cycles.items() if seconds <= _AS_GOOD * min(cycles.values()))
+        as_good = _AS_GOOD * min(cycles.values())
+        most = max(steps for steps, seconds in cycles.items() if seconds <= as_good)
         share = -(-load.running_decodes // most)
         if most == load.pipeline_depth:
             return load.decode_share

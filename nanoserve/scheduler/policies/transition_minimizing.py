@@ -41,43 +41,59 @@ class TransitionMinimizing(Policy):
 
     def decide(self, load: Load) -> Decision:
         if load.layouts.count == 1 or load.host.total_blocks == 0:
-            budget = self.token_budget if load.first_waiting_fits() else 0
-            decodes = 0 if budget else load.decode_share
-            host, bound = HostDecision(swap_in=load.host.fitting(load)), "one layout, or no pool: prompts first"
-            layout = load.layouts.current
-            return Decision(budget, decodes, whole_prompts=True, host=host, layout=layout, bound=bound)
+            return self._prompts_first(load)
         if load.previous is not None and load.previous.layout != load.layouts.current:
             return Decision(0, 0, layout=load.previous.layout, bound="a transition is under way")
-        return self._decode(load) if load.layouts.current == _DECODE else self._prefill(load)
+        if load.layouts.current == _DECODE:
+            return self._decode(load)
+        return self._prefill(load)
+
+    def _prompts_first(self, load: Load) -> Decision:
+        prefill, decodes = 0, load.decode_share
+        if load.first_waiting_fits():
+            prefill, decodes = self.token_budget, 0
+        host = HostDecision(swap_in=load.host.fitting(load))
+        layout, bound = load.layouts.current, "one layout, or no pool: prompts first"
+        return Decision(prefill, decodes, whole_prompts=True, host=host, layout=layout, bound=bound)
 
     def _prefill(self, load: Load) -> Decision:
-        # A prompt that an empty pool could not hold stays on the device and is decoded there.
-        park = load.host.blocks_to_park(load) <= load.host.total_blocks
-        room = self._pool_room(load) if park else load.free_blocks
-        needed = load.host.blocks_to_park(load) if park else load.first_waiting_blocks
+        needed = load.host.blocks_to_park(load)
+        room = self._pool_room(load)
+        park = needed <= load.host.total_blocks
+        if not park:  # a prompt that an empty pool could not hold stays on the device and is decoded there
+            needed, room = load.first_waiting_blocks, load.free_blocks
         next_fits = load.first_waiting_tokens > 0 and needed <= room
-        nothing_to_do = not next_fits and load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
-        # Moving sequences occupy slots. Prompts wait for these slots, not for the other layout.
-        waits_for_slots = load.host.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
-        if nothing_to_do and not waits_for_slots and load.host.decodes + load.host.moving > 0:
+        if not next_fits and self._has_ended(load):
             return Decision(0, 0, layout=_DECODE, bound="section 4.2: the pool is full, or no prompt is left")
-        # Where no further prompt fits, finish the partly computed one and begin no other.
-        unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
-        tokens = self._chunk(load, room) if next_fits else unfinished
-        return Decision(
-            tokens,
-            load.decode_share,
-            host=HostDecision(swap_out=load.ready_decodes, park=park, preempt=True),
-            layout=_PREFILL,
-            bound="section 4.2: prompts until the pool is full",
-        )
+        tokens = 0
+        if next_fits:
+            tokens = self._chunk(load, room)
+        elif load.ready_prefills:  # finish the partly computed prompt, and begin no other
+            tokens = min(load.first_waiting_tokens, self.token_budget)
+        host = HostDecision(swap_out=load.ready_decodes, park=park, preempt=True)
+        bound = "section 4.2: prompts until the pool is full"
+        return Decision(tokens, load.decode_share, host=host, layout=_PREFILL, bound=bound)
+
+    @staticmethod
+    def _has_ended(load: Load) -> bool:
+        """Whether nothing of PREFILL is left, though no further prompt fits, and the pool has something to decode."""
+        if load.host.decodes + load.host.moving == 0:
+            return False
+        # Moving sequences occupy slots. Prompts wait for these slots, not for the other layout.
+        if load.host.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0:
+            return False
+        return load.ready_prefills == load.running_decodes == load.steps_in_flight == 0
 
     def _decode(self, load: Load) -> Decision:
         pool_is_empty = load.host.decodes == load.host.moving == 0
-        if pool_is_empty and load.first_waiting_tokens > 0 and (load.running_decodes == 0 or self._turns_back(load)):
+        if pool_is_empty and load.first_waiting_tokens > 0 and self._is_left(load):
             return Decision(0, 0, layout=_PREFILL, bound="section 4.2: the pool is empty and a prompt waits")
         host = HostDecision(swap_in=load.host.fitting(load), preempt=True)
         return Decision(0, load.decode_share, host=host, layout=_DECODE, bound="section 5.1: #RD / PP decodes")
+
+    def _is_left(self, load: Load) -> bool:
+        """Whether DECODE ends: nothing decodes any more, or the sequences that do are sent back."""
+        return load.running_decodes == 0 or self._turns_back(load)
 
     def _chunk(self, load: Load, room: int) -> int:
         """Prompt tokens of a step, of those that so many blocks have room for."""
@@ -91,19 +107,23 @@ class TransitionMinimizing(Policy):
         return load.host.free_blocks
 
     def _turns_back(self, load: Load) -> bool:
-        """Whether to send what still decodes back through the pool, rather than finish it."""
-        if (predictor := load.predictor) is None or not device_fits_pool(load):
+        """Whether to send sequences that still decode back through the pool, rather than finish them."""
+        predictor = load.predictor
+        if predictor is None or not device_fits_pool(load):
             return False
 
         def round_seconds(times: float) -> float:
             """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
             share = times / load.pipeline_depth
-            return load.step_seconds(round(load.running_decodes * share), round(load.context_tokens * share))
+            decodes = round(load.running_decodes * share)
+            keys = round(load.context_tokens * share)
+            return load.step_seconds(decodes, keys)
 
         tokens = max(1, load.context_tokens)
         # All B pass through the pool, the present decodes included, so the pool must hold them.
         most = min(load.total_blocks, load.host.total_blocks) * load.block_size
-        fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
+        with_waiting = min(most, tokens + load.waiting_tokens)
+        fuller = max(1.0, with_waiting / tokens)
         wasted = round_seconds(1.0) - round_seconds(fuller) / fuller
         one_way = predictor.swap_seconds(load.context_tokens) + predictor.transition_seconds(_PREFILL)
         return load.longest_remaining * wasted > 2 * one_way
@@ -111,4 +131,5 @@ class TransitionMinimizing(Policy):
 
 def device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
-    return load.total_blocks - load.free_blocks + load.host.blocks_to_park(load) <= load.host.free_blocks
+    used_blocks = load.total_blocks - load.free_blocks
+    return used_blocks + load.host.blocks_to_park(load) <= load.host.free_blocks

@@ -29,26 +29,33 @@ class Acceptance:
 
     def learn(self, draft_tokens: int, accepted: int) -> None:
         """A row of so many draft tokens was verified. What follows its first wrong draft token tells nothing."""
+        tried = min(accepted + 1, draft_tokens)
         self.accepted = self.fading * self.accepted + accepted
-        self.tried = self.fading * self.tried + min(accepted + 1, draft_tokens)
+        self.tried = self.fading * self.tried + tried
 
     def rate(self, prior: float) -> float:
         """α, between 0 and 0.98."""
-        return min(_HIGHEST, (self.accepted + _PRIOR_TRIALS * prior) / (self.tried + _PRIOR_TRIALS))
+        accepted = self.accepted + _PRIOR_TRIALS * prior
+        tried = self.tried + _PRIOR_TRIALS
+        return min(_HIGHEST, accepted / tried)
 
 
 def expected_tokens(rate: float, draft_tokens: int) -> float:
     """Tokens that a row answers, E = (1 - α^(k+1)) / (1 - α) (Leviathan et al. 2023, equation 1)."""
-    return draft_tokens + 1.0 if rate >= 1 else (1 - rate ** (draft_tokens + 1)) / (1 - rate)
+    if rate >= 1:
+        return draft_tokens + 1.0
+    return (1 - rate ** (draft_tokens + 1)) / (1 - rate)
 
 
 @lru_cache(maxsize=128)
 def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
     """From each of COUNTS to the next: how likely a draft token is right then, negative, and both; for α in percent."""
-    return tuple(
-        ((expected_tokens(percent / 100, fewer) - expected_tokens(percent / 100, more)) / (more - fewer), fewer, more)
-        for fewer, more in pairwise(COUNTS)
-    )
+    rate, pieces = percent / 100, []
+    for fewer, more in pairwise(COUNTS):
+        lost = expected_tokens(rate, fewer) - expected_tokens(rate, more)
+        likelihood = lost / (more - fewer)
+        pieces.append((likelihood, fewer, more))
+    return tuple(pieces)
 
 
 def choose_counts(
@@ -63,25 +70,29 @@ def choose_counts(
     Of all ways to spend n draft tokens the best takes the likeliest ones, as each row's next draft token is likelier
     to be right than the one after it. So only the number is searched.
     """
-    pieces = [
-        (likelihood, row, fewer, more)
-        for row, (rate, limit) in enumerate(zip(rates, limits, strict=True))
-        if limit > 0
-        for likelihood, fewer, more in _pieces(round(100 * rate))
-        if more <= limit
-    ]
+    pieces: list[tuple[float, int, int, int]] = []
+    for row, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
+        if limit <= 0:
+            continue
+        for likelihood, fewer, more in _pieces(round(100 * rate)):
+            if more > limit:
+                break
+            pieces.append((likelihood, row, fewer, more))
     pieces.sort()
-    tokens, draft_tokens, largest = float(len(rates) + prompt_tokens), 0, 0
-    best, taken = _LEAST_GAIN * tokens / seconds(0, 0), 0
+    tokens = float(len(rates) + prompt_tokens)
+    draft_tokens = largest = taken = 0
+    best = _LEAST_GAIN * tokens / seconds(0, 0)
     for number, (likelihood, _, fewer, more) in enumerate(pieces, start=1):
-        draft_tokens, largest = draft_tokens + more - fewer, max(largest, more)
-        tokens -= likelihood * (more - fewer)
+        added = more - fewer
+        draft_tokens += added
+        largest = max(largest, more)
+        tokens -= likelihood * added
         if draft_tokens > budget:
             break
         if number in _TRIED or number == len(pieces):
-            rate = tokens / seconds(draft_tokens, largest)
-            if rate > best:
-                best, taken = rate, number
+            tokens_per_second = tokens / seconds(draft_tokens, largest)
+            if tokens_per_second > best:
+                best, taken = tokens_per_second, number
     counts = [0] * len(rates)
     for _, row, _, more in pieces[:taken]:
         counts[row] = more
@@ -95,16 +106,14 @@ _TRIED = frozenset(accumulate(range(4000), lambda number, _: number + 1 + number
 def step_seconds(predictor: Predictor, work: StepWork) -> Callable[[int], float]:
     """The predicted time of a step with so many draft tokens more. Draft tokens read the keys that their row reads
     anyway."""
-    chunks = [
-        predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)
-        for start, length in work.chunks
-    ]
-    attention = predictor.attention_seconds(work.decode_context) + sum(chunks)
+    of_chunks = 0.0
+    for start, length in work.chunks:
+        of_chunks += predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)
+    attention = predictor.attention_seconds(work.decode_context) + of_chunks
 
     def seconds(draft_tokens: int) -> float:
         linear = predictor.linear_seconds(work.tokens + draft_tokens)
-        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds(
-            work.sampled + draft_tokens
-        )
+        overhead = predictor.step_overhead_seconds(work.sampled + draft_tokens)
+        return predictor.num_layers * (linear + attention) + overhead
 
     return seconds

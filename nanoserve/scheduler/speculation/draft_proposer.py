@@ -5,9 +5,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import compress
 
-from nanoserve.request import Sequence, Status
+from nanoserve.request import Placeholders, Sequence, Status
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.speculation.draft_lengths import Acceptance, choose_counts, step_seconds
 from nanoserve.scheduler.speculation.ngram import NgramIndex
@@ -17,8 +16,7 @@ _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
 """The record of all sequences before anything is verified: α is high, so that speculation is tried."""
 _PROBE, _RAREST_PROBE = 16, 256
-"""Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
-is."""
+"""Plans between probes of an unprofitable drafter, and the most such plans: the wait doubles until drafting pays."""
 _RECONSIDERED = 8  # plans for which the choice of no draft tokens is kept, at most: it takes time
 _PLAIN = 32  # plans with draft tokens until one has none though they would pay: what is never done is never timed
 _TIMES_KEPT = 32
@@ -78,53 +76,71 @@ class DraftProposer:
         """For each sequence that a plan samples, its draft tokens, and how many tokens to draft after the answer.
         ``work`` is the plan without draft tokens, with so many ``prompt_tokens``, beside so many others ``in_flight``.
         There are as many as are ``wanted``, or without a predictor as many as possible."""
+        most = MAX_DRAFT_TOKENS
         if wanted is not None:
             predictor = None
-        most = MAX_DRAFT_TOKENS if wanted is None else min(wanted, MAX_DRAFT_TOKENS)
-        records, room, found = list[_Record](), list[int](), list[tuple[int, ...]]()
-        for sequence in sequences:
-            record = self._records.get(sequence.sequence_id)
-            if record is None:
-                record = self._records[sequence.sequence_id] = _Record()
-            # The last token of an answer is sampled, never drafted; and a prompt's row has no draft tokens.
-            left = sequence.max_length - len(sequence.tokens) - 1
-            limit = min(left, most) if sequence.status is _DECODE else 0
-            self._asked.discard(sequence.sequence_id)
-            records.append(record)
-            room.append(left)
-            record.seen = len(sequence.tokens)
-            found.append(self._find(sequence, record, limit) if limit > 0 else ())
+            most = min(wanted, MAX_DRAFT_TOKENS)
+        records = [self._record_of(sequence) for sequence in sequences]
+        # The last token of an answer is sampled, never drafted.
+        room = [sequence.max_length - len(sequence.tokens) - 1 for sequence in sequences]
+        found = [
+            self._find(sequence, record, min(left, most))
+            for sequence, record, left in zip(sequences, records, room, strict=True)
+        ]
+        some_found = any(found)
         seconds = None
-        if predictor is not None and (any(found) or not self._looks_up):
+        if predictor is not None and (some_found or not self._looks_up):
             seconds = self._seconds(work, predictor, (len(sequences), prompt_tokens), in_flight + 1)
+        is_plain = seconds is not None and not prompt_tokens and self._plans_with_drafts >= _PLAIN
         counts = drafts = [0] * len(records)
-        if any(found):
-            limits = list(map(len, found))
+        if some_found and not is_plain:
+            limits = [len(draft_tokens) for draft_tokens in found]
             counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
-        if is_plain := seconds is not None and not prompt_tokens and self._plans_with_drafts >= _PLAIN:
-            counts = [0] * len(records)
-        self._plans_with_drafts = self._plans_with_drafts + 1 if any(counts) else 0
+        self._plans_with_drafts += 1
+        if not any(counts):
+            self._plans_with_drafts = 0
         if not self._looks_up:
             limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
             self._ask(sequences, records, limits, drafts)
         if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
-            pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
-            self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
+            pause = _RECONSIDERED
+            if self._looks_up and not some_found:
+                pause = min(len(records) // 2, _RECONSIDERED)
+            self._rests_until = self._plans + 1 + pause
         if self._async_scheduling:
             for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
-                if sequence.placeholders is None:
-                    continue
-                sequence.placeholders.wait = bool(count or draft or is_plain)
-                record.wait = _PROBE if sequence.placeholders.wait else min(2 * record.wait, _RAREST_PROBE)
+                if sequence.placeholders is not None:
+                    self._plan_waiting(sequence.placeholders, record, waits=is_plain or count > 0 or draft > 0)
         return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 
+    def _record_of(self, sequence: Sequence) -> _Record:
+        """Return the record of a sequence that is considered now."""
+        record = self._records.get(sequence.sequence_id)
+        if record is None:
+            record = self._records[sequence.sequence_id] = _Record()
+        record.seen = len(sequence.tokens)
+        self._asked.discard(sequence.sequence_id)
+        return record
+
+    def _plan_waiting(self, placeholders: Placeholders, record: _Record, *, waits: bool) -> None:
+        """Note whether a sequence's next plan waits for its token, and how soon it is considered again if not."""
+        placeholders.wait = waits
+        if waits:
+            record.wait = _PROBE
+        else:
+            record.wait = min(2 * record.wait, _RAREST_PROBE)
+
     def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
-        """At most so many draft tokens."""
-        if self._looks_up or record.length != len(sequence.tokens):
+        """Return at most ``most`` draft tokens; none for a row of a prompt."""
+        if most <= 0 or sequence.status is not _DECODE:
+            return ()
+        length = len(sequence.tokens)
+        if self._looks_up or record.length != length:
             self._compare(sequence, record)
         if self._looks_up:
-            record.draft_tokens, record.length = self._look_up(sequence, record, most), len(sequence.tokens)
+            record.draft_tokens = self._look_up(sequence, record, most)
+            record.length = length
         return record.draft_tokens[:most]
 
     def _look_up(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
@@ -132,11 +148,17 @@ class DraftProposer:
 
     def _compare(self, sequence: Sequence, record: _Record) -> None:
         """Learn from what has followed the draft tokens for a sequence."""
-        draft_tokens, record.draft_tokens = record.draft_tokens, ()
-        if following := sequence.tokens[record.length : record.length + len(draft_tokens)]:
-            pairs = enumerate(zip(draft_tokens, following, strict=False))
-            right = next((place for place, (draft_token, token) in pairs if draft_token != token), len(following))
-            self._take_note(record, len(following), right)
+        draft_tokens = record.draft_tokens
+        record.draft_tokens = ()
+        following = sequence.tokens[record.length : record.length + len(draft_tokens)]
+        if not following:
+            return
+        right = 0
+        for draft_token, token in zip(draft_tokens, following, strict=False):
+            if draft_token != token:
+                break
+            right += 1
+        self._take_note(record, len(following), right)
 
     def _take_note(self, record: _Record, draft_tokens: int, right: int) -> None:
         for acceptance in (record.acceptance, self._all):
@@ -148,10 +170,13 @@ class DraftProposer:
         """How long it takes until the rows of a plan are next, with so many draft tokens and seconds of drafting:
         through all stages, or as often through one as there are micro-batches."""
         if key != self._step_of or not self._step_age:
-            self._step, self._step_of, self._step_age = cache(step_seconds(predictor, make_work())), key, _TIMES_KEPT
+            self._step = cache(step_seconds(predictor, make_work()))
+            self._step_of, self._step_age = key, _TIMES_KEPT
         self._step_age -= 1
         step, share = self._step, predictor.slowest_share
-        each = 0.0 if self._looks_up else self._draft_seconds
+        each = self._draft_seconds
+        if self._looks_up:
+            each = 0.0
         if not self._pace_is_steady:
             each = min(each, _FIRST_DRAFT_SHARE * step(0))
 
@@ -173,9 +198,16 @@ class DraftProposer:
         ``longest`` was made."""
         if seconds is None:
             return limits
-        prior, budget = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits)
+        prior = self._all.rate(0.0)
+        budget = self._token_budget - prompt_tokens - len(limits)
         rates = [record.acceptance.rate(prior) for record in records]
-        paced = seconds if not longest else lambda draft_tokens, _: seconds(draft_tokens, longest)
+
+        def at_pace_of_longest(draft_tokens: int, _: int) -> float:
+            return seconds(draft_tokens, longest)
+
+        paced = seconds
+        if longest:
+            paced = at_pace_of_longest
         return choose_counts(rates, limits, paced, budget, prompt_tokens)
 
     def _ask(
@@ -185,11 +217,15 @@ class DraftProposer:
         if any(drafts):
             self._probe_wait = _PROBE
         elif self._plans >= self._next_probe and any(limits):
-            drafts[min(compress(range(len(limits)), limits), key=lambda place: records[place].length)] = 1
+            possible = [place for place, limit in enumerate(limits) if limit]
+            longest_ago = min(possible, key=lambda place: records[place].length)
+            drafts[longest_ago] = 1
             self._probe_wait = min(2 * self._probe_wait, _RAREST_PROBE)
         if any(drafts):
             self._next_probe = self._plans + self._probe_wait
-            self._asked.update(one.sequence_id for one, draft in zip(sequences, drafts, strict=True) if draft)
+            for sequence, draft in zip(sequences, drafts, strict=True):
+                if draft:
+                    self._asked.add(sequence.sequence_id)
 
     def learn(self, sequence: Sequence, draft_tokens: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
         """A row with so many draft tokens was answered with so many tokens, which the sequence has by now, and with a
@@ -217,11 +253,13 @@ class DraftProposer:
         had to read what it had not seen of a sequence."""
         if not steady:
             self._draft_seconds = min(self._draft_seconds, each)
-        else:
-            self._draft_seconds = 0.8 * self._draft_seconds + 0.2 * each if self._pace_is_steady else each
-            self._pace_is_steady = True
+            return
+        if self._pace_is_steady:
+            each = 0.8 * self._draft_seconds + 0.2 * each
+        self._draft_seconds = each
+        self._pace_is_steady = True
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         self._records.pop(sequence_id, None)
         self._asked.discard(sequence_id)
