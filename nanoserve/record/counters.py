@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from functools import reduce
 from operator import add
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import DraftCounts
@@ -39,33 +40,46 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, scheduler: Scheduler, losses: int) -> Self:
         """Return the status of one engine, from its scheduler and the number of times that its workers died."""
-        extensions = scheduler.extensions
-        layouts, host = extensions.layouts, extensions.host
-        cpu_attention, drafts = extensions.cpu_attention, extensions.drafts
-        return cls(
-            layouts=(0 if layouts is None else layouts.current,),
-            changing=(layouts is not None and layouts.changing,),
+        status = cls(
             running=len(scheduler.running),
-            on_host=0 if host is None else len(host.on_host),
             waiting=len(scheduler.waiting),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
-            free_host_blocks=0 if host is None else host.pool.free_blocks,
-            total_host_blocks=0 if host is None else host.pool.num_blocks,
             prompt_tokens=scheduler.prompt_tokens,
             output_tokens=scheduler.output_tokens,
             preemptions=scheduler.table.preemptions,
             steps=scheduler.steps,
-            transitions=0 if layouts is None else layouts.transitions,
             losses=losses,
-            host_losses=0 if cpu_attention is None else cpu_attention.losses,
-            drafts=DraftCounts() if drafts is None else drafts.proposer.counts + DraftCounts(),
         )
+        attached = scheduler.extensions
+        if attached.layouts is not None:
+            status = replace(
+                status,
+                layouts=(attached.layouts.current,),
+                changing=(attached.layouts.changing,),
+                transitions=attached.layouts.transitions,
+            )
+        if attached.host is not None:
+            status = replace(
+                status,
+                on_host=len(attached.host.on_host),
+                free_host_blocks=attached.host.pool.free_blocks,
+                total_host_blocks=attached.host.pool.num_blocks,
+            )
+        if attached.cpu_attention is not None:
+            status = replace(status, host_losses=attached.cpu_attention.losses)
+        if attached.drafts is not None:
+            counts = attached.drafts.proposer.counts + DraftCounts()  # a copy: the proposer goes on counting
+            status = replace(status, drafts=counts)
+        return status
 
     @classmethod
     def together(cls, statuses: Iterable[Self]) -> Self:
         """Add up the counts, and concatenate the tuples, of at least one engine."""
-        return cls(*(reduce(add, column) for column in zip(*map(msgspec.structs.astuple, statuses), strict=True)))
+        every, added = list(statuses), dict[str, Any]()
+        for name in cls.__struct_fields__:
+            added[name] = reduce(add, [getattr(status, name) for status in every])
+        return cls(**added)
 
 
 class RecentStep(msgspec.Struct, frozen=True, array_like=True):

@@ -30,11 +30,14 @@ fourth would always pick the same one of micro-batches that take turns."""
 
 def learn_from_results(scheduler: Scheduler) -> None:
     """Have a scheduler's predictors learn from its results, if there are any that do and they are not learning yet."""
-    are_learning = any(isinstance(observer, Forecasts) for observer in scheduler.observers)
-    if not are_learning and any(isinstance(one, LearningPredictor) for one in scheduler.predictors):
-        attention = scheduler.extensions.cpu_attention
-        cohorts = None if attention is None else attention.cohorts
-        scheduler.observers.append(Forecasts(scheduler.predictors, cohorts=cohorts))
+    if any(isinstance(observer, Forecasts) for observer in scheduler.observers):
+        return
+    if not any(isinstance(predictor, LearningPredictor) for predictor in scheduler.predictors):
+        return
+    cohorts = None
+    if scheduler.extensions.cpu_attention is not None:
+        cohorts = scheduler.extensions.cpu_attention.cohorts
+    scheduler.observers.append(Forecasts(scheduler.predictors, cohorts=cohorts))
 
 
 class _PlanInFlight(NamedTuple):
@@ -60,7 +63,9 @@ class Forecasts:
         emit: Callable[[Event], object] | None = None,
         cohorts: "HostCohorts | None" = None,
     ) -> None:
-        self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
+        self._learning = {
+            layout: predictor for layout, predictor in enumerate(predictors) if isinstance(predictor, LearningPredictor)
+        }
         self._cohorts = cohorts
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, _PlanInFlight] = {}
@@ -70,20 +75,24 @@ class Forecasts:
 
     def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
-        predictor = self._predictors[plan.layouts.current] if self._predictors else None
+        predictor = self._learning.get(plan.layouts.current)
         if predictor is None or not plan.rows:
             return
         if predictor is not self._newest:
             self._newest = predictor
             self._emit_corrections(predictor)
         is_lesson = next(self._plans)
-        if is_lesson or self.of_all:
-            work = features_of(plan, self._cohorts)
-            forecast = None
-            if self.emit is not None:
-                forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
-                self.emit(forecast)
-            self._in_flight[plan.step] = _PlanInFlight(work, predictor if is_lesson else None, forecast)
+        if not is_lesson and not self.of_all:
+            return
+        work = features_of(plan, self._cohorts)
+        learner = None
+        if is_lesson:
+            learner = predictor
+        forecast = None
+        if self.emit is not None:
+            forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
+            self.emit(forecast)
+        self._in_flight[plan.step] = _PlanInFlight(work, learner, forecast)
 
     def on_result(self, result: StepResult) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
@@ -102,7 +111,8 @@ class Forecasts:
             return  # what it waited for never came
         work = planned.work
         if work.strategy == "overlap":
-            work = msgspec.structs.replace(work, host=_joined(work, result, result.step, self._cohorts))
+            joined = _joined(work, result, result.step, self._cohorts)
+            work = msgspec.structs.replace(work, host=joined)
         if planned.learner is not None:
             planned.learner.observe(work, result.seconds)
             self._emit_corrections(planned.learner)
@@ -128,25 +138,29 @@ def features_of(plan: StepPlan, cohorts: "HostCohorts | None" = None) -> StepFea
     device = work_of(row for row in plan.rows if row.host is None)
     on_host = [row for row in plan.rows if row.host is not None]
     if plan.host.strategy == "overlap":
-        beginning = [_batch(on_host, 0)] if on_host else []
-        under_way = [_passing(cohort) for cohort in cohorts.under_way.values()]
-        return StepFeatures(strategy="overlap", device=device, host=(*beginning, *under_way))
-    first, second = ([row for row in on_host if row.host == HostRow(number)] for number in (0, 1))
-    return StepFeatures(
-        strategy=plan.host.strategy, device=device, host=_batches(first, cohorts), host_second=_batches(second, cohorts)
-    )
+        batches = [_passing(cohort) for cohort in cohorts.under_way.values()]
+        if on_host:
+            batches.insert(0, _batch(on_host, 0))
+        return StepFeatures(strategy="overlap", device=device, host=tuple(batches))
+    first = _batches([row for row in on_host if row.host == HostRow(0)], cohorts)
+    second = _batches([row for row in on_host if row.host == HostRow(1)], cohorts)
+    return StepFeatures(strategy=plan.host.strategy, device=device, host=first, host_second=second)
 
 
 def _batches(rows: Iterable[Row], cohorts: "HostCohorts") -> tuple[HostBatch, ...]:
-    """Rows of an asymmetric step, by how far they are; one of no tokens is under way, and leaves its cohort."""
+    """Rows of an asymmetric step, by how far they are; a row of no tokens is under way, and leaves its cohort."""
     equally_far: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
-        equally_far[0 if row.tokens else cohorts.layers_behind(row.sequence) + 1].append(row)
+        attended = 0
+        if not row.tokens:
+            attended = cohorts.layers_behind(row.sequence) + 1
+        equally_far[attended].append(row)
     return tuple(_batch(several, attended) for attended, several in equally_far.items())
 
 
 def _batch(rows: Sequence[Row], attended: int) -> HostBatch:
-    return HostBatch(len(rows), sum([row.start + len(row.tokens) for row in rows]), attended)
+    keys = sum([row.start + len(row.tokens) for row in rows])
+    return HostBatch(len(rows), keys, attended)
 
 
 def _passing(cohort: Cohort) -> HostBatch:
@@ -157,11 +171,10 @@ def _passing(cohort: Cohort) -> HostBatch:
 def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: "HostCohorts | None") -> tuple[HostBatch, ...]:
     """Host batches that took part in an overlapped step: they began in it, or their cohort advanced or finished."""
     assert cohorts is not None, "only host sequences make a step overlap"
-    beginning = [batch for batch in work.host if batch.attended == 0]
+    joined = [batch for batch in work.host if batch.attended == 0]
     layers = {progress.step: progress.layers for progress in result.host.cohorts}
-    joined = [
-        _passing(cohort)
-        for begun, cohort in cohorts.under_way.items()
-        if begun < step and layers.get(begun, cohort.layers + 1) > cohort.layers
-    ]
-    return (*beginning, *joined)
+    for begun, cohort in cohorts.under_way.items():
+        has_advanced = begun not in layers or layers[begun] > cohort.layers
+        if begun < step and has_advanced:
+            joined.append(_passing(cohort))
+    return tuple(joined)

@@ -13,7 +13,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
 from nanoserve.record.metrics import RequestTiming
 from nanoserve.record.phases import Phase, PhaseTracker
-from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.times import HostTimes, Move, StageTimes, SwapTimes
 from nanoserve.request import Request, SequenceUpdate
 from nanoserve.scheduler.optional import Tier, tier_of
 from nanoserve.scheduler.plan import StepPlan, StepResult
@@ -81,7 +81,10 @@ class RunRecord:
                 continue
             for result in event.results:
                 if result.lost is not None and in_flight:
-                    answers |= dict.fromkeys(in_flight, (event.clock, None)) | {in_flight[-1]: (event.clock, result)}
+                    for step in in_flight:
+                        answers[step] = event.clock, None
+                    last_lost = in_flight[-1]
+                    answers[last_lost] = event.clock, result
                     in_flight.clear()
                 elif result.step is not None:
                     answers[result.step] = event.clock, result
@@ -98,10 +101,13 @@ class RunRecord:
         for update in self._updates:
             if update.sequence.error is not None:
                 raise RuntimeFailure(update.sequence.error)
-        lost = [f"workers die: {reason}" for reason in self.losses]
-        lost += [f"attention on the CPU is lost: {result.host.lost}" for result in self.results if result.host.lost]
-        if lost:
-            raise RuntimeFailure(f"nothing can be measured of a run in which {lost[0]}")
+        for reason in self.losses:
+            raise RuntimeFailure(f"nothing can be measured of a run in which workers die: {reason}")
+        for result in self.results:
+            if result.host.lost:
+                raise RuntimeFailure(
+                    f"nothing can be measured of a run in which attention on the CPU is lost: {result.host.lost}"
+                )
 
     @cached_property
     def stage_times(self) -> list[StageTimes]:
@@ -134,11 +140,13 @@ class RunRecord:
         times: dict[str, list[float]] = {}
         for event in self.of(Gained):
             for update in event.updates:
-                times.setdefault(update.request_id, []).extend([event.time] * len(update.new_tokens))
-        return [
-            RequestTiming(len(request.prompt), tuple(time - request.arrival_time for time in times[request.request_id]))
-            for request in self._requests
-        ]
+                of_request = times.setdefault(update.request_id, [])
+                of_request.extend([event.time] * len(update.new_tokens))
+        timings = []
+        for request in self._requests:
+            latencies = tuple(time - request.arrival_time for time in times[request.request_id])
+            timings.append(RequestTiming(len(request.prompt), latencies))
+        return timings
 
     @property
     def _requests(self) -> list[Request]:
@@ -188,21 +196,30 @@ class StageShares(msgspec.Struct, frozen=True):
 
 def working_seconds(record: RunRecord) -> float:
     """Seconds with anything in flight. Time without a request is no bubble."""
-    return _length(merged((planned.time, record.known[step]) for step, planned in record.planned.items()))
+    in_flight = merged((planned.time, record.known[step]) for step, planned in record.planned.items())
+    return _length(in_flight)
 
 
 def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShares]:
     """Shares of every stage; none if the executor reported no times."""
-    working, shares = working_seconds(record), []
+    working = working_seconds(record)
+    shares: list[StageShares] = []
     given: list[float] = []  # when the stage before, or the engine, was done with each plan
     for parts in record.stages(tensor_parallel):
-        given = given or [record.planned[times.step].time for times in parts]
+        if not given:
+            given = [record.planned[times.step].time for times in parts]
         computing = sum(times.computed - times.started for times in parts)
         sending = sum(times.sent - times.computed for times in parts)
         metadata = _metadata_seconds(parts, given)
         busy = computing + sending + metadata
-        of_working = computing / working, sending / working, metadata / working
-        shares.append(StageShares(*of_working, waiting=1 - busy / working, metadata_of_step=metadata / busy))
+        stage = StageShares(
+            computing=computing / working,
+            sending=sending / working,
+            metadata=metadata / working,
+            waiting=1 - busy / working,
+            metadata_of_step=metadata / busy,
+        )
+        shares.append(stage)
         given = [times.sent for times in parts]
     return shares
 
@@ -213,16 +230,22 @@ def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> fl
     A stage can compute a plan once it has finished the previous one and has its work: the engine's plan, or the stage
     before's activations. The result includes the transfer of the activations, if preparing took that long.
     """
-    free = [given[0], *(times.sent for times in parts[:-1])]
-    return sum(max(0.0, times.prepared - max(moments)) for times, *moments in zip(parts, given, free, strict=True))
+    seconds, free = 0.0, given[0]
+    for times, begin in zip(parts, given, strict=True):
+        could_begin = max(begin, free)
+        seconds += max(0.0, times.prepared - could_begin)
+        free = times.sent
+    return seconds
 
 
 def engine_seconds(record: RunRecord) -> list[float]:
     """For each plan, the seconds that the engine took to apply the previous result and to decide."""
-    plans = list(record.planned.values())
-    done = [0.0, *(planned.time for planned in plans[:-1])]
-    # The clock is in ticks, so a difference may be below 0.
-    return [max(0.0, one.time - max(one.clock, before)) for one, before in zip(plans, done, strict=True)]
+    found, before = [], 0.0
+    for planned in record.planned.values():
+        began = max(planned.clock, before)
+        found.append(max(0.0, planned.time - began))  # the clock is in ticks, so a difference may be below 0
+        before = planned.time
+    return found
 
 
 class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,28 +263,61 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:
     """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes per second."""
-    moves = [move for move in record.moves if (move.direction if isinstance(move, SwapTimes) else "reshard") == kind]
-    copies = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
-    spans = _spans(moves)
-    busy, copying = sum(map(_length, spans.values())), sum(map(_length, _spans(copies).values()))
-    speed = sum(move.num_bytes for move in copies) / copying if copying > 0 else None
-    covered = 0.0
-    for rank, of_rank in spans.items():
-        steps = merged((times.started, times.computed) for times in record.stage_times if times.rank == rank)
-        covered += overlap(of_rank, steps)
+    moves: list[Move] = []
+    copies: list[Move] = []  # all but the swaps that follow a step's row
+    identities = set()
+    for move in record.moves:
+        if isinstance(move, SwapTimes):
+            is_wanted, identity, is_copy = move.direction == kind, move.swap, not move.after_row
+        else:
+            is_wanted, identity, is_copy = kind == "reshard", move.step, True
+        if not is_wanted:
+            continue
+        moves.append(move)
+        identities.add(identity)
+        if is_copy:
+            copies.append(move)
+    moving = merged((move.began, move.ended) for move in moves)
+    speed = _speed(copies)
+    gb_per_s = share_of_link = None
+    if speed is not None:
+        gb_per_s = speed / _GIGA
+        if link is not None:
+            share_of_link = speed / link
     return MoveMetrics(
-        count=len({move.step if isinstance(move, ReshardTimes) else move.swap for move in moves}),
+        count=len(identities),
         num_bytes=sum(move.num_bytes for move in moves),
-        seconds=_length(merged((move.began, move.ended) for move in moves)),
-        gb_per_s=None if speed is None else speed / _GIGA,
-        share_of_link=None if speed is None or link is None else speed / link,
-        hidden=covered / busy if busy > 0 else None,
+        seconds=_length(moving),
+        gb_per_s=gb_per_s,
+        share_of_link=share_of_link,
+        hidden=_hidden_share(record, moves),
     )
 
 
+def _speed(copies: Sequence[Move]) -> float | None:
+    """Bytes per second of one worker while it was moving; None without any move."""
+    seconds = sum(map(_length, _spans(copies).values()))
+    if seconds <= 0:
+        return None
+    return sum(move.num_bytes for move in copies) / seconds
+
+
+def _hidden_share(record: RunRecord, moves: Sequence[Move]) -> float | None:
+    busy = covered = 0.0
+    for rank, moving in _spans(moves).items():
+        steps = merged((times.started, times.computed) for times in record.stage_times if times.rank == rank)
+        busy += _length(moving)
+        covered += overlap(moving, steps)
+    if busy <= 0:
+        return None
+    return covered / busy
+
+
 def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
-    ranks = {move.rank for move in moves}
-    return {rank: merged((move.began, move.ended) for move in moves if move.rank == rank) for rank in ranks}
+    spans: dict[int, list[Span]] = {}
+    for move in moves:
+        spans.setdefault(move.rank, []).append((move.began, move.ended))
+    return {rank: merged(of_rank) for rank, of_rank in spans.items()}
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -277,7 +333,8 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Seconds covered by both; each is merged."""
-    return max(0.0, _length(first) + _length(second) - _length(merged((*first, *second))))
+    either = merged((*first, *second))
+    return max(0.0, _length(first) + _length(second) - _length(either))
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -54,12 +54,16 @@ class RunTrace:
         close: Callable[[], None] = lambda: None,
         on_failure: Callable[[RuntimeFailure], None] = lambda failure: None,
     ) -> None:
-        whose = "" if name is None else f"{name}: "
+        whose = ""
+        if name is not None:
+            whose = f"{name}: "
         self._file, self._began = file, began
         self._scheduler, self._workers = f"{whose}scheduler", f"{whose}workers"
         self._layouts = [layout.name for layout in layouts]
         # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
-        self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
+        self._tensor_parallel: int | None = None
+        if len(layouts) == 1:
+            self._tensor_parallel = layouts[0].tensor_parallel
         self._reports_times, self._reports_host_times = reports_times, False
         self._link, self._close, self._on_failure = host_link_bandwidth, close, on_failure
         self._phases = PhaseTracker()
@@ -106,11 +110,16 @@ class RunTrace:
         elif isinstance(event, ExecutorFailed):
             self._forget_plans()
             self._cohorts.clear()
-        for phase in self._phases.on_event(event) if len(self._layouts) > 1 else ():
-            track = Track(self._scheduler, "phases")
-            self._bar(track, phase.name(self._layouts), phase.began, phase.ended, _facts(phase))
+        if len(self._layouts) > 1:
+            self._draw_phases(event)
         if isinstance(event, Collected | Worked):
             self._file.flush()
+
+    def _draw_phases(self, event: Event) -> None:
+        track = Track(self._scheduler, "phases")
+        for phase in self._phases.on_event(event):
+            name = phase.name(self._layouts)
+            self._bar(track, name, phase.began, phase.ended, _facts(phase))
 
     def _on_plan(self, planned: Planned) -> None:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
@@ -120,10 +129,13 @@ class RunTrace:
             moved = len(swap.device_blocks)
             arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": moved}
             self._bar(Track(self._scheduler, "swaps"), f"{moved} blocks {swap.direction}", now, now, arguments)
-        if not plan.rows and (plan.host.swaps or plan.layouts.transition is not None):
+        moves_something = len(plan.host.swaps) > 0 or plan.layouts.transition is not None
+        if moves_something and not plan.rows:
             return  # swaps alone have no end, and a change of the layout is no micro-batch
-        self._in_flight[plan.step] = _first_free(track for track, _ in self._in_flight.values()), planned
-        self._counter("tokens of a micro-batch", now, {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens})
+        track = _first_free(track for track, _ in self._in_flight.values())
+        self._in_flight[plan.step] = track, planned
+        counts = {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens}
+        self._counter("tokens of a micro-batch", now, counts)
         beginning = {row.sequence for row in plan.rows if row.host is not None}
         if plan.host.strategy == "overlap" and beginning:
             track = _first_free(cohort.track for cohort in self._cohorts)
@@ -134,8 +146,10 @@ class RunTrace:
         if result.lost is not None:
             self._bar(Track(self._workers, "deaths"), result.lost, now, now)
             self._forget_plans()
-        if (begun := self._in_flight.pop(result.step, None)) is not None:
-            self._on_step(*begun, result, collected)
+        begun = self._in_flight.pop(result.step, None)
+        if begun is not None:
+            track, planned = begun
+            self._on_step(track, planned, result, collected)
         if not self._reports_times and result.step is not None:
             self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
         if not self._reports_host_times:
@@ -148,17 +162,22 @@ class RunTrace:
             cohort.waiting -= answered
             if all_lost or not cohort.waiting:
                 self._cohorts.remove(cohort)
-                track = Track(self._scheduler, f"cohort {cohort.track}")
-                self._bar(track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
+                cohort_track = Track(self._scheduler, f"cohort {cohort.track}")
+                self._bar(cohort_track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
     def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
-        plan, forecast = planned.plan, self._forecasts.pop(planned.plan.step, None)
-        counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
+        plan = planned.plan
+        forecast = self._forecasts.pop(plan.step, None)
+        facts: dict[str, object] = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
-        name = name if plan.host.strategy == "device" else f"{plan.host.strategy}: {name}"
-        if draft_tokens := sum([draft_of(row).verify for row in plan.rows]):
-            counts, name = {**counts, "draft_tokens": draft_tokens}, f"{name} + {draft_tokens} draft tokens"
-        facts = counts | {"sequences": len(plan.rows)} | facts_of(plan, forecast, result)
+        if plan.host.strategy != "device":
+            name = f"{plan.host.strategy}: {name}"
+        draft_tokens = sum([draft_of(row).verify for row in plan.rows])
+        if draft_tokens:
+            facts["draft_tokens"] = draft_tokens
+            name = f"{name} + {draft_tokens} draft tokens"
+        facts["sequences"] = len(plan.rows)
+        facts |= facts_of(plan, forecast, result)
         self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
         if forecast is not None and self._corrections != self._drawn_corrections:
             self._drawn_corrections = self._corrections
@@ -177,8 +196,10 @@ class RunTrace:
 
     def _on_stage(self, times: StageTimes) -> None:
         arguments = {"step": times.step, "tokens": times.tokens}
-        for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
-            self._bar(self._worker(times.rank), name, start, end, arguments)
+        free = self._free.get(times.rank, times.received)
+        worker = self._worker(times.rank)
+        for name, start, end in bars_of(times, free):
+            self._bar(worker, name, start, end, arguments)
         self._free[times.rank] = times.sent
 
     def _on_move(self, move: Move | HostTimes) -> None:
@@ -189,13 +210,18 @@ class RunTrace:
             arguments = {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
             self._bar(self._processor, f"{move.sequences} sequences", move.began, move.ended, arguments)
             return
-        track, seconds = f"worker {move.rank}", move.ended - move.began
+        seconds = move.ended - move.began
         if isinstance(move, ReshardTimes):
-            name, arguments = f"re-shard to {self._layouts[move.layout]}", {"step": move.step}
+            track = f"worker {move.rank}"
+            name = f"re-shard to {self._layouts[move.layout]}"
+            arguments = {"step": move.step}
         else:
-            track, name, arguments = f"{track}, swaps {move.direction}", f"swap {move.direction}", {"swap": move.swap}
+            track = f"worker {move.rank}, swaps {move.direction}"
+            name = f"swap {move.direction}"
+            arguments = {"swap": move.swap}
             if move.after_row:
-                name, seconds = f"{name}, layer by layer", 0.0
+                name = f"{name}, layer by layer"
+                seconds = 0.0
         if move.num_bytes:
             arguments["bytes"] = move.num_bytes
             if seconds > 0:
@@ -208,12 +234,15 @@ class RunTrace:
     def _worker(self, rank: int) -> Track:
         if self._tensor_parallel is None:
             return Track(self._workers, f"worker {rank}")
+        if self._tensor_parallel == 1:
+            return Track(self._workers, f"stage {rank}")
         stage, within = divmod(rank, self._tensor_parallel)
-        return Track(self._workers, f"stage {stage}" + (f", rank {within}" if self._tensor_parallel > 1 else ""))
+        return Track(self._workers, f"stage {stage}, rank {within}")
 
     def _draw_works(self, works: Sequence[HostWork], now: float) -> None:
         """Draw attention on a real CPU, of which only durations are known, in a row that ends when it is reported."""
-        start = max(self._processor_free, now - sum(work.seconds for work in works))
+        worked = sum(work.seconds for work in works)
+        start = max(self._processor_free, now - worked)
         for work in works:
             end = min(start + work.seconds, now)
             sequences, keys = work.sequences, work.context_tokens
@@ -275,5 +304,7 @@ def _facts(phase: Phase) -> dict[str, object]:
     if phase.kind == "compute":
         counts = {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes}
         return {**counts, "swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
+    if phase.turn is None:
+        return {}
     names = ("finished since the pool was empty", "sequences sent through the pool", "to be computed again")
-    return {} if phase.turn is None else dict(zip(names, phase.turn, strict=True))
+    return dict(zip(names, phase.turn, strict=True))
