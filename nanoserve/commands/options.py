@@ -86,16 +86,21 @@ def option(
         return [word for word in words if word.startswith(incomplete)]
 
     if choices:
-        help, metavar = f"{help} One of {', '.join(choices)}.", "NAME"
+        help = f"{help} One of {', '.join(choices)}."
+        metavar = "NAME"
+    callback = autocompletion = None
+    if choices or maximum is not None:  # older typers fail at the callback of a list that is not given
+        callback = check
+    if choices or suggestions:
+        autocompletion = complete
     settings = {
         "parse": parse,
         "short": short,
         "help": help,
         "metavar": metavar,
         "min": minimum,
-        # Older typers fail at the callback of a list that is not given.
-        "callback": check if choices or maximum is not None else None,
-        "autocompletion": complete if choices or suggestions else None,
+        "callback": callback,
+        "autocompletion": autocompletion,
         "rich_help_panel": panel,
         "envvar": variables,
     }
@@ -121,13 +126,16 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     hints = get_type_hints(group)
-    parameters = {declared.name: _parameter(group, declared, hints[declared.name]) for declared in _in_order(group)}
+    parameters = {}
+    for declared in _in_order(group):
+        parameters[declared.name] = _parameter(group, declared, hints[declared.name])
 
     def prepare(**values: Any) -> Action:
-        return partial(run, group(**{name: values[name] for name in parameters}))
+        options = group(**{name: values[name] for name in parameters})
+        return partial(run, options)
 
     # inspect honours the attribute, though the type of functions does not name it.
-    prepare.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+    prepare.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     prepare.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return prepare
 
@@ -150,7 +158,9 @@ def _parameter(group: type[Options], declared: Field[Any], hint: Any) -> inspect
         if settings.pop("parse") is not None:
             hint = str | None
         typed = _option(group, declared.name, hint, settings)
-    default = ... if declared.default is MISSING else declared.default
+    default = declared.default
+    if default is MISSING:
+        default = ...
     return _keyword(declared.name, default=default, annotation=Annotated[hint, typed])
 
 
@@ -160,8 +170,11 @@ def _option(group: type[Options], name: str, hint: Any, settings: dict[str, Any]
     variables = settings["envvar"]
     if variables is None:
         variables = first.variables(name)
-    settings["envvar"] = list(variables) or None
-    settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
+    settings["envvar"] = None
+    if variables:
+        settings["envvar"] = list(variables)
+    if settings["rich_help_panel"] is None:
+        settings["rich_help_panel"] = first.panel
     if hint is bool:
         settings["metavar"] = ""
     flags = [flag_of(name)]

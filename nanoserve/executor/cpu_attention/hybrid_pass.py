@@ -29,12 +29,16 @@ class _Pending:
     """int64 [n], which of the task's rows; None means all."""
 
     def of(self, places: Tensor) -> "_Pending":
-        return _Pending(self.task, places if self.places is None else self.places[places])
+        if self.places is not None:
+            places = self.places[places]
+        return _Pending(self.task, places)
 
     def result(self) -> Tensor:
         """[n, num_heads * head_dim], once the task is ready."""
         result = self.task.result()
-        return result if self.places is None else result[self.places.to(result.device)]
+        if self.places is None:
+            return result
+        return result[self.places.to(result.device)]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +58,9 @@ class HostGroup:
         """Some of its rows, by their places, as a group of their own."""
         places = torch.tensor(chosen, dtype=torch.int64)
         on_device = places.to(self.hidden.device)
+        pending = None
+        if self.pending is not None:
+            pending = self.pending.of(places)
         return HostGroup(
             step=self.step,
             rows=[self.rows[place] for place in chosen],
@@ -61,7 +68,7 @@ class HostGroup:
             hidden=self.hidden[on_device],
             angles=[(cos[on_device], sin[on_device]) for cos, sin in self.angles],
             layer=self.layer,
-            pending=None if self.pending is None else self.pending.of(places),
+            pending=pending,
         )
 
 
@@ -123,14 +130,19 @@ class HybridPass:
         """Take some sequences out of the pending groups, as new groups. Sequences of another stage are skipped."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
-            places = [place for place, row in enumerate(group.rows) if row.sequence in wanted]
-            if not places:
+            chosen, others = [], []
+            for place, row in enumerate(group.rows):
+                if row.sequence in wanted:
+                    chosen.append(place)
+                else:
+                    others.append(place)
+            if not chosen:
                 left.append(group)
-            elif len(places) == len(group.rows):
+            elif not others:
                 taken.append(group)
             else:
-                taken.append(group.pick(places))
-                left.append(group.pick([place for place in range(len(group.rows)) if place not in set(places)]))
+                taken.append(group.pick(chosen))
+                left.append(group.pick(others))
         self.pending = left
         return taken
 
@@ -149,8 +161,10 @@ class HybridPass:
         `new_groups` are at the first layer of this stage. Returns hidden states of the device's rows after the last
         layer, [T, hidden_size], and the groups that passed it.
         """
-        hidden = None if device is None else device.hidden
-        if device is None and not new_groups and self.pending:
+        hidden = None
+        if device is not None:
+            hidden = device.hidden
+        elif self.pending and not new_groups:
             self._wait(self.pending[:1])
         groups = list(new_groups)
         for layer in self._layers:
@@ -189,20 +203,26 @@ class HybridPass:
         Both end the stage. If the CPU's part fails, the device's rows, which belong to the first, end it alone. The
         groups are at the first layer of the stage, or taken from those under way. Returns as `overlap`.
         """
-        hidden = None if device is None else device.hidden
+        hidden = None
+        if device is not None:
+            hidden = device.hidden
         halves = [list(first), list(second)]
         for layer in self._layers:
-            attended = self._first_half(layer, device, hidden, _groups_at(halves[0], layer.index))
+            beginning = _groups_at(halves[0], layer.index)
+            attended = self._first_half(layer, device, hidden, beginning)
             if layer.index:
                 self._end_layer(self._layers[layer.index - 1], halves)
-            self._first_half(layer, None, None, _groups_at(halves[1], layer.index))
-            hidden = self._second_half(layer, attended, hidden, self._done(halves, 0, layer.index))
+            beginning = _groups_at(halves[1], layer.index)
+            self._first_half(layer, None, None, beginning)
+            done = self._done(halves, 0, layer.index)
+            hidden = self._second_half(layer, attended, hidden, done)
         self._end_layer(self._layers[-1], halves)
-        return hidden, [*halves[0], *halves[1]]
+        return hidden, halves[0] + halves[1]
 
     def _end_layer(self, layer: DecoderLayer, halves: list[list[HostGroup]]) -> None:
         """The second half of a layer for the second sub-batch."""
-        self._second_half(layer, None, None, self._done(halves, 1, layer.index))
+        done = self._done(halves, 1, layer.index)
+        self._second_half(layer, None, None, done)
 
     def _done(self, halves: list[list[HostGroup]], number: int, layer: int) -> list[HostGroup]:
         """Wait for the pending groups of a sub-batch in a layer; if that fails, both sub-batches lose all groups."""
@@ -219,18 +239,17 @@ class HybridPass:
     ) -> Tensor | None:
         """Queries, keys and values of all rows; the groups' attention is handed to the CPU, then the device attends.
         Returns the attention of the device's rows, [T, num_heads * head_dim]."""
-        parts = [(group.hidden, *group.angles[layer.rope]) for group in groups]
+        parts, own = _Joined(), slice(0, 0)
         if device is not None:
             assert hidden is not None
-            parts.insert(0, (hidden, *device.angles[layer.rope]))
-        if not parts:
+            own = parts.add(hidden, *device.angles[layer.rope])
+        places = [parts.add(group.hidden, *group.angles[layer.rope]) for group in groups]
+        if parts.is_empty:
             return None
-        query, key, value = self._run_layer.pre_attention(layer, *(joined(part) for part in zip(*parts, strict=True)))
-        end = 0 if hidden is None or device is None else len(hidden)
-        own = slice(0, end)
-        for group in groups:
-            rows = slice(end, end := end + len(group.hidden))
-            group.pending = _Pending(self._host.attend(layer.index, query[rows], key[rows], value[rows], group.batch))
+        query, key, value = self._run_layer.pre_attention(layer, *parts.tensors())
+        for group, rows in zip(groups, places, strict=True):
+            task = self._host.attend(layer.index, query[rows], key[rows], value[rows], group.batch)
+            group.pending = _Pending(task)
         if self._mark is not None:
             self._mark.record()
         if device is None:
@@ -244,18 +263,23 @@ class HybridPass:
     ) -> Tensor | None:
         """Output and feed-forward part of all rows; the groups advance to the next layer. Returns the hidden states of
         the device's rows."""
-        parts = [(group.pending.result(), group.hidden) for group in groups if group.pending is not None]
-        if attended is not None and hidden is not None:
-            parts.insert(0, (attended, hidden))
-        if not parts:
-            return hidden
-        output = self._run_layer.post_attention(layer, *(joined(part) for part in zip(*parts, strict=True)))
-        end = 0 if attended is None or hidden is None else len(hidden)
-        own = output[:end] if end else hidden
+        parts, own = _Joined(), slice(0, 0)
+        if attended is not None:
+            assert hidden is not None
+            own = parts.add(attended, hidden)
+        places = []
         for group in groups:
-            group.hidden = output[end : (end := end + len(group.hidden))]
+            assert group.pending is not None
+            places.append(parts.add(group.pending.result(), group.hidden))
+        if parts.is_empty:
+            return hidden
+        output = self._run_layer.post_attention(layer, *parts.tensors())
+        for group, rows in zip(groups, places, strict=True):
+            group.hidden = output[rows]
             group.layer, group.pending = layer.index + 1, None
-        return own
+        if attended is not None:
+            hidden = output[own]
+        return hidden
 
     def _wait(self, groups: Sequence[HostGroup]) -> bool:
         """Wait until the groups' attention is done; False if it failed."""
@@ -286,6 +310,32 @@ def _mark(device: DeviceRows, layer: DecoderLayer) -> None:
         device.computed(layer.index)
 
 
-def joined(tensors: Iterable[Tensor]) -> Tensor:
-    parts = list(tensors)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class _Joined:
+    """Rows of several owners, one owner after another, for one run of a piece of a layer."""
+
+    def __init__(self) -> None:
+        self._columns: list[list[Tensor]] = []  # for each argument of the piece, its rows of each owner
+        self._end = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._columns
+
+    def add(self, *tensors: Tensor) -> slice:
+        """Append an owner's rows, one tensor for each argument; returns their place among all rows."""
+        if not self._columns:
+            self._columns = [[] for _ in tensors]
+        for column, tensor in zip(self._columns, tensors, strict=True):
+            column.append(tensor)
+        begin = self._end
+        self._end += len(tensors[0])
+        return slice(begin, self._end)
+
+    def tensors(self) -> list[Tensor]:
+        return [joined(column) for column in self._columns]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))

@@ -41,12 +41,15 @@ def copy_blocks_between(
     sources: BlockArrays, source_blocks: Sequence[int], targets: BlockArrays, target_blocks: Sequence[int]
 ) -> None:
     """Copy blocks to blocks, pairwise, in every layer; no target block may appear twice."""
-    reads, writes = np.array(source_blocks, np.intp), np.array(target_blocks, np.intp)
+    reads = np.array(source_blocks, np.intp)
+    writes = np.array(target_blocks, np.intp)
     for layer_sources, layer_targets in zip(sources, targets, strict=True):
         for source, target in zip(layer_sources, layer_targets, strict=True):
-            count = max(1, CHUNK_BYTES // (source.itemsize * source.shape[1]))
+            block_bytes = source.itemsize * source.shape[1]
+            count = max(1, CHUNK_BYTES // block_bytes)
             for start in range(0, len(reads), count):
-                target[writes[start : start + count]] = source[reads[start : start + count]]
+                chunk = slice(start, start + count)
+                target[writes[chunk]] = source[reads[chunk]]
 
 
 STAGING_BYTES = 8 * 2**20

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,25 +59,32 @@ def take_rounds(
     measure together agree on a ``clock``, and with it on what is sampled next."""
     announce("warming up ...")
     began = clock()
-    first = {name: _within_reason(points, effort.longest_sample, clock) for name, points in probes.items()}
-    samples: Samples = {name: {point: [] for point in points} for name, points in first.items()}
-    turns = [(name, point) for name, points in first.items() for point in points]
+    first: dict[tuple[str, Point], float] = {}
+    for name, points in probes.items():
+        for point, seconds in _within_reason(points, effort.longest_sample, clock).items():
+            first[name, point] = seconds
+    taken: dict[tuple[str, Point], list[float]] = {turn: [] for turn in first}
     for number in range(1, effort.most_rounds + 1):
         passed = clock() - began
-        left = max(effort.seconds - passed, (effort.fewest_rounds - number + 1) * passed / number)  # warm-up and rounds
+        each = passed / number  # the warm-up counts as a round
+        rounds_left = effort.fewest_rounds - number + 1
+        left = max(effort.seconds - passed, rounds_left * each)
         announce(f"measuring, round {number}, about {left:.0f} s left")
-        for name, point in turns:
+        for name, point in first:
             if number > effort.fewest_rounds and clock() - began > effort.seconds:
                 break
-            samples[name][point] += _repeated(probes[name][point], effort.repeat_seconds, clock)
-    return {
-        name: {point: samples[name][point] or [seconds] for point, seconds in points.items()}
-        for name, points in first.items()
-    }
+            taken[name, point] += _repeated(probes[name][point], effort.repeat_seconds, clock)
+    samples: Samples = {name: {} for name in probes}
+    for (name, point), found in taken.items():
+        if not found:
+            found.append(first[name, point])
+        samples[name][point] = found
+    return samples
 
 
 def _repeated(probe: Probe, seconds: float, clock: Callable[[], float]) -> list[float]:
-    until, samples = clock() + seconds, [probe()]
+    until = clock() + seconds
+    samples = [probe()]
     while len(samples) < _MOST_REPEATS and clock() < until:
         samples.append(probe())
     return samples
@@ -89,34 +96,56 @@ def _within_reason(points: Mapping[Point, Probe], longest: float, clock: Callabl
     for point, probe in points.items():
         began = clock()
         kept[point] = probe()
-        if len(point) == 1 < len(kept) and clock() - began > longest:
+        is_curve = len(point) == 1
+        if is_curve and len(kept) > 1 and clock() - began > longest:
             break
     return kept
 
 
 def curve_of(samples: Sampled) -> MeasuredCurve:
-    low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
-    return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
+    sizes, low, seconds, high = [], [], [], []
+    for (size,), found in samples.items():
+        quartiles = _quartiles(found)
+        sizes.append(size)
+        low.append(quartiles.low)
+        seconds.append(quartiles.median)
+        high.append(quartiles.high)
+    return MeasuredCurve(sizes=tuple(sizes), seconds=tuple(seconds), low=tuple(low), high=tuple(high))
 
 
 def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
     """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
-    times = {name: np.maximum(_SMALLEST, np.subtract(one, part)) for name, one in curve.times.items()}
-    return MeasuredCurve(sizes=curve.sizes, **{name: tuple(one.tolist()) for name, one in times.items()})
+    times = {}
+    for name, seconds in curve.times.items():
+        difference = np.maximum(_SMALLEST, np.subtract(seconds, part))
+        times[name] = tuple(difference.tolist())
+    return MeasuredCurve(sizes=curve.sizes, **times)
 
 
 def grid_of(samples: Sampled) -> MeasuredGrid:
-    batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
-    found = zip(*map(_quartiles, samples.values()), strict=True)
-    low, seconds, high = (tuple(zip(*[iter(values)] * len(contexts), strict=True)) for values in found)
-    return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
+    batches = tuple(dict.fromkeys(batch for batch, _ in samples))
+    contexts = tuple(dict.fromkeys(context for _, context in samples))
+    low, seconds, high = [], [], []
+    for batch in batches:
+        row = [_quartiles(samples[batch, context]) for context in contexts]
+        low.append(tuple(quartiles.low for quartiles in row))
+        seconds.append(tuple(quartiles.median for quartiles in row))
+        high.append(tuple(quartiles.high for quartiles in row))
+    return MeasuredGrid(batches=batches, contexts=contexts, seconds=tuple(seconds), low=tuple(low), high=tuple(high))
 
 
-def _quartiles(samples: Sequence[float]) -> list[float]:
+class _Quartiles(NamedTuple):
+    low: float
+    median: float
+    high: float
+
+
+def _quartiles(samples: Sequence[float]) -> _Quartiles:
     """Low, median, high; one sample is all three."""
-    return list(map(float, np.percentile(samples, (25, 50, 75))))
+    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
+    return _Quartiles(low, median, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +163,19 @@ class ProfileSizes:
     def within(self, runner: ModelRunner, config: EngineConfig, *, context: int) -> "ProfileSizes":
         """The sizes that an engine with this context reaches, with the KV cache of its runner, and its largest batch
         within ``kv_bytes``. Raises UsageError if it does not allow two of each."""
-        shape, blocks = runner.config, len(runner.caches.keys[0])
+        blocks = len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
-        token_bytes = shape.kv_numbers * runner.decoder.dtype.itemsize
+        step_rows = min(config.max_num_seqs, blocks, step_tokens)
+        longest_prompt = min(context, step_tokens)
+        token_bytes = runner.config.kv_numbers * runner.decoder.dtype.itemsize
         fitting = self.kv_bytes // (self.batches[-1] * token_bytes)
+        longest_context = max(2, min(context, fitting))
         return replace(
             self,
             tokens=_up_to(self.tokens, step_tokens),
-            prompts=_up_to(self.prompts, min(context, step_tokens)),
-            contexts=_up_to(self.contexts, max(2, min(context, fitting))),
-            rows=_up_to(self.rows, min(config.max_num_seqs, blocks, step_tokens)),
+            prompts=_up_to(self.prompts, longest_prompt),
+            contexts=_up_to(self.contexts, longest_context),
+            rows=_up_to(self.rows, step_rows),
         )
 
 
@@ -152,27 +184,47 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
     if limit < 2:
         raise UsageError("an engine whose steps hold one token, or one row, cannot be profiled")
     found = tuple(size for size in sizes if size <= limit)
-    return found if len(found) > 1 else (limit // 2, limit)
+    if len(found) < 2:
+        return (limit // 2, limit)
+    return found
 
 
 def kv_regions(steps: StepTimer, sizes: ProfileSizes, device: torch.device) -> KvRegions:
     """Keys and values with room for every attention that is timed at these sizes."""
     decoder = steps.runner.decoder
-    largest = [(sizes.batches[-1], sizes.contexts[-1]), (1, sizes.prompts[-1])]
-    calls = [(rows, keys) for rows, _, keys in map(steps.attention_shape, sizes.tokens)]
-    options: dict[str, Any] = {"dtype": decoder.dtype, "device": device, "most_bytes": sizes.kv_bytes}
-    return KvRegions(decoder.config, [*largest, *calls], block_size=steps.block_size, **options)
+    calls = [(sizes.batches[-1], sizes.contexts[-1]), (1, sizes.prompts[-1])]
+    for tokens in sizes.tokens:
+        rows, _, keys = steps.attention_shape(tokens)
+        calls.append((rows, keys))
+    return KvRegions(
+        decoder.config,
+        calls,
+        block_size=steps.block_size,
+        dtype=decoder.dtype,
+        device=device,
+        most_bytes=sizes.kv_bytes,
+    )
 
 
 def device_probes(steps: StepTimer, sizes: ProfileSizes) -> dict[str, Mapping[Point, Probe]]:
     """Probes for what a device does in a step; of the steps' runner only the KV cache's content changes."""
-    device = steps.runner.device
-    attention = partial(attention_seconds, steps.runner.config, kv_regions(steps, sizes, device))
+    regions = kv_regions(steps, sizes, steps.runner.device)
+    attention = partial(attention_seconds, steps.runner.config, regions)
+
+    def layer_attention(tokens: int) -> float:
+        return attention(*steps.attention_shape(tokens))
+
+    def decode_attention(batch: int, context: int) -> float:
+        return attention(batch, 1, context)
+
+    def prefill_attention(tokens: int) -> float:
+        return attention(1, tokens, tokens)
+
     return {
         "layer": over(steps.layer_seconds, sizes.tokens),
-        "its attention": over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
-        "decode_attention": over(lambda batch, context: attention(batch, 1, context), sizes.batches, sizes.contexts),
-        "prefill_attention": over(lambda tokens: attention(1, tokens, tokens), sizes.prompts),
+        "its attention": over(layer_attention, sizes.tokens),
+        "decode_attention": over(decode_attention, sizes.batches, sizes.contexts),
+        "prefill_attention": over(prefill_attention, sizes.prompts),
         "inputs": over(steps.inputs_seconds, sizes.rows),
         "head": over(steps.head_seconds, sizes.rows),
     }
@@ -183,24 +235,27 @@ def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Mapping[Point, Probe]]]:
     """``device_probes`` for an idle runner, and probes for attention in host memory and for copies."""
-    steps, device, largest = (
-        StepTimer(runner, block_size=block_size),
-        runner.device,
-        (sizes.batches[-1], sizes.contexts[-1]),
-    )
+    cpu = torch.device("cpu")
+    steps = StepTimer(runner, block_size=block_size)
     shares_memory = processor.confines_device
-    keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(1e-4)
-    on_host = kv_regions(steps, sizes, torch.device("cpu"))
-    host = HostAttentionTimer(runner.config, on_host, processor, device=device, keep_busy=keep_busy)
+    keep_busy: Callable[[], object] = partial(time.sleep, 1e-4)
+    if shares_memory:
+        keep_busy = linear_pieces(runner.decoder)
+    on_host = kv_regions(steps, sizes, cpu)
+    host = HostAttentionTimer(runner.config, on_host, processor, device=runner.device, keep_busy=keep_busy)
+
+    def exchange(batch: int) -> float:
+        return host.seconds(batch, 1)
+
     try:
-        probes = device_probes(steps, sizes) | {
-            "host_attention": over(host.seconds, sizes.batches, sizes.contexts),
-            "host_exchange": over(lambda batch: host.seconds(batch, 1), sizes.batches),
-            "copy": {(size,): copy_probe(size, device) for size in sizes.copies},
-        }
+        probes = device_probes(steps, sizes)
+        probes["host_attention"] = over(host.seconds, sizes.batches, sizes.contexts)
+        probes["host_exchange"] = over(exchange, sizes.batches)
+        probes["copy"] = {(size,): copy_probe(size, runner.device) for size in sizes.copies}
         if shares_memory:
-            probes["alone"] = {largest: partial(Stopwatch(torch.device("cpu")).seconds, keep_busy)}
-            probes["beside host"] = {largest: partial(host.device_seconds, *largest)}
+            batch, context = sizes.batches[-1], sizes.contexts[-1]
+            probes["alone"] = {(batch, context): partial(Stopwatch(cpu).seconds, keep_busy)}
+            probes["beside host"] = {(batch, context): partial(host.device_seconds, batch, context)}
         yield probes
     finally:
         host.close()
@@ -211,19 +266,26 @@ def profile_of(
     found: Samples, runner: ModelRunner, processor: HostProcessor, *, block_size: int, settings: Any, **fields: Any
 ) -> Profile:
     """A profile without factors, from samples of these parts. Call it from the thread that computes."""
-    names = ("host_exchange", "prefill_attention", "copy", "inputs", "head")
-    curves: dict[str, Any] = {name: curve_of(found[name]) for name in names}
-    curves["engine"] = curve_of(_scheduling(runner.decoder, [rows for (rows,) in found["head"]]))
-    curves |= {name: grid_of(found[name]) for name in ("decode_attention", "host_attention")}
-    measured = {"host_threads": processor.threads, "rounds": len(next(iter(found["copy"].values())))}
+    first_copies = next(iter(found["copy"].values()))
+    measured = {"host_threads": processor.threads, "rounds": len(first_copies)}
+    rows = [number for (number,) in found["head"]]
+    kv_blocks = len(runner.caches.keys[0])
+    most_slower = processor.threads / torch.get_num_threads() + 1
     return Profile(
         settings={**settings, **measured},
         model=runner.config,
         bits=8 * runner.decoder.dtype.itemsize,
-        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * block_size),
-        beside_host=beside_host(found, processor.threads / torch.get_num_threads() + 1),
+        memory=KvMemory(kv_tokens=kv_blocks * block_size),
+        beside_host=beside_host(found, most_slower),
         linear=difference_of(found["layer"], found["its attention"]),
-        **curves,
+        decode_attention=grid_of(found["decode_attention"]),
+        prefill_attention=curve_of(found["prefill_attention"]),
+        host_attention=grid_of(found["host_attention"]),
+        host_exchange=curve_of(found["host_exchange"]),
+        copy=curve_of(found["copy"]),
+        inputs=curve_of(found["inputs"]),
+        head=curve_of(found["head"]),
+        engine=curve_of(_scheduling(runner.decoder, rows)),
         **fields,
     )
 
@@ -236,8 +298,11 @@ def _scheduling(decoder: Decoder, rows: Iterable[int]) -> Sampled:
         for _ in decoder.layers:
             compute_piece()
 
-    scheduled = partial(measure_scheduler, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
-    return {(number,): [*map(sum, scheduled(number))] for number in rows}
+    found: dict[Point, list[float]] = {}
+    for number in rows:
+        steps = measure_scheduler(number, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
+        found[number,] = [sum(parts) for parts in steps]
+    return found
 
 
 def beside_host(found: Samples, most: float) -> float:
@@ -245,8 +310,10 @@ def beside_host(found: Samples, most: float) -> float:
     factor above ``most``, threads of both over those of the device, comes from other programs."""
     if "beside host" not in found:
         return 1.0
-    (beside,), (alone,) = found["beside host"].values(), found["alone"].values()
-    return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
+    (beside,) = found["beside host"].values()
+    (alone,) = found["alone"].values()
+    slower = _quartiles(beside).low / _quartiles(alone).low
+    return min(max(1.0, slower), most)
 
 
 def over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Probe]:

@@ -108,30 +108,38 @@ class StartingEngine:
     @cached_property
     def setting(self) -> ProfileSetting:
         """The setting that its profile belongs to. Ask for it first in the thread that computes."""
-        device, (host, _) = self.runner.device, processor_name_and_flags()
-        on_gpu = device.type == "cuda"
+        host, _ = processor_name_and_flags()
+        device, threads = host, None
+        if self.runner.device.type == "cuda":
+            device = torch.cuda.get_device_properties(self.runner.device).name
+        else:
+            threads = torch.get_num_threads()
         return ProfileSetting(
-            device=torch.cuda.get_device_properties(device).name if on_gpu else host,
+            device=device,
             host=host,
             model=step_shape(self.model),
             dtype=str(self.runner.decoder.dtype).removeprefix("torch."),
-            threads=None if on_gpu else torch.get_num_threads(),
+            threads=threads,
             host_threads=self.processor.threads,
         )
 
     @property
     def code(self) -> dict[str, str]:
         """Name the code that computes: the CPU's operators, and the layers as they run now."""
-        return {
-            "operators": "C++" if cpu_operators().loaded else "plain torch",
-            "layers": "compiled" if self.stage.compiled else "eager",
-        }
+        operators, layers = "plain torch", "eager"
+        if cpu_operators().loaded:
+            operators = "C++"
+        if self.stage.compiled:
+            layers = "compiled"
+        return {"operators": operators, "layers": layers}
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
-        config, cached = self.config, len(self.runner.caches.keys[0]) * self.config.block_size
-        context = min(config.max_model_len or self.model.max_position_embeddings, cached)
-        return SIZES.within(self.runner, config, context=context)
+        longest = self.config.max_model_len
+        if longest is None:
+            longest = self.model.max_position_embeddings
+        cached = len(self.runner.caches.keys[0]) * self.config.block_size
+        return SIZES.within(self.runner, self.config, context=min(longest, cached))
 
 
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
@@ -141,8 +149,10 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
     profile, or one of another setting.
     """
     if engine.config.profile is not None:
-        profile = read_profile(path := Path(engine.config.profile), Profile)
-        if (other := engine.setting.difference(profile)) is not None:
+        path = Path(engine.config.profile)
+        profile = read_profile(path, Profile)
+        other = engine.setting.difference(profile)
+        if other is not None:
             raise UsageError(
                 f"{path} is a profile of {other}: leave --profile out, or make one with nanoserve"
                 f" profile --host-threads {engine.setting.host_threads}"
@@ -179,10 +189,11 @@ def kept_or_measured(
     if path is not None:
         with suppress(UsageError):  # it is not there, or damaged
             return read_profile(path, kind)
-    tell = progress or (lambda *_: None)
-    tell(STAGE, 0, 1)
+    if progress is not None:
+        progress(STAGE, 0, 1)
     profile = measure()
-    tell(STAGE, 1, 1)
+    if progress is not None:
+        progress(STAGE, 1, 1)
     if path is not None and worth_keeping(profile):
         with suppress(RuntimeFailure):  # the next start measures again
             write_profile(profile, path)
@@ -194,8 +205,9 @@ def kept_file(kind: type[AnyProfile], *depends_on: object) -> Path | None:
     warning, if no folder can be written."""
     versions = kind.__struct_config__.tag, __version__, str(torch.__version__)
     depending = msgspec.json.encode((versions, physical_cores(), depends_on), order="deterministic")
+    key = hashlib.sha256(depending).hexdigest()[:24]
     try:
-        return cache_directory(os.environ, "profiles") / f"{hashlib.sha256(depending).hexdigest()[:24]}.json"
+        return cache_directory(os.environ, "profiles") / f"{key}.json"
     except CannotBuild as reason:
         _LOG.warning("nanoserve: this machine is measured at every start: %s", reason)
         return None
@@ -211,7 +223,11 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         open_probes(runner, engine.processor, sizes, block_size=engine.config.block_size) as probes,
     ):
         found = take_rounds(probes, lambda _: None, EFFORT)
-    seconds, computed = time.perf_counter() - began, time.thread_time() - computed
+    seconds = time.perf_counter() - began
+    computed = time.thread_time() - computed
+    undisturbed = 1.0
+    if runner.device.type == "cpu":  # this thread computes all the time, unless others take its core
+        undisturbed = round(computed / seconds, 2)
     device = Device(
         name=setting.device,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -226,8 +242,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         about={
             "command": "measured at start",
             "seconds": round(seconds, 1),
-            # On a CPU this thread computes all the time, unless others take its core.
-            "undisturbed": round(computed / seconds, 2) if runner.device.type == "cpu" else 1.0,
+            "undisturbed": undisturbed,
         },
         foreign_cores=None,
         settings={

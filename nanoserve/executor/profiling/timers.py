@@ -72,7 +72,8 @@ class KvRegions:
         self._block_size, self._layers = block_size, config.num_layers
         largest = max(self._num_blocks(rows, keys) for rows, keys in calls)
         block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
-        num_blocks = max(largest, min(config.num_layers * largest, most_bytes // block.nbytes))
+        fitting = most_bytes // block.nbytes
+        num_blocks = max(largest, min(config.num_layers * largest, fitting))
         # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
@@ -81,28 +82,33 @@ class KvRegions:
         """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the other."""
         each = self._num_blocks(rows, keys)
         regions = min(self._layers, len(self._order) // each)
-        return [table.view(rows, -1) for table in self._order[: regions * each].chunk(regions)]
+        used = self._order[: regions * each]
+        return [table.view(rows, -1) for table in used.chunk(regions)]
 
     def _num_blocks(self, rows: int, keys: int) -> int:
-        return rows * -(-keys // self._block_size)
+        blocks_of_row = -(-keys // self._block_size)
+        return rows * blocks_of_row
 
 
 def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
     """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
     ``keys`` keys of each row. Sliding windows are not applied."""
-    (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
-    value_cache = value_cache if config.mla is None else key_cache[..., : config.value_dim]
-    tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
+    key_cache, value_cache = regions.blocks.unbind()
+    if config.mla is not None:
+        value_cache = key_cache[..., : config.value_dim]
+    device, dtype = regions.blocks.device, regions.blocks.dtype
+    tokens, scale = rows * queries, config.head_dim**-0.5
     out = torch.empty(tokens, config.num_heads * config.value_dim, dtype=dtype, device=device)
-    query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
+    query = torch.randn(tokens, config.num_heads, config.head_dim, device=device).to(dtype)
     starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
     contexts = torch.full((rows,), keys, dtype=torch.int32, device=device)
     tables = cycle([table.to(device) for table in regions.tables(rows, keys)])
 
     def attend() -> None:
-        at = next(tables), starts, contexts
-        paged_attention(out, query, key_cache, value_cache, *at, scale=size**-0.5, sliding_window=0)
+        table = next(tables)
+        paged_attention(out, query, key_cache, value_cache, table, starts, contexts, scale=scale, sliding_window=0)
 
+    watch = Stopwatch(device)
     return _mean_seconds(lambda: [watch.seconds(attend)])
 
 
@@ -130,7 +136,8 @@ class HostAttentionTimer:
         query_key_value = self._random_query_key_value(rows)
 
         def attend() -> list[float]:
-            task = self._host.attend(0, *query_key_value, self._rows(next(tables), keys))
+            at = self._rows(next(tables), keys)
+            task = self._host.attend(0, *query_key_value, at)
             self._keep_busy()
             self._await(task)
             return [work.seconds for work in self._host.take_work()]
@@ -140,8 +147,10 @@ class HostAttentionTimer:
     @torch.inference_mode()
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
-        at = self._rows(self._regions.tables(rows, keys)[0], keys)
-        query_key_value, watch = self._random_query_key_value(rows), Stopwatch(torch.device("cpu"))
+        first_table = self._regions.tables(rows, keys)[0]
+        at = self._rows(first_table, keys)
+        query_key_value = self._random_query_key_value(rows)
+        watch = Stopwatch(torch.device("cpu"))
         task = self._host.attend(0, *query_key_value, at)
 
         def work_beside() -> list[float]:
@@ -175,7 +184,8 @@ class HostAttentionTimer:
         starts = torch.arange(len(tables) + 1, dtype=torch.int32)
         contexts = torch.full((len(tables),), keys, dtype=torch.int32)
         size = self._regions.blocks.shape[3]
-        slots = tables[:, (keys - 1) // size].long() * size + (keys - 1) % size
+        place, offset = divmod(keys - 1, size)
+        slots = tables[:, place].long() * size + offset
         return AttentionBatch(tables, starts, contexts, slots)
 
 
@@ -191,7 +201,9 @@ class StepTimer:
     def layer_seconds(self, tokens: int) -> float:
         """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
         seconds = self.pass_seconds(tokens)
-        return self.pass_seconds(tokens) if seconds * self.runner.config.num_layers < _BRIEF else seconds
+        if seconds * self.runner.config.num_layers < _BRIEF:
+            seconds = self.pass_seconds(tokens)
+        return seconds
 
     def pass_seconds(self, tokens: int) -> float:
         """Time a layer as `layer_seconds` does, in exactly one pass: ranks that sum together must run equally many
@@ -202,8 +214,11 @@ class StepTimer:
 
     def attention_shape(self, tokens: int) -> tuple[int, int, int]:
         """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
-        size = 1 if tokens <= min(_MOST_DECODES, len(self.runner.caches.keys[0])) else self.block_size
-        return -(-tokens // size), size, size
+        size, num_blocks = self.block_size, len(self.runner.caches.keys[0])
+        if tokens <= min(_MOST_DECODES, num_blocks):
+            size = 1
+        rows = -(-tokens // size)
+        return rows, size, size
 
     def inputs_seconds(self, rows: int) -> float:
         """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
@@ -213,7 +228,8 @@ class StepTimer:
 
     def head_seconds(self, rows: int) -> float:
         """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
-        step, hidden = self._compute(self._decode_plan(rows))
+        plan = self._decode_plan(rows)
+        step, hidden = self._compute(plan)
         return self._watch.seconds(lambda: self.runner.sample(step, hidden).answers())
 
     def close(self) -> None:
@@ -227,10 +243,16 @@ class StepTimer:
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
         """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
-        texts = [tuple(self._generator.randrange(self.runner.config.vocab_size) for _ in range(n)) for n in sizes]
-        # One sampled row displaces as much as many, which may take longer than the layers.
-        rows = [Row(-1 - n, 0, text, sample=n == 0, new_blocks=self._column(n)) for n, text in enumerate(texts)]
-        step = self.runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        texts, rows = [], []
+        for number, size in enumerate(sizes):
+            text = self._random_tokens(size)
+            # One sampled row displaces as much as many, which may take longer than the layers.
+            is_sampled = number == 0
+            row = Row(-1 - number, 0, text, sample=is_sampled, new_blocks=self._column(number))
+            texts.append(text)
+            rows.append(row)
+        plan = StepPlan(0, begin=self._begin(texts), rows=tuple(rows))
+        step = self.runner.prepare(plan)
         self.runner.begin(step)
         began = self._watch.now()
         hidden = self.runner.compute(step)
@@ -240,9 +262,15 @@ class StepTimer:
 
     def _decode_plan(self, rows: int) -> StepPlan:
         """A plan of decodes at the first position of sequences that have begun and have their block."""
-        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows)]
-        self.runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
-        return StepPlan(0, rows=tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows)))
+        first = tuple(Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows))
+        later = tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows))
+        begin = self._begin([(0,)] * rows)
+        self.runner.prepare(StepPlan(0, begin=begin, rows=first))
+        return StepPlan(0, rows=later)
+
+    def _random_tokens(self, number: int) -> tuple[int, ...]:
+        vocab_size = self.runner.config.vocab_size
+        return tuple(self._generator.randrange(vocab_size) for _ in range(number))
 
     def _column(self, block: int) -> tuple[int, ...]:
         """One block for all cache groups: what is in it does not matter."""

@@ -27,10 +27,12 @@ def available_memory(device: torch.device | str) -> int:
     """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
     device = torch.device(device)
     if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch
-        return torch.cuda.mem_get_info(device)[0] + unused
-    rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([_free_memory(Path("/proc/meminfo")), *rooms])  # there may be no control groups
+        return free + unused
+    limits = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    limits.append(_free_memory(Path("/proc/meminfo")))
+    return min(limits)
 
 
 def _free_memory(meminfo: Path) -> int:
@@ -49,19 +51,26 @@ def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
     if membership.is_file():
         for line in membership.read_text().splitlines():
             if line.startswith("0::"):
-                own = mount / line.removeprefix("0::").strip().lstrip("/")
-    groups = [group for group in (own, *own.parents) if group.is_relative_to(mount)]
-    rooms = [_room(group, "memory.max", "memory.current", "inactive_file") for group in groups]
-    rooms.append(_room(mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+                path = line.removeprefix("0::").strip()
+                own = mount / path.lstrip("/")
+    rooms = [_room(mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
+    for group in (own, *own.parents):
+        if group.is_relative_to(mount):
+            rooms.append(_room(group, "memory.max", "memory.current", "inactive_file"))
     return [room for room in rooms if room is not None]
 
 
 def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     """Limit minus usage, where usage leaves out file cache that the kernel drops when memory is short."""
     try:
-        allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        lines = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
-        return None if allowed == "max" else max(0, int(allowed) - used + int(lines.get(reclaimable, "0")))
+        allowed = (group / limit).read_text().strip()
+        used = int((group / usage).read_text())
+        statistics = (group / "memory.stat").read_text().splitlines()
+        values = dict(line.split(maxsplit=1) for line in statistics)
+        if allowed == "max":
+            return None
+        file_cache = int(values.get(reclaimable, "0"))
+        return max(0, int(allowed) - used + file_cache)
     except (OSError, ValueError):
         return None
 
@@ -81,7 +90,10 @@ def choose_num_blocks(
     per_request = most_blocks(windows, length, config.block_size)
     if config.kv_cache_memory is not None:
         return _explicit(config.kv_cache_memory, free, per_block, per_request, length, config.block_size, windows)
-    affordable = int(free * (CPU_SHARE if config.device == "cpu" else CUDA_SHARE)) // per_block
+    share = CUDA_SHARE
+    if config.device == "cpu":
+        share = CPU_SHARE
+    affordable = int(free * share) // per_block
     if config.max_model_len is not None:
         affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
     if affordable < 1 or affordable * per_block > free:
@@ -105,7 +117,9 @@ def _explicit(
     blocks = asked // per_block
     if blocks < per_request:
         tokens = most_tokens(windows, blocks, block_size, length)
-        shorter = f" or lower --max-model-len to {tokens}" if tokens else ""
+        shorter = ""
+        if tokens:
+            shorter = f" or lower --max-model-len to {tokens}"
         raise UsageError(
             f"--kv-cache-memory {format_size(asked)} holds {tokens} tokens, but one request may have"
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
@@ -136,4 +150,7 @@ def out_of_memory(error: BaseException) -> bool:
         "CUBLAS_STATUS_ALLOC_FAILED",
         "Triton Error [CUDA]: out of memory",
     )
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in told)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error)
+    return any(words in message for words in told)
