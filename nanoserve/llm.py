@@ -65,13 +65,17 @@ class LLM:
         config = EngineConfig(**settings)
         self._random = random.Random(config.seed)
         if not isinstance(model, ResolvedModel):
-            name = None if model is None else str(model)
+            name = None
+            if model is not None:
+                name = str(model)
             model = resolve_model(name, offline=config.offline, progress=progress)
         self.model_name = model.name
         self.tokenizer = load_tokenizer(model.tokenizer_directory)
         with ExitStack() as failing:
             failing.callback(self.tokenizer.close)
-            asked = None if expected is None else partial(expected, self.tokenizer)
+            asked = None
+            if expected is not None:
+                asked = partial(expected, self.tokenizer)
             self.built = build_engine(model, config, progress, asked)
             failing.callback(self.built.engine.close)
             self._grammars = GrammarChecker(model.tokenizer_directory)
@@ -183,9 +187,10 @@ class LLM:
                     except NanoserveError as error:
                         yield position, error
                 if running:
-                    updates = self._step(None if on_step is None else self._engine.now() + _WATCHED_SECONDS)
-                    if on_step is not None:
-                        on_step(updates)
+                    if on_step is None:
+                        self._step()
+                    else:
+                        on_step(self._step(self._engine.now() + _WATCHED_SECONDS))
                 finished = [position for position, tracker in running.items() if tracker.finished]
                 for position in finished:
                     tracker = running.pop(position)
@@ -242,7 +247,9 @@ class LLM:
             params = self.default_sampling_params()
         text, tokens = self._tokenize(prompt, template_arguments)
         limit = self.built.model.max_position_embeddings  # --max-model-len cannot be raised beyond it
-        fewest_answered = 0 if params.max_tokens == 0 else 1
+        fewest_answered = 1
+        if params.max_tokens == 0:
+            fewest_answered = 0
         if len(tokens) + fewest_answered > limit:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
@@ -250,11 +257,14 @@ class LLM:
             )
         if params.json_schema is not None:
             self._grammars.check(params.json_schema)
+        seed = params.seed
+        if seed is None:
+            seed = self._random.randint(0, MAX_SEED)
         request = Request(
             request_id=f"request-{next(self._names)}",
             prompt=tuple(tokens),
             params=params,
-            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+            seed=seed,
             end_tokens=self.end_tokens,
             arrival_time=self._engine.now(),
             priority=priority,

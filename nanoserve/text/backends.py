@@ -31,8 +31,11 @@ def _byte_level_alphabet() -> dict[str, int]:
     printable = set(range(ord("!"), ord("~") + 1))
     printable |= set(range(ord("¡"), ord("¬") + 1))
     printable |= set(range(ord("®"), ord("ÿ") + 1))
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    for place, byte in enumerate(others):
+        alphabet[chr(256 + place)] = byte
+    return alphabet
 
 
 _BYTE_LEVEL = _byte_level_alphabet()
@@ -48,8 +51,12 @@ class ControlTokens:
         self._pattern: re.Pattern[str] | None = None
         if spellings:
             self._pattern = re.compile("|".join(map(re.escape, spellings)))
-        self._beginnings = tuple({s[:end] for s in spellings for end in range(1, len(s))})
-        self._endings = tuple({s[start:] for s in spellings for start in range(1, len(s))})
+        beginnings, endings = set(), set()
+        for spelling in spellings:
+            for cut in range(1, len(spelling)):
+                beginnings.add(spelling[:cut])
+                endings.add(spelling[cut:])
+        self._beginnings, self._endings = tuple(beginnings), tuple(endings)
 
     def split(self, text: str) -> list[Piece]:
         """Cut `text` at its control tokens: ["hello", 2, "there"]; empty texts are left out."""
@@ -179,14 +186,17 @@ class TokenizersBackend:
                 failure = unusable_file(path, str(failure))
             raise failure from error
         added = self._add_missing_tokens(settings, named_special)
-        ids = {token.content: token_id for token_id, token in added.items()}
-        special = {token.content for token in added.values() if token.special} | set(named_special)
-        self.control_ids: Mapping[str, int] = {
-            text: number for text, number in ids.items() if text in special or _CONTROL_SHAPE.fullmatch(text)
-        }
-        self.markup_ids: Mapping[str, int] = {
-            text: number for text, number in ids.items() if text in self.control_ids or _is_markup(text, template)
-        }
+        control_ids: dict[str, int] = {}
+        markup_ids: dict[str, int] = {}
+        for token_id, token in added.items():
+            text = token.content
+            is_control = token.special or text in named_special or _CONTROL_SHAPE.fullmatch(text) is not None
+            if is_control:
+                control_ids[text] = token_id
+            if is_control or _is_markup(text, template):
+                markup_ids[text] = token_id
+        self.control_ids: Mapping[str, int] = control_ids
+        self.markup_ids: Mapping[str, int] = markup_ids
         self._skipped = frozenset(self.control_ids.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
@@ -198,7 +208,7 @@ class TokenizersBackend:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._separator = self._add_separators(added)
-        self._separator_ids = {self._tokenizer.token_to_id(text) for text in self._separator.values()}
+        self._separator_ids = set(map(self._tokenizer.token_to_id, self._separator.values()))
 
     def _add_missing_tokens(self, settings: Mapping[str, Any], named_special: Sequence[str]) -> dict[int, Any]:
         """Add the tokens that only tokenizer_config.json knows, as HF does; returns all added tokens by id."""
@@ -207,16 +217,20 @@ class TokenizersBackend:
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         declared = settings.get("added_tokens_decoder") or {}
         flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-        for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-            if entry["content"] not in known:
-                token = AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
-                if token.special:
-                    self._tokenizer.add_special_tokens([token])
-                else:
-                    self._tokenizer.add_tokens([token])
-                known.add(entry["content"])
-        in_vocabulary = [name for name in named_special if self._tokenizer.token_to_id(name) is not None]
-        self._tokenizer.add_special_tokens([name for name in in_vocabulary if name not in known])
+        for number in sorted(declared, key=int):
+            entry = declared[number]
+            if entry["content"] in known:
+                continue
+            known.add(entry["content"])
+            chosen = {flag: entry[flag] for flag in flags if flag in entry}
+            token = AddedToken(entry["content"], **chosen)
+            if token.special:
+                self._tokenizer.add_special_tokens([token])
+            else:
+                self._tokenizer.add_tokens([token])
+        unknown = [name for name in named_special if name not in known]
+        in_vocabulary = [name for name in unknown if self._tokenizer.token_to_id(name) is not None]
+        self._tokenizer.add_special_tokens(in_vocabulary)
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return added
 
@@ -252,10 +266,15 @@ class TokenizersBackend:
         except BaseException as error:
             raise _as_model_error(error, "the model's tokenizer fails with this text") from error
         ids: list[int] = encoding.ids
-        if control:
-            following = iter(control)
-            ids = [next(following) if token in self._separator_ids else token for token in ids]
-        return ids
+        if not control:
+            return ids
+        following = iter(control)
+        restored: list[int] = []
+        for token in ids:
+            if token in self._separator_ids:
+                token = next(following)
+            restored.append(token)
+        return restored
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skipped = self._skipped
@@ -286,7 +305,9 @@ class TokenizersBackend:
         if self.is_byte(token_id):
             return _byte_of(piece)
         # Not decoded alone: at the beginning of a text, some tokenizers drop a token's blank.
-        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+        once = self.decode([token_id])
+        twice = self.decode([token_id, token_id])
+        return twice[len(once) :].encode()
 
 
 class SentencePieceBackend:
@@ -311,22 +332,7 @@ class SentencePieceBackend:
             raise unusable_file(path, f"{_source(path, settings)} is not a usable sentencepiece model") from error
         self._size: int = self._processor.piece_size()
         pieces: list[str] = [self._processor.id_to_piece(number) for number in range(self._size)]
-        declared = settings.get("added_tokens_decoder") or {}
-        added = dict(added) | {entry["content"]: int(number) for number, entry in declared.items()}
-        plain = {entry["content"] for entry in declared.values() if not entry.get("special")}
-        controls = {piece: number for number, piece in enumerate(pieces) if self._processor.is_control(number)}
-        known = added | controls
-        self.control_ids: Mapping[str, int] = {
-            text: number for text, number in known.items() if text in controls or text not in plain
-        }
-        self.markup_ids: Mapping[str, int] = {
-            text: number for text, number in known.items() if text in self.control_ids or _is_markup(text, template)
-        }
-        self.vocab_size = max(self._size, 1 + max(added.values(), default=-1))
-        self._skipped = frozenset(self.control_ids.values())
-        # Tokens that sentencepiece does not decode: its controls, and tokens beyond its vocabulary.
-        self._spelling = {number: text for text, number in known.items() if number >= self._size or text in controls}
-        self._words = ControlTokens({text: number for text, number in added.items() if text not in self.markup_ids})
+        self._sort_tokens(pieces, settings.get("added_tokens_decoder") or {}, added, template)
         # The legacy behaviour adds sentencepiece's leading blank to every text between control tokens; the newer one
         # only to the beginning of the prompt.
         self._blank_everywhere = bool(settings.get("legacy", True))
@@ -347,14 +353,44 @@ class SentencePieceBackend:
         if eos is not None and settings.get("add_eos_token"):
             self._after.append(eos)
 
+    def _sort_tokens(
+        self, pieces: Sequence[str], declared: Mapping[str, Any], added: Mapping[str, int], template: str
+    ) -> None:
+        """Tell control tokens, markup and words apart, among the model's own control pieces and the added tokens."""
+        added = dict(added)
+        plain = set()  # added tokens that are declared as words
+        for number, entry in declared.items():
+            added[entry["content"]] = int(number)
+            if not entry.get("special"):
+                plain.add(entry["content"])
+        controls = {piece: number for number, piece in enumerate(pieces) if self._processor.is_control(number)}
+        control_ids: dict[str, int] = {}
+        markup_ids: dict[str, int] = {}
+        # Tokens that sentencepiece does not decode: its controls, and tokens beyond its vocabulary.
+        self._spelling: dict[int, str] = {}
+        for text, token_id in (added | controls).items():
+            is_control = text in controls or text not in plain
+            if is_control:
+                control_ids[text] = token_id
+            if is_control or _is_markup(text, template):
+                markup_ids[text] = token_id
+            if token_id >= self._size or text in controls:
+                self._spelling[token_id] = text
+        self.control_ids: Mapping[str, int] = control_ids
+        self.markup_ids: Mapping[str, int] = markup_ids
+        self._skipped = frozenset(control_ids.values())
+        largest = max(added.values(), default=-1)
+        self.vocab_size = max(self._size, largest + 1)
+        self._words = ControlTokens({text: number for text, number in added.items() if text not in markup_ids})
+
     def _halves_of_markup(self) -> dict[int, list[int]]:
         """Ids of each markup token's first character and of its rest. sentencepiece finds such a token in any text; in
         ordinary text, these ids replace it."""
-        return {
-            number: self.encode_within(text[0]) + self.encode_within(text[1:])
-            for text, number in self.markup_ids.items()
-            if number in self._processor.encode(text)
-        }
+        halves = {}
+        for text, number in self.markup_ids.items():
+            if number in self._processor.encode(text):
+                halves[number] = self.encode_within(text[0]) + self.encode_within(text[1:])
+        return halves
 
     def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
         """The id of BOS or EOS: the token that the settings name, else the model's own."""
@@ -434,7 +470,14 @@ class SentencePieceBackend:
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text in the middle of another."""
-        return self._encode_text(self._stopper + text)[self._stopper_length :]
+        ids = self._encode_text(self._stopper + text)
+        return ids[self._stopper_length :]
 
     def _encode_text(self, text: str) -> list[int]:
-        return [half for token in self._processor.encode(text) for half in self._halves.get(token, (token,))]
+        ids: list[int] = []
+        for token in self._processor.encode(text):
+            if token in self._halves:
+                ids += self._halves[token]
+            else:
+                ids.append(token)
+        return ids
