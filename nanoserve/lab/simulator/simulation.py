@@ -3,7 +3,8 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 
 from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor
@@ -30,112 +31,151 @@ _MOST_TOKENS = 2**20  # of a step with its draft tokens: predicted times limit t
 
 def simulate(
     policy: Policy,
-    times: StepTimes,
-    requests: Iterable[Request],
+    times: StepTimes,  # of stages, links and the host; each stage allows one micro-batch in flight
+    requests: Iterable[Request],  # of a Workload, in order of arrival; they are taken as their time comes
     *,
-    num_blocks: int,
-    block_size: int = 16,
-    windows: tuple[int, ...] = (0,),
-    max_num_seqs: int = 2048,
+    num_blocks: int,  # KV blocks, of which all stages share one table
+    block_size: int = 16,  # tokens per KV block
+    windows: tuple[int, ...] = (0,),  # of the cache groups, one block each
+    max_num_seqs: int = 2048,  # sequences that hold blocks at a time
     runtime: Runtime = DECOUPLED,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Observer] = (),  # are shown all events; of a fleet, the events of its first engine
     slo: Slo | None = None,
-    request_observers: Sequence[RequestObserver] = (),
-    replicas: int = 1,
-    router: str = "round-robin",
-    host_blocks: int = 0,
+    request_observers: Sequence[RequestObserver] = (),  # are shown every request when it has ended
+    replicas: int = 1,  # whole engines of this kind
+    router: str = "round-robin",  # decides which engine gets a request: a name in ROUTERS
+    host_blocks: int = 0,  # KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes
     other_layouts: Sequence[tuple[TieredTimes, int]] = (),
-    predictors: Sequence[Predictor] = (),
-    drafter: SimulatedDrafter | None = None,
-    is_over: Callable[[], bool] = lambda: False,
+    predictors: Sequence[Predictor] = (),  # for the policy, one per layout; they tell how many draft tokens pay
+    drafter: SimulatedDrafter | None = None,  # in one layout and without host memory
+    is_over: Callable[[], bool] = lambda: False,  # whether to stop once all requests have arrived
 ) -> SimulationResult:
-    """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
+    """Run requests to their ends in virtual time, or until ``is_over``; the result is of the requests that ran.
 
-    Args:
-        times: of stages, links and the host; each stage allows one micro-batch in flight.
-        requests: of a Workload, in order of arrival; they are taken as their time comes.
-        num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
-        windows: of the cache groups, one block each; beside host memory all positions stay if there is one layout.
-        max_num_seqs: sequences that hold blocks at a time.
-        observers: are shown all events; of a fleet, those of its first engine.
-        request_observers: are shown every request when it has ended.
-        replicas, router: whole engines like that, and which of them gets a request: a name in ROUTERS.
-        host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
-        other_layouts: times and KV blocks of the parallel layouts 1, 2, ... that the policy may change to.
-        predictors: for the policy, one per layout.
-        drafter: what drafts, in one layout and without host memory; predictors tell how many draft tokens pay.
-        is_over: whether to stop once all requests have arrived; the result is then of what was run.
-
-    Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
-    attention on the host under a layout of several stages.
+    Prefixes are not cached, for the tokens mean nothing. ``other_layouts`` are times and KV blocks of the parallel
+    layouts 1, 2, ... that the policy may change to. Raises UsageError for a request that the blocks can never hold, or
+    none at all, for an impossible fleet, and for attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
-    if host_blocks or other_layouts:
-        _check_tiers(times, drafter)
-    within, window = SloMeter(slo or Slo()), ArrivalWindow(slo or Slo())
-    groups = len(windows)
-    if host_blocks and not other_layouts:
-        windows = (0,) * groups
-    # A sequence may take all blocks in every layout; the KV of its last token is never written.
-    fewest_blocks = min([num_blocks] + [blocks for _, blocks in other_layouts])
-    longest = most_tokens(windows, fewest_blocks, block_size, sys.maxsize)
-    make_scheduler = partial(
-        Scheduler,
-        policy,
-        num_blocks=num_blocks,
+    system = _System(
+        policy=policy,
+        layouts=[(times, num_blocks), *other_layouts],
         block_size=block_size,
-        max_model_len=longest + 1,
-        max_num_seqs=max_num_seqs,
-        prefix_caching=False,
-        pipeline_depth=times.num_stages,
-        predictors=predictors,
         windows=windows,
+        max_num_seqs=max_num_seqs,
+        runtime=runtime,
+        host_blocks=host_blocks,
+        predictors=predictors,
+        drafter=drafter,
     )
-    layouts: list[StepTimes] = [times]
-    layouts += [other for other, _ in other_layouts]
-    shown: list[RequestObserver] = [within, window.on_request]
-    shown += request_observers
-    fleet = []
-    for _ in range(replicas):
-        steps = StepMetrics(block_size, len(layouts), groups)
-        executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
-        proposer = None
-        if drafter is not None:
-            proposer = DraftProposer(looks_up=False, token_budget=_MOST_TOKENS)
-        extensions = make_extensions(
-            host_blocks=host_blocks,
-            other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
-            proposer=proposer,
-        )
-        scheduler = make_scheduler(extensions=extensions)
-        learn_from_results(scheduler)
-        fleet.append(Replica(scheduler, executor, steps, LatencyMetrics(shown)))
-        fleet[-1].recorder.add(window)
+    system.check()
+    within, window = SloMeter(slo or Slo()), ArrivalWindow(slo or Slo())
+    shown: list[RequestObserver] = [within, window.on_request, *request_observers]
+    fleet = [system.replica(shown, window) for _ in range(replicas)]
     fleet[0].recorder.add(*observers)
-    drive_fleet(fleet, make_router(router), _fitting(requests, longest + 1), is_over)
-    if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
-        raise PolicyFailed(failures[0])
-    if not any(replica.scheduler.steps for replica in fleet):
-        raise UsageError("there are no requests to simulate")
+    drive_fleet(fleet, make_router(router), _fitting(requests, system.longest), is_over)
+    _check_end(fleet)
     fleet[0].recorder.finish()
     if slo is None:
         return _result(fleet, window, None)
     return _result(fleet, window, within)
 
 
-def _check_tiers(times: StepTimes, drafter: SimulatedDrafter | None) -> None:
-    """Raises UsageError for draft tokens beside host memory or other layouts, TypeError for times that do not know
-    these."""
-    if drafter is not None:
-        raise UsageError("draft tokens are simulated in one layout, and without host memory: leave one of them out")
-    if not isinstance(times, TieredTimes):
-        raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+@dataclass(frozen=True, kw_only=True)
+class _System:
+    """A simulated engine and its devices, of which a fleet has several alike."""
+
+    policy: Policy
+    layouts: Sequence[tuple[StepTimes, int]]
+    """Times and KV blocks of each parallel layout."""
+    block_size: int
+    windows: tuple[int, ...]
+    max_num_seqs: int
+    runtime: Runtime
+    host_blocks: int
+    predictors: Sequence[Predictor]
+    drafter: SimulatedDrafter | None
+
+    def check(self) -> None:
+        """Raises UsageError for draft tokens beside host memory or other layouts, TypeError for times that do not know
+        these."""
+        times, _ = self.layouts[0]
+        if not self.host_blocks and len(self.layouts) == 1:
+            return
+        if self.drafter is not None:
+            raise UsageError("draft tokens are simulated in one layout, and without host memory: leave one of them out")
+        if not isinstance(times, TieredTimes):
+            raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+
+    @property
+    def kept_windows(self) -> tuple[int, ...]:
+        """The windows of the cache groups; all positions stay beside host memory in a single layout."""
+        if self.host_blocks and len(self.layouts) == 1:
+            return (0,) * len(self.windows)
+        return self.windows
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence. It may take all blocks in every layout; the KV of its last token is never
+        written."""
+        fewest_blocks = min(blocks for _, blocks in self.layouts)
+        return most_tokens(self.kept_windows, fewest_blocks, self.block_size, sys.maxsize) + 1
+
+    def replica(self, shown: Sequence[RequestObserver], window: ArrivalWindow) -> Replica:
+        """Make one engine with its own devices; ``shown`` and ``window`` observe it."""
+        groups = len(self.windows)
+        executor = SimulatedExecutor(
+            *[times for times, _ in self.layouts],
+            block_size=self.block_size,
+            groups=groups,
+            runtime=self.runtime,
+            drafter=self.drafter,
+        )
+        scheduler = self._scheduler()
+        learn_from_results(scheduler)
+        steps = StepMetrics(self.block_size, len(self.layouts), groups)
+        replica = Replica(scheduler, executor, steps, LatencyMetrics(shown))
+        replica.recorder.add(window)
+        return replica
+
+    def _scheduler(self) -> Scheduler:
+        (times, num_blocks), *others = self.layouts
+        proposer = None
+        if self.drafter is not None:
+            proposer = DraftProposer(looks_up=False, token_budget=_MOST_TOKENS)
+        extensions = make_extensions(
+            host_blocks=self.host_blocks,
+            other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in others],
+            proposer=proposer,
+        )
+        return Scheduler(
+            self.policy,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.longest,
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=False,
+            pipeline_depth=times.num_stages,
+            predictors=self.predictors,
+            windows=self.kept_windows,
+            extensions=extensions,
+        )
+
+
+def _check_end(fleet: Sequence[Replica]) -> None:
+    """Raise the error of a policy that failed, and UsageError if nothing ran."""
+    for replica in fleet:
+        if replica.scheduler.policy_failure is not None:
+            raise PolicyFailed(replica.scheduler.policy_failure)
+    if not any(replica.scheduler.steps for replica in fleet):
+        raise UsageError("there are no requests to simulate")
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
     """Refuse a request that would be cut off."""
     for request in requests:
-        if (length := len(request.prompt) + request.seed) > longest:
+        length = len(request.prompt) + request.seed
+        if length > longest:
             raise UsageError(
                 f"{request.request_id} takes {length} tokens, but all KV blocks together hold {longest}; "
                 "use more KV blocks (--num-blocks), more or larger devices, or shorter requests"
