@@ -59,11 +59,11 @@ class EngineConfig:
     quantization: str | None = setting(
         None, "Round weights to integers while they load: int4 or int8, or in groups of N columns, as int4:64."
     )
-    device: str = setting("cpu", "What computes: cpu, cuda or cuda:N.")
+    device: str = setting("cpu", "Device that computes: cpu, cuda or cuda:N.")
     """With several workers, cuda gives each worker the GPU of its number on its machine."""
     max_model_len: int | None = setting(None, "Longest context in tokens; default: model's.", least=2, most=2**31)
     kv_cache_memory: int | None = setting(
-        None, "Memory of the KV cache, as 2GiB; default: from what is free.", most=2**50
+        None, "Memory of the KV cache, such as 2GiB; default: from what is free.", most=2**50
     )
     """In bytes, for each engine."""
     block_size: int = setting(16, "Tokens in a KV block.", most=1024)
@@ -71,7 +71,7 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(2048, "Token budget of one step.", most=2**31)
     policy: str | None = setting(
         None,
-        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
+        f"Scheduling policy; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
         f"{', '.join(POLICIES)}, FILE.py:CLASS, which is executed, or auto, the one that is predicted best.",
     )
     enable_prefix_caching: bool = setting(True, "Share the KV of equal prefixes.")
@@ -85,7 +85,7 @@ class EngineConfig:
     """Seeds of requests without a seed are drawn from it."""
     pipeline_parallel: int = _degree("Pipeline stages: each worker has some of the layers.")
     tensor_parallel: int = _degree("Tensor parallel degree: this many workers share each layer.")
-    pipeline_split: tuple[int, ...] | None = setting(None, "Layers of each stage, as 14,14; default: by cost.")
+    pipeline_split: tuple[int, ...] | None = setting(None, "Layers of each stage, such as 14,14; default: by cost.")
     parallel: str | None = setting(None, "auto: the layout, or two of them, and the policy that are predicted best.")
     devices: int | None = setting(
         None, "Workers for --parallel auto; default: torchrun's processes.", most=MOST_PARALLEL
@@ -106,9 +106,9 @@ class EngineConfig:
     )
     """Each is pinned to a core of its own."""
     profile: str | None = setting(
-        None, "What nanoserve profile measured here, to predict steps by; default: measured at start."
+        None, "Profile of this machine by nanoserve profile, to predict steps; default: measured at start."
     )
-    trace: str | None = setting(None, "Write what each worker did when, for Perfetto or chrome://tracing.")
+    trace: str | None = setting(None, "Write a timeline of the workers, for Perfetto or chrome://tracing.")
 
     @property
     def num_workers(self) -> int:

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
-    message: str | None = argument(None, "Answer this and exit. What is piped in is added to it.")
+    message: str | None = argument(None, "Answer this and exit. Piped input is added to it.")
     system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
     json: bool = option(False, "One JSON object instead of text.")
     plain: bool = option(False, "Do not render markdown on a terminal.")
     thinking: str | None = option(None, "Whether the model reasons, if it has a switch.", choices=("on", "off"))
     hide_thinking: bool = option(False, "Do not show reasoning.")
-    continue_: bool = option(False, "Go on with the last conversation.", variables=())
+    continue_: bool = option(False, "Continue the last conversation.", variables=())
     no_history: bool = option(False, "Log no conversations and no input lines.")
 
 

@@ -152,10 +152,12 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
     tp: int = _degree("tensor_parallel")
     pp_split: str | None = engine_option("pipeline_split", metavar="N,N")
     prefill_parallel: str | None = option(
-        None, "Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.", metavar="NAME"
+        None,
+        "Layout for prompts, such as p4 or d2t2p2; with --decode-parallel, instead of --pp and --tp.",
+        metavar="NAME",
     )
     decode_parallel: str | None = option(
-        None, "Layout for decodes, as t4: the same workers with other shares of the weights.", metavar="NAME"
+        None, "Layout for decodes, such as t4: the same workers with other shares of the weights.", metavar="NAME"
     )
     host_kv_memory: str | None = engine_option("host_kv_memory", metavar="SIZE")
     host_threads: int | None = engine_option("host_threads", minimum=1, maximum=MOST_THREADS)
@@ -176,18 +178,18 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
             raise UsageError(f"{both} replace --dp, --pp, --tp and --pp-split: leave these out")
         if names[0].data_parallel != names[1].data_parallel:
             both = " and ".join(f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, names, strict=True))
-            raise UsageError(f"{both} differ in D, the number of whole engines: it stays the same")
+            raise UsageError(f"{both} differ in D, the number of whole engines: give both layouts the same D")
         return names
 
 
 class ServerOptions(Options, panel="Server", has_variables=True):
     url: str | None = option(
         None,
-        "An OpenAI-compatible server, as http://127.0.0.1:8000; --model is then a name that it knows.",
+        "An OpenAI-compatible server, such as http://127.0.0.1:8000; --model is then a name that it knows.",
         metavar="URL",
     )
     api_key: str | None = option(
-        None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
+        None, "API key of the server.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
     def client(self, engine: WorkersOptions) -> ApiClient:

@@ -17,7 +17,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 
 
 class GenerateOptions(WorkersOptions, SamplingOptions, panel="Input and output", has_variables=True):
-    prompt: str | None = argument(None, "The text to go on with; - reads it from stdin.")
+    prompt: str | None = argument(None, "Text to continue; - reads it from stdin.")
     file: Path | None = file_option("Many prompts: a text file with one per line, or .jsonl rows.", "-f")
     output: Path | None = file_option("Results of --file, one JSON row per prompt.", "-o")
     json: bool = option(False, "One JSON object instead of text.")

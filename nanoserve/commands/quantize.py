@@ -22,14 +22,14 @@ _WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
 
 class QuantizeOptions(Options):
     model: str | None = argument(None, "A directory or a hub id; default: the bundled storyteller.", metavar="MODEL")
-    method: str = option("rtn", "What chooses the integers.", choices=tuple(WEIGHT_BITS))
+    method: str = option("rtn", "Method that chooses the integers.", choices=tuple(WEIGHT_BITS))
     bits: int | None = option(None, "3, 4 or 8; default: 4, with llm-int8 8. vLLM does not read 3.")
     group: int | None = option(None, "Columns that share a scale; -1: the whole row. Default: 128.")
     act_order: bool = option(False, "GPTQ: take columns of large inputs first.")
     calibrate: Path | None = file_option("Text that awq and gptq run through the model.")
     held_out: Path | None = file_option("Text for the perplexity; default: the end of --calibrate.")
     output: Path = option(..., "Directory to write; an unfinished run in it is continued.", metavar="DIR")
-    offline: bool = option(False, "Never download: take the hub's local cache.")
+    offline: bool = option(False, "Never download: use the hub's local cache.")
 
 
 def run(options: QuantizeOptions) -> None:

@@ -27,21 +27,21 @@ _seconds = partial(option, metavar="SECONDS", minimum=0.1)
 
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
-    host: str = option("127.0.0.1", "Where to listen.", metavar="ADDRESS")
-    port: int = option(8000, "0 takes a free one.", minimum=0, maximum=65535)
-    api_key: list[str] | None = option(None, "Clients must show it (may be repeated).", metavar="KEY")
+    host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
+    port: int = option(8000, "Port to listen on; 0 takes a free port.", minimum=0, maximum=65535)
+    api_key: list[str] | None = option(None, "Key that clients must send (may be repeated).", metavar="KEY")
     allowed_hosts: list[str] | None = option(
-        None, "Names in the Host header that are let in, beside localhost (may be repeated).", metavar="NAME"
+        None, "Name that the Host header may have, beside localhost (may be repeated).", metavar="NAME"
     )
-    insecure: bool = option(False, "Let everyone in who reaches --host, without a key.")
-    served_model_name: str | None = option(None, "What clients call the model.", metavar="NAME")
+    insecure: bool = option(False, "Accept every client that reaches --host, without a key.")
+    served_model_name: str | None = option(None, "Name of the model for clients.", metavar="NAME")
 
     def check_exposure(self) -> None:
         """Raise UsageError for an empty key, or an address that strangers can reach unless that is wanted."""
         if not all(self.api_key or []):
-            raise UsageError("--api-key is empty; leave it away to serve without a key")
+            raise UsageError("--api-key is empty; leave it out to serve without a key")
         if not self.api_key and not self.insecure and not is_loopback(self.host):
-            remedy = "give an --api-key, or --insecure to let everyone in"
+            remedy = "give an --api-key, or --insecure to accept every client"
             raise UsageError(f"--host {self.host} can be reached from outside: {remedy}")
 
     def checked_hosts(self) -> set[str] | None:
@@ -56,9 +56,11 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
 class LimitOptions(Options, panel="Limits", has_variables=True):
     max_queue: int = option(128, "Requests that may wait; more are answered 429.", minimum=0)
     max_body_size: str = option("1MiB", "Largest request; a larger one is answered 413.", metavar="SIZE")
-    client_timeout: float = _seconds(30.0, "For a client to send its request, and to take what it is sent.")
-    request_timeout: float = _seconds(1800.0, "For a whole answer.")
-    drain_timeout: float = option(30.0, "After SIGTERM, for the running requests to end.", metavar="SECONDS", minimum=0)
+    client_timeout: float = _seconds(30.0, "Limit for a client to send its request, and to take its answer.")
+    request_timeout: float = _seconds(1800.0, "Limit for a whole answer.")
+    drain_timeout: float = option(
+        30.0, "Limit for running requests to end after SIGTERM.", metavar="SECONDS", minimum=0
+    )
 
 
 class ServeOptions(HttpOptions, LimitOptions, WorkersOptions):

@@ -72,7 +72,7 @@ class EngineChild:
         self._process.tell(msgspec.json.encode(start, enc_hook=str))
         try:
             if not await self._beats(START_SECONDS):
-                raise RuntimeFailure("the engine process died at once; its own words are above")
+                raise RuntimeFailure("the engine process died at once; its own error is above")
         except TimeoutError:
             raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
 

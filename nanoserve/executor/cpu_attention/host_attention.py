@@ -139,7 +139,7 @@ class HostAttentionThread:
     ) -> None:
         if config.attention_sinks:
             raise UsageError(
-                f"{config.family}: attention in host memory knows no attention sinks; choose another policy"
+                f"{config.family}: attention in host memory does not support attention sinks; choose another policy"
             )
         if cores is not None and threads > len(cores):
             raise UsageError(f"{threads} host threads cannot share {len(cores)} cores; choose {len(cores)} at most")

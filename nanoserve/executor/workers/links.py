@@ -92,7 +92,7 @@ class Links:
                 events |= select.POLLIN
             waiting.register(self._sockets[peer], events)
         if not waiting.poll(1000 * _SILENCE_SECONDS):
-            raise RuntimeError(f"no word of workers {sorted({*outgoing, *incoming})} for {_SILENCE_SECONDS:g} s")
+            raise RuntimeError(f"no message from workers {sorted({*outgoing, *incoming})} for {_SILENCE_SECONDS:g} s")
 
 
 def _introduced(guest: socket.socket, key: bytes) -> int | None:

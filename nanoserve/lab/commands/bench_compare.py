@@ -64,7 +64,7 @@ _SPECULATION_COLUMNS = _KEYS + columns(
 
 class CompareOptions(GridOptions, RoundOptions, EngineOptions, ResultOptions):
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
-    workloads: str = option("edits,stories,random", "What is decoded with --speculate.", metavar="NAME,NAME")
+    workloads: str = option("edits,stories,random", "Kind of prompts with --speculate.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 

@@ -23,7 +23,7 @@ def _parse_budgets(text: str, flag: str) -> dict[str, float]:
 
 
 class GpuOptions(Options):
-    part: list[str] | None = option(None, "correctness, kernels or engine; several times for several.", metavar="NAME")
+    part: list[str] | None = option(None, "correctness, kernels or engine (may be repeated).", metavar="NAME")
     budget: dict[str, float] | None = option(
         None, "Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...", parse=_parse_budgets
     )

@@ -18,7 +18,7 @@ _ASSUMPTION = columns(("<", ("what it hangs on", "assumption")))
 
 class PaperOptions(JsonOptions):
     name: str = argument(..., "gllm, seesaw, apex, lecture (one device's accounting), or adaptive (ours).", "PAPER")
-    figure: str | None = option(None, "Only this one; default: all.", metavar="NUMBER")
+    figure: str | None = option(None, "Only this figure; default: all.", metavar="NUMBER")
     seeds: int = option(3, "Runs of every simulation.", minimum=1, maximum=100)
     full: bool = option(False, "Larger runs, in more settings.")
     workers: int | None = option(None, "Processes; default: one for each core.", minimum=1, maximum=256)

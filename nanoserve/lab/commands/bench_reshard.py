@@ -49,7 +49,7 @@ _SIMULATED_COLUMNS = _KEYS + columns(
 class ReshardOptions(LengthOptions, RandomModelOptions):
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
     predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")
-    policy: str | None = option(None, "What is compared; default: all.", metavar="NAME,NAME", variables=())
+    policy: str | None = option(None, "Variants to compare; default: all.", metavar="NAME,NAME", variables=())
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())
 

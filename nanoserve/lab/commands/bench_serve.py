@@ -65,7 +65,9 @@ class BenchServeOptions(LengthOptions, RoundOptions, ServerOptions, WorkersOptio
     )
     warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
     repeats: int = option(1, "Measured runs of each load.", minimum=1)
-    timeout: float = option(1800.0, "For a whole answer; a later one has failed.", metavar="SECONDS", minimum=0.1)
+    timeout: float = option(
+        1800.0, "Limit for a whole answer; a later answer has failed.", metavar="SECONDS", minimum=0.1
+    )
     rate: tuple[float, ...] | None = option(
         None, "Open loop: requests per second, or inf.", metavar="X,X,...", parse=parse_rates
     )

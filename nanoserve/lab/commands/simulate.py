@@ -142,7 +142,7 @@ class HardwareOptions(Options, panel=HARDWARE_PANEL):
     )
     metadata: str = option(
         "decoupled",
-        "What stages need to know: sent ahead, as in gLLM, or with the activations.",
+        "Whether a step's metadata is sent ahead, as in gLLM, or with the activations.",
         choices=tuple(_RUNTIMES),
     )
     profile: Path | None = file_option("Model and machine as nanoserve profile measured them; one stage.")

@@ -1,4 +1,4 @@
-"""How many draft tokens the rows of a step check: as many as give most tokens per second, by its predicted time."""
+"""Choosing how many draft tokens the rows of a step check: the numbers predicted to give most tokens per second."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanoserve.scheduler.work import MAX_DRAFT_TOKENS, StepWork
 COUNTS = (0, 1, 2, 3, 4, 5, MAX_DRAFT_TOKENS)
 """Draft tokens that a row may have."""
 _LEAST_GAIN = 1.02
-"""Speculation has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
+"""Least predicted speed-up by speculation: a prediction may be a little wrong, and plain steps are sure."""
 _FADING = 0.9
 """Share of a sequence's record that counts at its next verification: about the last ten do."""
 _PRIOR_TRIALS = 2.0
@@ -21,14 +21,15 @@ _HIGHEST = 0.98
 
 @dataclass(slots=True)
 class Acceptance:
-    """A running mean of how often a draft token is right, given that those before it are."""
+    """A running mean of how often a draft token is right, given that the draft tokens before it are."""
 
     accepted: float
     tried: float
     fading: float = _FADING
 
     def learn(self, draft_tokens: int, accepted: int) -> None:
-        """A row of so many draft tokens was verified. What follows its first wrong draft token tells nothing."""
+        """Learn from a verified row of this many draft tokens. The first wrong one ends the lesson: later draft tokens
+        tell nothing."""
         tried = min(accepted + 1, draft_tokens)
         self.accepted = self.fading * self.accepted + accepted
         self.tried = self.fading * self.tried + tried
@@ -104,8 +105,8 @@ _TRIED = frozenset(accumulate(range(4000), lambda number, _: number + 1 + number
 
 
 def step_seconds(predictor: Predictor, work: StepWork) -> Callable[[int], float]:
-    """The predicted time of a step with so many draft tokens more. Draft tokens read the keys that their row reads
-    anyway."""
+    """Return a function that predicts the time of the step with a number of additional draft tokens. Draft tokens read
+    the keys that their row reads anyway."""
     of_chunks = 0.0
     for start, length in work.chunks:
         of_chunks += predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)

@@ -73,9 +73,12 @@ class DraftProposer:
         in_flight: int = 0,
         prompt_tokens: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
-        """For each sequence that a plan samples, its draft tokens, and how many tokens to draft after the answer.
-        ``work`` is the plan without draft tokens, with so many ``prompt_tokens``, beside so many others ``in_flight``.
-        There are as many as are ``wanted``, or without a predictor as many as possible."""
+        """Return, for each sequence that a plan samples, its draft tokens and how many to draft after the answer.
+
+        ``work`` is the plan without draft tokens. It has ``prompt_tokens``; ``in_flight`` other plans are in flight.
+        The predictor tells how many draft tokens pay. ``wanted`` sets their number for each row instead; without
+        either, each row has as many as possible.
+        """
         most = MAX_DRAFT_TOKENS
         if wanted is not None:
             predictor = None
@@ -167,8 +170,9 @@ class DraftProposer:
     def _seconds(
         self, make_work: Callable[[], StepWork], predictor: Predictor, key: tuple[int, int], micro_batches: int
     ) -> Callable[[int, int], float]:
-        """How long it takes until the rows of a plan are next, with so many draft tokens and seconds of drafting:
-        through all stages, or as often through one as there are micro-batches."""
+        """Return a function that predicts the time until the rows of a plan are planned again, by the number of draft
+        tokens to check and the longest draft to make. The plan has to pass all stages, and each stage has to compute
+        every micro-batch once."""
         if key != self._step_of or not self._step_age:
             self._step = cache(step_seconds(predictor, make_work()))
             self._step_of, self._step_age = key, _TIMES_KEPT
@@ -194,8 +198,8 @@ class DraftProposer:
         prompt_tokens: int,
         longest: int = 0,
     ) -> list[int]:
-        """How many draft tokens each has, of at most its limit. Drafts are checked at the pace at which the
-        ``longest`` was made."""
+        """Choose the number of draft tokens of each record, at most its limit. A plan that checks drafts takes the time
+        for drafting its ``longest``."""
         if seconds is None:
             return limits
         prior = self._all.rate(0.0)
@@ -213,7 +217,7 @@ class DraftProposer:
     def _ask(
         self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]
     ) -> None:
-        """Note who is asked for drafts: now and then one sequence, where none would be."""
+        """Note the sequences that are asked for drafts. If there are none, now and then ask one as a probe."""
         if any(drafts):
             self._probe_wait = _PROBE
         elif self._plans >= self._next_probe and any(limits):
@@ -228,8 +232,8 @@ class DraftProposer:
                     self._asked.add(sequence.sequence_id)
 
     def learn(self, sequence: Sequence, draft_tokens: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
-        """A row with so many draft tokens was answered with so many tokens, which the sequence has by now, and with a
-        draft of what follows, of the number that was asked for."""
+        """Learn from a row's answer. The row had ``draft_tokens``; the sequence has its ``answered`` tokens by now. The
+        drafter was ``asked`` for a number of tokens to follow them, and returned ``draft``."""
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return
@@ -249,8 +253,8 @@ class DraftProposer:
             placeholders.wait = not self._looks_up or bool(record.index.propose(sequence.tokens, 1))
 
     def learn_pace(self, each: float, *, steady: bool) -> None:
-        """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``
-        had to read what it had not seen of a sequence."""
+        """Learn how long drafting took for ``each`` token of the longest draft. If it was not ``steady``, the drafter
+        also read tokens that it had not seen, so this is an upper bound."""
         if not steady:
             self._draft_seconds = min(self._draft_seconds, each)
             return

@@ -56,7 +56,7 @@ class Drafts(Extension):
     def _extend(
         self, builder: PlanBuilder, sequence: Sequence, place: int, draft_tokens: tuple[int, ...], draft: int
     ) -> None:
-        """Add to a row as many draft tokens, and then as many tokens to draft, as there is room for."""
+        """Add draft tokens to a row, and then tokens to draft, as far as there is room."""
         blocks, row = self._table.blocks, builder.rows[place]
         spare = max(0, blocks.pool.free_blocks // blocks.groups - len(self._table.running))
         room = sequence.capacity - sequence.computed + spare * blocks.pool.block_size
