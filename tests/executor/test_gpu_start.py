@@ -48,6 +48,19 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def compiled(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """What the compiler has been given so far."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def trace(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=trace))
+    return graphs
+
+
 def executor_of(decoder: Decoder, start: GpuStart) -> LocalExecutor:
     return local_executor(decoder, num_blocks=8, block_size=4, layers=start.layers)
 
@@ -64,13 +77,16 @@ def greedy(executor: LocalExecutor, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder) -> None:
+def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder, compiled: list[torch.fx.GraphModule]) -> None:
+    """Each kind of layer is compiled for one token and for more by the largest step. Captures, prompts and decodes find
+    that done."""
     decoder = small_decoder().requires_grad_(False)
     config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4)
     start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
     reserved = start.measure(128, lambda *now: told.append(now))
     graphs = 3 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
     assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs
+    assert len(compiled) == 2
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, lambda *now: told.append(now))
     assert (facts.compiled, facts.step_memory, facts.graphs, facts.graph_memory) == (True, STEP_MEMORY, 3, 300)
@@ -78,6 +94,7 @@ def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder) -> None:
     assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
     assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
     assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
+    assert len(compiled) == 2, "nothing was left to be compiled"
 
 
 def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
@@ -105,51 +122,21 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     assert {1, 2, 4} == set(recorder.replayed)
 
 
-def test_each_kind_of_layer_is_compiled_for_one_token_and_for_more(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the largest step; capturing, prompts and decodes find it done."""
-    compiled = []
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        compiled.append(graph)
-        return graph
-
-    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
-    decoder = small_decoder().requires_grad_(False)
-    start = GpuStart(decoder, EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
-    start.measure(128, None)
-    executor = executor_of(decoder, start)
-    assert start.capture(executor.runner, 20, None).graphs == 3
-    assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
-    assert len(compiled) == 2
-
-
-@pytest.mark.parametrize(("policy", "graphs"), [("sarathi", 2), ("hybrid", 6)])
 def test_pieces_are_compiled_before_the_first_step_that_needs_them(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, policy: str, graphs: int
+    compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody else waits for that."""
     decoder, needed = small_decoder().requires_grad_(False), iter((STEP_MEMORY, STEP_MEMORY + 1))
     monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), next(needed))[1])
-    config = EngineConfig(policy=policy, max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda")
-    compiled = []
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        compiled.append(graph)
-        return graph
-
-    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
+    config = EngineConfig(policy="hybrid", max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda")
     start = GpuStart(decoder, config, CPU)
     start.measure(128, None)
-    assert len(compiled) == graphs
+    assert len(compiled) == 6
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, None)
-    assert facts.step_memory == (STEP_MEMORY + 1 if policy == "hybrid" else STEP_MEMORY), "the larger of what is needed"
+    assert facts.step_memory == STEP_MEMORY + 1, "the larger of what is needed"
     executor.runner.forward = ForwardPass(decoder, executor.runner.caches, start.layers.in_pieces)
-    if policy == "hybrid":
-        assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
-        assert len(compiled) == graphs, "nothing is left to be compiled"
+    assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+    assert len(compiled) == 6, "nothing is left to be compiled"
 
 
 def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: FakeRecorder) -> None:
