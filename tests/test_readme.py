@@ -38,7 +38,7 @@ def test_no_cell_of_a_table_is_longer_than_fifteen_words() -> None:
 
 def core_files() -> list[str]:
     """The files that a reader must read, one by one. `test_code_weight` compares them with what a token visits."""
-    (paragraph,) = re.findall(r"What a reader must read is the core: (.*?) The papers' policies", WORDS)
+    (paragraph,) = re.findall(r"A reader needs to read the core: (.*?) The papers' policies", WORDS)
     return re.findall(r"\]\((nanoserve/[\w./]+)\)", paragraph)
 
 
