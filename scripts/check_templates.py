@@ -178,7 +178,7 @@ def digest(value: Any) -> str:
 
 
 def read_digests() -> dict[str, str]:
-    """The kept digests of renderings, by those of templates."""
+    """The kept digests of renderings, by the templates' digests."""
     lines = DIGESTS.read_text().splitlines() if DIGESTS.exists() else []
     return dict(line.split()[:2] for line in lines)
 

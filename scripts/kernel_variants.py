@@ -175,7 +175,7 @@ _COUNTS = ("num_elements", "num_outputs", "num_parts")
 
 
 def packed_variants() -> Iterator[Variant]:
-    """Products with packed matrices, which are the same for every generation. Those of few rows are in parts."""
+    """Products with packed matrices, the same for every generation. Products of few rows are in parts."""
     tiles = (packed_constants.ONE_ROW, *packed_constants.TILES, packed_constants.UNPACKING)
     for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), tiles):
         unpacks = tile == packed_constants.UNPACKING

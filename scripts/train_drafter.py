@@ -113,7 +113,7 @@ def think(target: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(kind: str, module: nn.Module, target: Decoder, packer: data.Packer, minutes: float) -> None:
-    """Train in place for so many minutes of processor time."""
+    """Train in place for this number of minutes of processor time."""
     optimizers, began, share, step = make_optimizers(module), time.process_time(), 0.0, 0
     module.train()
     while share < 1.0:

@@ -36,7 +36,7 @@ class PackedFormat(NamedTuple):
     """Meaning of a packed matrix's bytes. The numbers are those of packed_linear.h."""
 
     bits: int
-    """Bits of a code: 4, 5, 6 or 8. Those of 8 bits are signed."""
+    """Bits of a code: 4, 5, 6 or 8. Codes of 8 bits are signed."""
     group: int
     """Columns that share a scale: 16 of 6 bits, else a multiple of 32."""
     scale: int

@@ -141,7 +141,8 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
 
 
 def _in_order(group: type[Options]) -> list[Field[Any]]:
-    """The fields as help lists them: first those that the command declares itself, then its groups, left to right."""
+    """The fields as help lists them: first the fields that the command declares itself, then its groups, left to
+    right."""
     places: dict[str, int] = {}
     for base in group.__bases__:
         if is_dataclass(base):

@@ -46,7 +46,7 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
 
 
 def _keep_worker(process: TorchrunProcess, workers: int, options: WorkersOptions) -> None:
-    """Keep a worker of one of the engines, which have so many workers each, until the command is done."""
+    """Keep a worker of one of the engines, each of which has this number of `workers`, until the command is done."""
     from nanoserve.executor.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
 
     prepare_threads(options.threads)

@@ -73,7 +73,7 @@ class Analysis:
         return self.costs.work([], [(0, self.input_tokens)])
 
     def decode_work(self, batch: int) -> StepWork:
-        """One token of each of `batch` sequences; in a pipeline, of those in one micro-batch."""
+        """One token of each of `batch` sequences; in a pipeline, of the sequences in one micro-batch."""
         rows = -(-batch // self.costs.num_stages)
         return self.costs.work([self.context] * rows)
 

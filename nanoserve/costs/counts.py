@@ -40,7 +40,7 @@ OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Bits per number, each 4, 8, 16 or 32: the layers' matrices, keys and values, and everything else (activations,
-    embedding, head). Those of a quantized model's matrices follow from its formats instead (weight_bits.py). Raises
+    embedding, head). Bits of a quantized model's matrices follow from its formats (weight_bits.py). Raises
     UsageError for other numbers of bits."""
 
     weight_bits: int = 16
@@ -381,9 +381,10 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has. The dearest piece is as
-    cheap as can be; of those divisions the most even one is taken (least sum of squares, so that keys and values are
-    spread well too), and of equally even ones that with the smaller first pieces. O(stages * len(costs)^2)."""
+    """Cut a row of costs into `stages` pieces, none empty; returns the number of entries of each piece. The dearest
+    piece is as cheap as can be. Among such divisions the most even is taken (least sum of squares, so that keys and
+    values are spread well too); among equally even divisions, the one with the smaller first pieces. O(stages *
+    len(costs)^2)."""
     sums = list(accumulate(costs, initial=0))
     limit = _least_dearest(sums, stages)
     # By position: the sum of squares and the pieces of the best division that ends there and has no dearer piece.

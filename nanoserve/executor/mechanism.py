@@ -64,7 +64,7 @@ class Mechanism:
         """Report to a worker from now on what is not part of a result."""
 
     def expect(self, step: "PreparedStep", activations: "Activations") -> int:
-        """Count the hidden states that come from the stage before, beside those of the step's rows."""
+        """Count the hidden states that come from the stage before, beside the hidden states of the step's rows."""
         return 0
 
     def send(self, step: "PreparedStep", hidden: Tensor | None, activations: "Activations") -> bool:

@@ -113,7 +113,7 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     """When the plan was made."""
     load: Mapping[str, Any]
     decision: Mapping[str, Any]
-    """The fields of Load, and of Decision, that differ from their defaults; those without a default always."""
+    """The fields of Load, and of Decision, that differ from their defaults; fields without a default always."""
     free_blocks: int
     total_blocks: int
     ended: float | None = None
@@ -226,7 +226,8 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
 
 
 def _shown(value: Load | Decision | LayoutsLoad | HostLoad | HostDecision | None) -> dict[str, Any]:
-    """The fields that differ from their defaults, in plain types; those of the optional members beside the others."""
+    """The fields that differ from their defaults, in plain types; fields of the optional members are beside the
+    others."""
     shown: dict[str, Any] = {}
     if value is not None:
         for one in fields(value):

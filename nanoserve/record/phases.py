@@ -43,15 +43,23 @@ class Phase:
 
     def name(self, layouts: Sequence[str]) -> str:
         """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in T2"."""
-        computes = "prefill in" if self.layout == _PREFILL else "decode in"
-        verb = {"drain": "draining", "reshard": "re-shard to"}.get(self.kind, computes)
-        return f"{verb} {layouts[self.layout]}"
+        layout = layouts[self.layout]
+        if self.kind == "drain":
+            return f"draining {layout}"
+        if self.kind == "reshard":
+            return f"re-shard to {layout}"
+        if self.layout == _PREFILL:
+            return f"prefill in {layout}"
+        return f"decode in {layout}"
 
     def with_plan(self, planned: Planned) -> "Phase":
-        plan, directions = planned.plan, [swap.direction for swap in planned.plan.host.swaps]
+        plan, plans = planned.plan, self.plans
+        if plan.rows:
+            plans += 1
+        directions = [swap.direction for swap in plan.host.swaps]
         return replace(
             self,
-            plans=self.plans + bool(plan.rows),
+            plans=plans,
             prompt_tokens=self.prompt_tokens + plan.prompt_tokens,
             decodes=self.decodes + plan.decodes,
             swaps_out=self.swaps_out + directions.count("out"),
@@ -80,7 +88,9 @@ class PhaseTracker:
 
     def _on_plan(self, planned: Planned) -> list[Phase]:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
-        phase = self._phase or Phase("compute", plan.layouts.current, now, now)
+        phase = self._phase
+        if phase is None:
+            phase = Phase("compute", plan.layouts.current, now, now)
         if plan.layouts.transition is not None:
             return self._turn(phase, plan.layouts.transition, now, blocks)
         if plan.rows:
@@ -105,21 +115,32 @@ class PhaseTracker:
             over = replace(self._phase, ended=now)
             self._phase = Phase("compute", over.layout, now, now)
             return [over]
-        self._idle = self._idle or Phase("drain", self._phase.layout, now, now)
+        if self._idle is None:
+            self._idle = Phase("drain", self._phase.layout, now, now)
         return []
 
     def _finish(self, now: float) -> list[Phase]:
-        over = [] if self._phase is None else [replace(self._phase, ended=now)]
+        ended = []
+        if self._phase is not None:
+            ended.append(replace(self._phase, ended=now))
         self._phase = self._idle = self._blocks = None
-        return over
+        return ended
 
     def _turn(self, phase: Phase, target: int, now: float, blocks: Blocks) -> list[Phase]:
-        """The layout changes: what was computing, and draining, are over."""
-        drain = self._idle or Phase("drain", phase.layout, now, now)
-        recomputed, through_pool = blocks.preemptions - (self._blocks or blocks).preemptions, drain.swaps_out
-        left = 0 if drain.layout == _PREFILL else self._left
-        turn = PhaseTurn(max(0, left - through_pool - recomputed), through_pool, recomputed)
+        """The layout changes: end the phase that computed, and the drain after it."""
+        drain = self._idle
+        if drain is None:
+            drain = Phase("drain", phase.layout, now, now)
+        recomputed = left = 0
+        if self._blocks is not None:
+            recomputed = blocks.preemptions - self._blocks.preemptions
+        if drain.layout != _PREFILL:
+            left = self._left
+        finished = max(0, left - drain.swaps_out - recomputed)
+        turn = PhaseTurn(finished, drain.swaps_out, recomputed)
         swaps_out, swaps_in = phase.swaps_out - drain.swaps_out, phase.swaps_in - drain.swaps_in
         computed = replace(phase, ended=drain.began, swaps_out=swaps_out, swaps_in=swaps_in)
-        self._phase, self._idle, self._blocks, self._left = Phase("reshard", target, now, now), None, None, 0
+        self._phase = Phase("reshard", target, now, now)
+        self._idle = self._blocks = None
+        self._left = 0
         return [computed, replace(drain, ended=now, turn=turn)]

@@ -20,9 +20,9 @@ _DEVIATIONS = 1.5  # added to what is expected: normally distributed sums of len
 
 
 class GrowthForecast:
-    """How far answers will grow, by the last thousand that ended and those that still run. The first answers to end are
-    the short ones, so running ones count too. Kaplan's and Meier's estimate (1958) of a survival curve takes both into
-    account."""
+    """Forecasts how far answers will grow, by the last thousand that ended and the answers that still run. The first
+    answers to end are short, so running answers count too. Kaplan's and Meier's estimate (1958) of a survival curve
+    takes both into account."""
 
     def __init__(self) -> None:
         self._in_order_of_time = deque[int]()
@@ -42,8 +42,9 @@ class GrowthForecast:
 
     def renew(self, produced: Iterable[int]) -> None:
         """Draw the curve again, with what the running sequences have produced so far."""
-        going_on, self._lengths = sorted(produced), self._sorted.copy()
-        self._longest = going_on[-1] if going_on else 0
+        going_on = sorted(produced)
+        self._lengths = self._sorted.copy()
+        self._longest = max(going_on, default=0)
         running = len(going_on) - np.searchsorted(going_on, self._lengths)  # that have produced at least each length
         ended = np.arange(len(self._lengths), 0, -1)  # answers that are at least as long
         self._ended = (1 - np.cumprod(1 - 1 / (ended + running))).tolist()
@@ -60,15 +61,23 @@ class GrowthForecast:
         if not self._lengths:
             return min(max(produced, sequence.prompt_length), bound)
         passed = bisect_right(self._lengths, produced)
-        before = self._ended[passed - 1] if passed else 0.0
+        before = 0.0
+        if passed:
+            before = self._ended[passed - 1]
         share = sequence.sequence_id * _GOLDEN_RATIO % 1.0
         place = bisect_right(self._ended, before + share * (1 - before), lo=passed)
-        length = self._lengths[place] if place < len(self._lengths) else 2 * max(self._longest, produced)
+        if place < len(self._lengths):
+            length = self._lengths[place]
+        else:
+            length = 2 * max(self._longest, produced)
         return min(length - produced, bound)
 
     def deviation(self) -> float:
-        shares, lengths = np.diff([0.0, *self._ended, 1.0]), np.array([*self._lengths, 2 * self._longest])
-        return math.sqrt(shares @ (lengths - shares @ lengths) ** 2)
+        """The standard deviation of an answer's length."""
+        shares = np.diff([0.0, *self._ended, 1.0])
+        lengths = np.array([*self._lengths, 2 * self._longest])
+        mean = shares @ lengths
+        return math.sqrt(shares @ (lengths - mean) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now, prompts included. Some
@@ -79,10 +88,11 @@ class GrowthForecast:
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
-        return peak - held + round(_DEVIATIONS * self.deviation() * math.sqrt(len(futures)))
+        margin = _DEVIATIONS * self.deviation() * math.sqrt(len(futures))
+        return peak - held + round(margin)
 
     def add(self, begun: Iterable[Sequence]) -> None:
-        """These sequences begin with the latest plan; those on the host take no device block."""
+        """Add the sequences that begin with the latest plan; sequences on the host take no device block."""
         self._growth += sum([self.remaining(sequence) for sequence in begun if sequence.place is Place.DEVICE])
 
     def look(self, step: int, running: SequenceOf[Sequence]) -> tuple[int, int]:

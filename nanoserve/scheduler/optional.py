@@ -137,8 +137,8 @@ class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How many of the row's last tokens are draft tokens. The answer is the longest run of them that is sampled as
     proposed, and one token more."""
     propose: int = 0
-    """How many tokens the executor's drafter shall propose after the answer, for the sequence's next row. The block
-    table reaches start + len(tokens) + propose positions: the drafter's own cache has the same blocks."""
+    """Tokens that the executor's drafter proposes after the answer, for the sequence's next row. The block table
+    reaches start + len(tokens) + propose positions: the drafter's own cache has the same blocks."""
 
 
 def draft_of(row: "PlannedRow") -> "PlannedDraft":

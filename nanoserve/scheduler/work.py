@@ -105,13 +105,13 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     device: StepWork  # the rows whose KV is on the device
     host: tuple[HostBatch, ...] = ()
-    """In an overlapped step, those that begin a token or join the device's rows; before the step, all that may. In an
-    asymmetric one, sub-batch 0, with the device's rows."""
+    """In an overlapped step, the batches that begin a token or join the device's rows; before the step, all batches
+    that may. In an asymmetric step, sub-batch 0, which runs with the device's rows."""
     host_second: tuple[HostBatch, ...] = ()  # sub-batch 1 of an asymmetric step
 
     @property
     def sampled(self) -> int:
-        """Rows that get logits. An overlapped step counts those on the device: few host rows end beside them."""
+        """Rows that get logits. An overlapped step counts the rows on the device: few host rows end beside them."""
         ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
         return self.device.sampled + sum([batch.sequences for batch in ending])
 
@@ -121,7 +121,7 @@ MAX_DRAFT_TOKENS = 7
 
 
 class DraftCounts(msgspec.Struct, array_like=True):
-    """Counts of draft tokens and of those that were right, since the engine started."""
+    """Counts of draft tokens, and of draft tokens that were right, since the engine started."""
 
     rows: int = 0  # rows that had draft tokens
     draft_tokens: int = 0
@@ -129,6 +129,6 @@ class DraftCounts(msgspec.Struct, array_like=True):
     """Accepted draft tokens by their place in the row."""
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
-        """New counts: those of both."""
+        """Add up both counts."""
         accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
         return DraftCounts(self.rows + other.rows, self.draft_tokens + other.draft_tokens, accepted)

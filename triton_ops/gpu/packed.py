@@ -21,7 +21,7 @@ _SCALES = (*SCALES, torch.int8)
 
 
 def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
-    """The operator `packed_linear`: rows [R, K] -> [R, columns]. Many rows, and those in float32, are multiplied by the
+    """The operator `packed_linear`: rows [R, K] -> [R, columns]. Many rows, and rows in float32, are multiplied by the
     unpacked matrix."""
     tile = tile_of(len(rows)) if len(rows) and rows.dtype in (torch.bfloat16, torch.float16) else None
     if tile is None:

@@ -29,7 +29,7 @@ UNPACKING = Tile(0, 16, 128, 2, 1)
 
 
 def tile_of(num_rows: int) -> Tile | None:
-    """The tile of a product with so many rows; None if the matrix is unpacked for them."""
+    """The tile of a product with this number of rows; None if the matrix is unpacked for them."""
     if num_rows == 1:
         return ONE_ROW
     return next((tile for tile in TILES if num_rows <= tile.rows), None)

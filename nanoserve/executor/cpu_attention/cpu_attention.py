@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 
 Halves = tuple[list[HostGroup], list[HostGroup]]
-"""The groups of the two sub-batches at the first layer of a stage, or taken from those under way."""
+"""The groups of the two sub-batches, at the first layer of a stage, or taken from the groups under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class CpuAttention(Mechanism):
         step.forward = HybridForward(step, [self._stage_beginning(plan, number) for number in range(2)], self.run)
 
     def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
-        """Run the layers. The hidden states of the device's tokens are followed by those of the host groups that pass
-        the last layer; only now is it known which these are, and which rows are sampled together."""
+        """Run the layers. Hidden states of the host groups that pass the last layer follow the hidden states of the
+        device's tokens. Only now are these groups known, and the rows that are sampled together."""
         return self.advance(forward, intermediate_hidden_states, ([], []))
 
     def advance(

@@ -18,7 +18,7 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """Which groups have left a stage with a plan, and the progress of those that are under way."""
+    """Groups that have left a stage with a plan, and the progress of groups that are under way."""
 
     leaving: tuple[Leaving, ...] = ()
     """Their hidden states follow those of the plan's rows on the device, one group after the other."""

@@ -45,12 +45,17 @@ class HostProcessor:
         processors that this process may use; UsageError if there are fewer."""
         usable = physical_cores()
         if threads > usable:
-            cores_text = "1 core" if usable == 1 else f"{usable} cores"
+            cores_text = f"{usable} cores"
+            if usable == 1:
+                cores_text = "1 core"
             raise UsageError(f"--host-threads {threads}: only {cores_text} may be used here; choose {usable} at most")
         cores = cores_in_use()
         first = len(cores) - threads
-        host = tuple(chain(*cores[first:]))
-        return cls(threads, host, tuple(chain(*cores[:first])) or host, max(1, usable - threads))
+        host = tuple(chain.from_iterable(cores[first:]))
+        device = tuple(chain.from_iterable(cores[:first]))
+        if not device:
+            device = host
+        return cls(threads, host, device, device_threads=max(1, usable - threads))
 
     @classmethod
     def set_apart(cls, threads: int | None, device: torch.device) -> Self:

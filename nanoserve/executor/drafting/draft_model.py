@@ -74,9 +74,11 @@ class DraftModel:
     def _next_row(self, sequence: DraftedSequence, draft: list[int]) -> Row:
         """Make a row of the tokens that are not in the cache yet. It samples if no token remains after it."""
         start, known = sequence.seen, len(sequence.tokens) - self._shift
-        missing = sequence.tokens[start + self._shift : start + self._shift + _MOST_AT_ONCE]
-        missing = [*missing, *draft[max(0, start - known) :]][:_MOST_AT_ONCE]
-        return Row(0, start, tuple(missing), sample=start + len(missing) == known + len(draft))
+        first = start + self._shift
+        missing = tuple(sequence.tokens[first : first + _MOST_AT_ONCE])
+        unseen_draft = tuple(draft[max(0, start - known) :])
+        tokens = (missing + unseen_draft)[:_MOST_AT_ONCE]
+        return Row(0, start, tokens, sample=start + len(tokens) == known + len(draft))
 
     def _pass(self, rows: Sequence[Row], sequences: Sequence[DraftedSequence]) -> list[int]:
         """Run one forward pass and sample a token after each row."""
@@ -99,7 +101,10 @@ class DraftModel:
 
     def _slots_behind(self, rows: Sequence[Row], tables: Sequence[BlockTable]) -> np.ndarray:
         """Where the feature that a row drafts belongs; nowhere if the model's own is there."""
-        size = self._inputs.block_size
-        pairs = zip(rows, tables, strict=True)
-        slots = [table.slot(row.start + len(row.tokens), size) if row.sample else SKIPPED_SLOT for row, table in pairs]
+        slots = []
+        for row, table in zip(rows, tables, strict=True):
+            slot = SKIPPED_SLOT
+            if row.sample:
+                slot = table.slot(row.start + len(row.tokens), self._inputs.block_size)
+            slots.append(slot)
         return np.array(slots)

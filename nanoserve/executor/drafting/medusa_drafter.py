@@ -28,5 +28,10 @@ class MedusaDrafter:
         positions = [len(one.tokens) + ahead for ahead in range(number) for one in sequences]
         settings = SamplingRows.stage(states, positions, self._staging)
         self._staging.transfer()
-        tokens = sampled_tokens(self._heads(self.features.read(places), number).flatten(0, 1), settings)
-        return [tokens[place :: len(sequences)][:count] for place, count in enumerate(counts)]
+        logits = self._heads(self.features.read(places), number)  # [number, sequences, vocabulary]
+        tokens = sampled_tokens(logits.flatten(0, 1), settings)
+        drafts = []
+        for place, count in enumerate(counts):
+            draft = tokens[place :: len(sequences)]  # the sequence's token of each head
+            drafts.append(draft[:count])
+        return drafts

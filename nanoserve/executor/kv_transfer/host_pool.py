@@ -86,7 +86,8 @@ class HostPool:
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
         """A pool in memory of this process alone; raises RuntimeFailure if the memory for it is not there."""
         shape = _shape(config, num_blocks, block_size)
-        _check_memory(size := prod(shape) * dtype.itemsize)
+        size = prod(shape) * dtype.itemsize
+        _check_memory(size)
         with memory_errors(torch.device("cpu"), f"a host pool of {format_size(size)} does not fit", _LOWER):
             return cls(torch.empty(shape, dtype=dtype), config)
 
@@ -98,9 +99,12 @@ class HostPool:
         """The layers and key-value heads of a shard."""
         num_heads, tensors = self._config.num_kv_heads, self._config.cache_groups.tensors(shard.layers)
         heads = shard.kv_heads(num_heads)
-        before = replace(shard, rank=shard.rank - 1).kv_heads(num_heads) if shard.rank else None
         blocks = self.blocks[tensors.start : tensors.stop, :, :, heads.start : heads.stop]
-        return HostPart(blocks, writes=heads != before)
+        writes = True
+        if shard.rank:
+            before = replace(shard, rank=shard.rank - 1).kv_heads(num_heads)
+            writes = heads != before  # the first of the ranks that share these heads writes them
+        return HostPart(blocks, writes=writes)
 
 
 def check_within_reach(path: Path) -> None:
@@ -118,8 +122,11 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     if not config.uses_host_memory:
         return 0
     if model.mla is not None:
-        option = "--decode-parallel" if config.decode_layout else "--host-kv-memory"
-        option = "--policy" if config.attends_on_host else option
+        option = "--host-kv-memory"
+        if config.attends_on_host:
+            option = "--policy"
+        elif config.decode_layout is not None:
+            option = "--decode-parallel"
         raise UsageError(f"{option}: the KV cache of {model.family} is latents, which stay on the device; leave it out")
     block_size, engines, asked = config.block_size, config.data_parallel, config.host_kv_memory
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
@@ -133,21 +140,26 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     else:
         size = asked // engines
         blocks = size // per_block
-        told = f"--host-kv-memory {format_size(asked)}" + (f" for {engines} engines" if engines > 1 else "")
+        told = f"--host-kv-memory {format_size(asked)}"
+        if engines > 1:
+            told = f"{told} for {engines} engines"
         if size > memory:
             raise UsageError(
                 f"{told} is more than the {format_size(memory)} of memory that is left for it; ask for less"
             )
     # With two layouts every sequence passes through a pool that was asked for.
-    one = most if config.max_model_len or (asked is not None and config.decode_layout is not None) else None
-    if blocks < (needed := most_blocks(windows, one or 1, block_size)):
-        wanted = f"one sequence may have {one}" if one else f"blocks are of {block_size}"
-        tokens = most_tokens(windows, blocks, block_size, one or most)
-        shorter = f", or lower --max-model-len to {tokens}" if one and tokens else ""
-        raise UsageError(
-            f"{told} holds {tokens} tokens of an engine, but {wanted}: set --host-kv-memory to"
-            f" {format_size(needed * per_block * engines)} at least{shorter}"
-        )
+    passes_through = asked is not None and config.decode_layout is not None
+    holds_longest = config.max_model_len is not None or passes_through
+    fewest_tokens, wanted = 1, f"blocks are of {block_size}"
+    if holds_longest:
+        fewest_tokens, wanted = most, f"one sequence may have {most}"
+    needed = most_blocks(windows, fewest_tokens, block_size)
+    if blocks < needed:
+        tokens = most_tokens(windows, blocks, block_size, most)
+        advice = f"set --host-kv-memory to {format_size(needed * per_block * engines)} at least"
+        if holds_longest and tokens:
+            advice = f"{advice}, or lower --max-model-len to {tokens}"
+        raise UsageError(f"{told} holds {tokens} tokens of an engine, but {wanted}: {advice}")
     return blocks
 
 

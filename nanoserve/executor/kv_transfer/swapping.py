@@ -208,7 +208,8 @@ class LocalSwaps(Swapper):
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
         self._under_way += len(swaps)
         marks = super().begin(swaps, mover)
-        self._marks = marks or self._marks
+        if marks is not None:
+            self._marks = marks
         return marks
 
     def take_done(self, until: float | None) -> tuple[int, ...]:

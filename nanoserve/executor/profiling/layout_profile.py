@@ -1,4 +1,4 @@
-"""measure_layouts: the profile of so many worker processes, one that was kept or a new one."""
+"""measure_layouts: the profile of a number of worker processes, kept by an earlier call or measured now."""
 
 import os
 import time

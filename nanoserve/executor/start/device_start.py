@@ -72,7 +72,8 @@ class DeviceStart:
     def layers(self) -> list[LayerRunner | None]:
         """The runner of each decoder's layers; on a CPU it is compiled for the threads there are at the first use."""
         found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
-        found = found or [compiled_layers(decoder, self._config) for decoder in self._decoders]
+        if not found:
+            found = [compiled_layers(decoder, self._config) for decoder in self._decoders]
         if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
             found[0].libraries += self._drafting.layers.libraries  # which are built and loaded with the model's own
         return found
@@ -86,7 +87,7 @@ class DeviceStart:
         *,
         async_scheduling: bool = False,
     ) -> list[Stage]:
-        """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
+        """Make a stage for each decoder, with a cache of its number of blocks; raises what `Stage.build` raises."""
         drafter = self._drafting.build(num_blocks[0]) if self._drafting is not None else None
         stages = list[Stage]()
         for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True):
@@ -117,7 +118,8 @@ class DeviceStart:
         """Make the mechanisms of host memory: swaps, and attention there if a processor is set apart for it."""
         from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer, WorkerKvTransfer
 
-        layers = layers or LayerRunner()
+        if layers is None:
+            layers = LayerRunner()
         found = list[Mechanism]()
         if self._in_worker:
             if processor is not None:

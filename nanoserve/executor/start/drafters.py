@@ -42,7 +42,7 @@ class DrafterStart:
                 self.layers = None if config.eager else LayerRunner.torch_compile(network)
 
     def build(self, num_blocks: int) -> Drafter:
-        """The drafter beside a cache of so many blocks. Raises RuntimeFailure if memory does not suffice."""
+        """Make the drafter, with caches for this number of blocks. Raises RuntimeFailure if memory does not suffice."""
         network, block_size = self._network, self._config.block_size
         device = next(network.parameters()).device
         problem = f"the {format_size(num_blocks * self.block_bytes)} of --speculate {self._config.speculate} do not fit"

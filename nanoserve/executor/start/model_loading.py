@@ -108,7 +108,8 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
             return
     except OSError as error:
         reason = error.strerror
-    make_directory(instead := choose_directory())
+    instead = choose_directory()
+    make_directory(instead)
     atexit.register(remove_directory, instead)
     environment[_CACHE_VARIABLE] = str(instead)
     logging.getLogger("nanoserve").warning(

@@ -72,8 +72,8 @@ class Activations:
 
     @torch.inference_mode()
     def expect(self, num_tokens: int) -> Expected | None:
-        """Begin to receive the hidden states of `num_tokens` tokens; None where none come. Those that came before these
-        stay valid, earlier ones do not."""
+        """Begin to receive the hidden states of `num_tokens` tokens; None where none come. The hidden states received
+        last before these stay valid, earlier ones do not."""
         if self._before is None or num_tokens == 0:
             return None
         place = next(self._turn)
@@ -93,7 +93,7 @@ class Activations:
 
     def receive_header(self) -> Header | None:
         """Wait for a header, as long as the stage before computes; None in the first stage. Call it in the order of the
-        plans, in the thread that expects hidden states, before those of the same plan."""
+        plans, in the thread that expects hidden states, before the hidden states of the same plan."""
         if self._before is None:
             return None
         return msgspec.msgpack.decode(self._receive_text(_CPU), type=Header)
@@ -167,19 +167,25 @@ class RankGroup:
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """[N, columns] of every rank -> [N, degree * columns] on rank 0; None elsewhere."""
-        parts = {worker: tensor.new_empty(tensor.shape) for worker in self._workers} if self._is_first else {}
+        first = self._workers[0]
+        if not self._is_first:
+            if self._links is None:
+                dist.gather(tensor.contiguous(), None, dst=first, group=self._group)
+            else:
+                self._links.exchange({first: tensor}, {})
+            return None
+        parts = {worker: tensor.new_empty(tensor.shape) for worker in self._workers}
         if self._links is None:
-            dist.gather(tensor.contiguous(), [*parts.values()] or None, dst=self._workers[0], group=self._group)
-        elif self._is_first:
-            self._links.exchange({}, {worker: parts[worker] for worker in self._others})
-            parts[self._workers[0]] = tensor
+            dist.gather(tensor.contiguous(), list(parts.values()), dst=first, group=self._group)
         else:
-            self._links.exchange({self._workers[0]: tensor}, {})
-        return torch.cat([*parts.values()], dim=1) if self._is_first else None
+            self._links.exchange({}, {worker: parts[worker] for worker in self._others})
+            parts[first] = tensor
+        return torch.cat(list(parts.values()), dim=1)
 
 
 def leave_workers() -> None:
-    """Leave the others, once nothing holds a group or what is on its way: those that wait for this worker fail."""
+    """Leave the other workers, once nothing holds a group or tensors on their way. Workers that wait for this one
+    fail."""
     gc.collect()  # an error that another thread raised is held by its own traceback, with all of that
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ class WorkerEndpoint:
             connect(socket, address, start.engine_key)
 
     def move(self, start: WorkerStart) -> None:
-        """Go on at these addresses: what was said at those before, both ways, is of no use any more."""
+        """Connect to these addresses. Messages at the addresses before, both ways, are of no use any more."""
         for context in (self.plans.context, self._context):
             context.destroy(linger=0)
         self._connect(start)

@@ -331,7 +331,7 @@ class WorkersExecutor:
         return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks, self._group)
 
     def _open_group(self) -> WorkerGroup:
-        """The workers, or new ones if those before are dead."""
+        """Return the workers, or start new ones if the last workers are dead."""
         if self._failure is not None:
             raise self._failure
         if self._ended_by is not None:

@@ -164,7 +164,8 @@ class WorkerGroup:
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         try:
             if host_blocks:
-                self._shared.make(path := directory / "blocks")
+                path = directory / "blocks"
+                self._shared.make(path)
                 HostPool.open(
                     path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype, create=True
                 )
@@ -242,15 +243,17 @@ class WorkerGroup:
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
             for rank, child in self._children.items():
-                if (child.process.poll() or 0) < 0:
+                status = child.process.poll()
+                if status is not None and status < 0:
                     return WorkersDied(f"worker {rank} {child.ending()}", rank)
             time.sleep(0.01)
         error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", failed.rank, error)
 
     def bury(self, rank: int) -> bool:
-        """End a worker that is lost. Whether the others can go on in another group; all are ended if not."""
-        if renewable := self._renewable and not self._loading:
+        """End a worker that is lost. Returns whether the others can go on in another group; if not, ends them too."""
+        renewable = self._renewable and not self._loading
+        if renewable:
             self._children.pop(rank).end()
         else:
             self.end()

@@ -19,7 +19,7 @@ from nanoserve.executor.start.rendezvous import CONNECT_SECONDS
 
 _KEY_BYTES, _RANK_BYTES = 16, 4
 _STRANGER_SECONDS = 1.0
-"""How long somebody who connects may take to say who it is."""
+"""Time that a connecting process has to identify itself."""
 _SILENCE_SECONDS = 1800.0  # as long as torch.distributed waits: a machine that vanishes closes nothing
 
 

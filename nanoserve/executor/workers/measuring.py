@@ -176,7 +176,7 @@ def _send_seconds(rank: int, devices: int, size: int) -> float | None:
 
 
 def _together(probe: Callable[..., float | None]) -> Callable[..., float]:
-    """Samples that all workers begin at the same time. Each gets the mean over those that computed."""
+    """Samples that all workers begin at the same time. Each worker gets the mean over the workers that computed."""
 
     def sample(*sizes: int) -> float:
         _mean(0.0)  # meet

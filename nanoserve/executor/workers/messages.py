@@ -23,7 +23,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     rank: int = 0
     local_rank: int = 0
-    """Which of those on its machine. Engines beside each other have their workers in a row."""
+    """Its number among the workers on its machine. Engines beside each other have their workers in a row."""
     plans: str = ""
     reports: str = ""
     """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
@@ -72,7 +72,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, tag=True):
-    """Run a plan, behind those before it."""
+    """Run a plan, after the plans sent before it."""
 
     plan: StepPlan
 
@@ -82,7 +82,7 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetHost(msgspec.Struct, frozen=True, tag=True):
-    """Host sequences that are under way are so no more, in any stage. Ordered among the plans: it concerns those before
+    """Drop the host sequences under way, in every stage. It is ordered among the plans, and concerns the plans before
     it."""
 
 

@@ -64,7 +64,7 @@ class EngineDriver:
         self._runs = 0
 
     def _observe(self, in_flight: dict[int, StepWork], event: Event) -> None:
-        """Take in an event of one engine, of whose plans those are in flight."""
+        """Take in an event of one engine; ``in_flight`` are its plans in flight."""
         if isinstance(event, Planned):
             in_flight[event.plan.step] = step_work(event.plan, self._windows)
         for result in event.results if isinstance(event, Collected) else ():

@@ -171,7 +171,8 @@ def _matrices() -> list[tuple[str, int, int]]:
 
 
 class Sampler(NamedTuple):
-    """Settings as requests have them. With `logprobs` no token is drawn, but so many of the likeliest are named."""
+    """Settings as requests have them. With `logprobs` no token is drawn; this number of likeliest tokens is named
+    instead."""
 
     name: str
     temperature: float = 1.0

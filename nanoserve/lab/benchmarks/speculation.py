@@ -26,10 +26,10 @@ from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.work import StepWork
 
 RATES = {"scripted 0": 0.0, "scripted 0.6": 0.6, "scripted 0.8": 0.8}
-"""How often each draft token of a scripted drafter is right, given that those before it are."""
+"""How often each draft token of a scripted drafter is right, given that the draft tokens before it are."""
 WORKLOADS = ["edits", "stories", "random"] + list(RATES)
 _PERIOD = 24
-"""Tokens of a text that is repeated, for models that go on with it. Those that do not may repeat what they say."""
+"""Tokens of a text that is repeated, for models that go on with it. Other models may repeat what they say."""
 
 
 class Scripted(DraftProposer):

@@ -65,7 +65,8 @@ class Comparison(ABC):
     kind: ClassVar[str]  # name of the benchmark in reports
     reported: ClassVar[Sequence[str]]  # options whose values the report has
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
-    """Metrics that ratios are formed of, and what tables call them; reports have them all, tables those they name."""
+    """Metrics that ratios are formed of, and their names in tables. Reports have all of these metrics, tables the
+    metrics that they name."""
     pairs = staticmethod(pairs)  # the variants that ratios are formed of
 
     def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:

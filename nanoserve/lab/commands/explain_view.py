@@ -66,7 +66,7 @@ def _length(explanation: Explanation) -> int:
 
 
 def _side_by_side(explanation: Explanation, number: int) -> Table:
-    """The step of that number in every run that has so many."""
+    """The step of that number in every run that has it."""
     grid = Table.grid(padding=(0, 2), expand=True)
     cells: list[Group | str] = []
     for run in explanation.runs:

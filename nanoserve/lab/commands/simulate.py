@@ -485,7 +485,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one policy over those of the first, under the same paths; none over nothing."""
+    """The figures of one policy over the first policy's, under the same paths; none over nothing."""
     found: dict[str, Any] = {"policy": row["policy"]}
     for column in _RATIO_COLUMNS:
         value, base = column.value(row), column.value(first)

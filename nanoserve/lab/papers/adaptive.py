@@ -63,7 +63,7 @@ SHORT_OF_MEMORY = [
 
 _REQUESTS, _REQUESTS_OF_FULL = 500, 2000
 _SEED_OF_CAPACITY = 1000
-"""The most that throttling serves is found with other requests than those that are compared."""
+"""Seed of the requests that find the most that throttling serves: other requests than the compared ones."""
 
 
 _TPOT, _TTFT, _PREEMPTIONS = mean_of("tpot_ms"), mean_of("ttft_ms"), operator.attrgetter("result.preemptions")
@@ -85,7 +85,7 @@ class Comparisons(Runs[Place]):
         return self.ratio(place, (place[0], THROTTLING.label), metric)
 
     def row(self, place: Place) -> dict[str, object]:
-        """Metrics over those of throttling, and preemptions, with the spread over seeds."""
+        """Metrics over throttling's, and preemptions, with the spread over seeds."""
         entry, label = place
         base = entry, THROTTLING.label
         row: dict[str, object] = {**entry._asdict(), "policy": label}

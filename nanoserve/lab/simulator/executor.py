@@ -27,8 +27,8 @@ class SimulatedDrafter:
     """Something that drafts, of which only this is known. Raises UsageError for shares outside 0 to 1."""
 
     rates: tuple[float, ...]
-    """How often a row's first, second, ... draft token is right, if those before it are; the last one stands for
-    more."""
+    """How often a row's first, second, ... draft token is right, if the draft tokens before it are; the last rate
+    stands for more."""
     cost: float = 0.05
     """The time to draft a token for each row, over that of a step that decodes one for each."""
 
@@ -255,7 +255,7 @@ class SimulatedExecutor:
         """Nothing is held."""
 
     def _move(self, direction: Literal["out", "in"], seconds: float, ready: float) -> Passage:
-        """Queue a transfer behind those of its direction."""
+        """Queue a transfer behind the transfers of its direction."""
         start = max(ready, self._link_free[direction])
         end = self._link_free[direction] = start + seconds
         return Passage(start, end)

@@ -65,7 +65,8 @@ class TieredTimes(MovingTimes, Protocol):
 
 @runtime_checkable
 class SharingTimes(StepTimes, Protocol):
-    """Step times of stages that share the memory's bandwidth: ``stage_seconds`` are those while all compute."""
+    """Step times of stages that share the memory's bandwidth: ``stage_seconds`` are the times while all stages
+    compute."""
 
     def lone_seconds(self, work: StepWork, stage: int) -> float:
         """Time that one stage computes on a micro-batch while no other does."""
@@ -129,8 +130,8 @@ class Pipeline:
         return passages
 
     def _seconds(self, work: StepWork, stage: int) -> float:
-        """Time that a stage computes. It shares the memory as long as micro-batches beside it compute: those that
-        follow are taken to be like those under way, since a policy fills the pipeline again and again."""
+        """Time that a stage computes. It shares the memory as long as micro-batches beside it compute. Micro-batches
+        that follow are assumed to be like the ones under way, since a policy fills the pipeline again and again."""
         crowded, times = self._times.stage_seconds(work, stage), self._times
         if not self._shares or not crowded or times.num_stages == 1:
             return crowded

@@ -51,7 +51,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int
     accepted_draft_tokens: tuple[int, ...]
     accepted_share: float
-    """Draft tokens that were checked, and those that were right, by their place in the row and as a share of all."""
+    """Draft tokens that were checked; accepted draft tokens by their place in the row; their share of all."""
     kv_occupancy: float  # share of KV blocks in use, averaged over time
     kv_peak: float  # the highest
     kv_series: tuple[tuple[float, float], ...]  # (seconds, share of KV blocks in use), a thousand points at most

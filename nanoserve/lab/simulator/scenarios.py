@@ -38,7 +38,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_budget: int = 2048
 
     def run(self, name: str, policy: Policy) -> ExplainedRun:
-        """The drawing under one policy, with so many layers of a published model."""
+        """Run the drawing under one policy, with ``num_layers`` layers of a published model."""
         model, machine = replace(load_shape(_MODEL), num_layers=self.num_layers), load_machine(self.hardware)
         costs = [StepCosts(model, machine, ParallelLayout.parse(layout)) for layout in self.layouts]
         times, shapes = [], []

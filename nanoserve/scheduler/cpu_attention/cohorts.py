@@ -18,7 +18,8 @@ class HostCohorts(dict[int, _HostCohort]):
     """The cohorts by the plan in which they began; none is empty."""
 
     def follow(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
-        """Host sequences of an overlapped plan begin their token in it; any other plan finishes those that it names."""
+        """Follow a plan. Host sequences of an overlapped plan begin their token in it; any other plan finishes the
+        sequences that it names."""
         on_host = [row.sequence for row in plan.rows if row.host is not None]
         if plan.host.strategy != "overlap":
             for sequence in on_host:
@@ -44,7 +45,7 @@ class HostCohorts(dict[int, _HostCohort]):
 
     @property
     def most_advanced(self) -> list[Sequence]:
-        """All sequences under way, those nearest to their token first."""
+        """All sequences under way, first the sequences that are nearest to their token."""
         return [sequence for _, cohort in self._by_progress() for sequence in cohort.values()]
 
     @property

@@ -51,7 +51,8 @@ class HostDecoding(Extension):
             self._finish_tokens(builder)
 
     def _finish_tokens(self, builder: PlanBuilder) -> None:
-        """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
+        """Add two sub-batches of host sequences, which have their token when the step ends: first the sequences under
+        way."""
         first, second = builder.decision.host.decodes
         for sequence in self._under_way()[: first + second]:
             row = Row(
@@ -113,8 +114,8 @@ class HostDecoding(Extension):
         return bool(self.cohorts)
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """Add the host rows. The strategy is the decided one if a host row begins; else those under way go on, as they
-        cannot come back before."""
+        """Add the host rows. The strategy is the decided one if a host row begins; otherwise host sequences under way
+        go on, as they cannot come back before."""
         if self._rows:
             rows, self._rows = self._rows, []
             beginning = [row for row in rows if row.tokens]

@@ -6,7 +6,7 @@ from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, SequenceBlocks
 
 
 class HostBlocks:
-    """The blocks of host memory, beside those of the device."""
+    """The blocks of host memory, beside the device's blocks."""
 
     def __init__(self, num_blocks: int, device: SequenceBlocks) -> None:
         self.pool = BlockPool(num_blocks, device.pool.block_size, prefix_caching=False, groups=device.groups)

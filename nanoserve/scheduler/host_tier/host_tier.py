@@ -72,9 +72,9 @@ class HostTier(Extension):
         return decodes
 
     def _swap_out(self, builder: PlanBuilder, decodes: list[Sequence]) -> list[Sequence]:
-        """Move decodes to the host as decided, the last first; returns those that may enter the plan. One that has
-        computed no token since it came from there stays, or it could go to and fro endlessly. One in flight cannot move
-        before its token, but does not enter the plan either."""
+        """Move decodes to the host as decided, the last first; returns the decodes that may enter the plan. A decode
+        that has computed no token since it came from the host stays, or it could go to and fro endlessly. A decode in
+        flight cannot move before its token, but does not enter the plan either."""
         chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: builder.decision.host.swap_out]
         for sequence in chosen:
             if not sequence.in_flight and not self.move_out(builder, sequence):

@@ -146,7 +146,7 @@ class AdaptiveThrottling(_Throttling):
         return Decision(prefill, decodes, bound=bound)
 
     def _fill(self, load: Load, room: int, decodes: int) -> int:
-        """Prompt tokens beside so many decodes, with ``room`` for F tokens."""
+        """Prompt tokens beside this number of decodes, with ``room`` for F tokens."""
         predictor = load.predictor
         if predictor is None or predictor.overlaps:
             return min(self.fill - decodes, room // self.iterations)

@@ -96,7 +96,7 @@ class TransitionMinimizing(Policy):
         return load.running_decodes == 0 or self._turns_back(load)
 
     def _chunk(self, load: Load, room: int) -> int:
-        """Prompt tokens of a step, of those that so many blocks have room for."""
+        """Prompt tokens of a step, out of the waiting tokens that ``room`` blocks can hold."""
         if load.predictor is None or load.pipeline_depth == 1:
             return self.token_budget
         tokens = min(load.waiting_tokens, room * load.block_size)

@@ -17,7 +17,7 @@ from triton_ops import paged_attention
 
 
 class AttentionRow(NamedTuple):
-    """One sequence of a batch: how many of its tokens are queries, and how many it has in the cache, those included."""
+    """One sequence of a batch: the number of its queries, and of its tokens in the cache, the queries' own included."""
 
     queries: int
     context: int

@@ -42,8 +42,8 @@ Document = Mapping[str, Any]
 
 
 def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
-    """The report of a part, which goes on where an earlier run ended: what was skipped there is not done. Raises
-    UsageError if the directory holds the part of another commit or of other settings, as those would not mix."""
+    """The report of a part, which goes on where an earlier run ended: cases that it skipped are not done yet. Raises
+    UsageError if the directory holds the part of another commit or of other settings, as their cases would not mix."""
     path = directory / f"{part}.json"
     report = Report(f"gpu {part}", {"dry_run": dry_run}, None)
     if path.exists():
