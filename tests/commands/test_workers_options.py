@@ -165,7 +165,7 @@ def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
         ),
         (
             ["--prefill-parallel", "d2p2", "--decode-parallel", "t4"],
-            "--prefill-parallel D2P2 and --decode-parallel T4 differ in D, the number of whole engines: it stays",
+            "--prefill-parallel D2P2 and --decode-parallel T4 differ in D, the number of whole engines: give both",
         ),
         (
             ["--prefill-parallel", "t1", "--decode-parallel", "t1"],
