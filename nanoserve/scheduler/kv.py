@@ -37,9 +37,10 @@ class BlockPool:
     A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
     cached ones, least recently used first.
 
-    A block of each of the ``groups`` of a model's caches, for the same positions, is a column. A full column, with
-    owners or without, is known as long as one of its blocks is cached, or a column after it is known: where queries see
-    only close positions, the beginning of a prefix may be gone and its end is of use.
+    A block of each of the ``groups`` of a model's caches, for the same positions, is a column; with one group a column
+    is a block. A full column, with owners or without, is known as long as one of its blocks is cached, or a column
+    after it is known: where queries see only close positions, the beginning of a prefix may be gone and its end is of
+    use.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, groups: int = 1) -> None:
@@ -230,6 +231,7 @@ class SequenceBlocks:
         missing = self.pool.blocks_for(end - sequence.capacity) * self.groups
         copies: list[tuple[int, int]] = []
         if sequence.fork is not None and sequence.fork.copy_source:
+            # The sources are not in the block table, so `missing` counts them. Only those that others own are copied.
             sources, sequence.fork = sequence.fork.copy_source, None
             shared = [source for source in sources if not self.pool.owned_once(source)]
             fresh = iter(self.pool.allocate(missing - len(sources) + len(shared)))

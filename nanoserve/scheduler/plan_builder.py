@@ -12,7 +12,7 @@ from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.sequence_table import SequenceTable, in_order
 
 _PREFILL = Status.PREFILL  # Enum lookup is slow in Python 3.11; hoist it.
-_FED = (0,)
+_PLACEHOLDER = (0,)
 
 MOST_LISTED = 1 << 14
 """Tokens that the parameters of the sequences which begin with a plan may list, unless it is one sequence. The executor
@@ -23,9 +23,12 @@ makes a table of them before the step: about 10 ms for so many. Most requests li
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
-    A sequence is skipped in this plan if ones before it need its blocks, whether it can be preempted now or is in
-    flight. Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one
-    sequence never go to one behind it. Without ranks, the order is that of age.
+    A sequence is skipped in this plan if sequences before it need its blocks, whether it can be preempted now or is in
+    flight. Without ranks, sequences are in order of age.
+
+    Waiting prompts are admitted last, and only if all of this holds: the scheduler lets prompts begin (`admits`), no
+    sequence is short of blocks (`SequenceTable.waits_for_blocks`), and none was skipped in this plan. So blocks taken
+    from one sequence never go to one behind it.
     """
 
     table: SequenceTable
@@ -37,11 +40,11 @@ class PlanBuilder:
     admits: bool
     """Whether waiting prompts may begin."""
     acts: bool = False
-    """Whether an extension has put something into the plan beside the rows."""
+    """Whether an extension has put something into the plan beside the rows. Only extensions set it."""
     kept_free: int = 0
-    """Blocks that decodes leave free, but for the first of them."""
+    """Blocks that decodes leave free, but for the first of them. Only extensions set it."""
     prompts_must_fit: bool = True
-    """Whether a new prompt begins only if the free blocks hold all that it needs at a time."""
+    """Whether a new prompt begins only if the free blocks hold all that it needs at a time. Only extensions set it."""
     rows: list[Row] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     """Sequences that get no row in this plan."""
@@ -124,7 +127,7 @@ class PlanBuilder:
                 return
             if not all(may_admit(self, prompt) for may_admit in self.moments.may_admit):
                 return
-            table.admit(prompt)
+            table.admit(prompt)  # first, so that the blocks of a prefix hit count as its own in the check
             computed = 0
             if self._fits_beside_decodes(prompt, budget):
                 computed = self._add_chunk(prompt, budget)
@@ -197,7 +200,8 @@ class PlanBuilder:
         return self._blocks.pool.free_blocks >= self.kept_free + self._groups
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Preempt sequences behind it, the last first, until ``count`` more positions fit."""
+        """Preempt sequences behind it, the last first, until ``count`` more positions fit. Returns whether they fit. If
+        the sequence is itself the last, nothing is preempted, and it gets no row in this plan."""
         while not self._blocks.fits(sequence, count):
             if any(has_room_soon(sequence, count) for has_room_soon in self.moments.has_room_soon):
                 self.table.wait_for_blocks(sequence)
@@ -236,7 +240,7 @@ class PlanBuilder:
             new_blocks = sequence.block_table
         name, known = sequence.sequence_id, len(tokens)
         if start == known:  # its token is still being sampled
-            row = Row(name, start, _FED, True, tuple(new_blocks), placeholder=True)
+            row = Row(name, start, _PLACEHOLDER, True, tuple(new_blocks), placeholder=True)
         elif count == 1:
             row = Row(name, start, (tokens[start],), end == known, tuple(new_blocks))
         else:

@@ -309,6 +309,7 @@ class Scheduler:
                 for answered in hearing:
                     answered(sequence, row, answer)
             in_flight.popleft()
+            # A decode in flight has a token that is not known yet; full blocks of a prompt were shared when planned.
             known = sequence.computed - len(in_flight)
             # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
             if sequence.finish_reason is not None or sequence.fork is not None or sequence.place is not _DEVICE:
