@@ -1,11 +1,13 @@
-"""Settings of a batch as the sampler gets them, moved to the CPU at once."""
+"""Settings of a batch as the sampler gets them, moved to the CPU at once, and logits as penalties leave them."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState
 from nanoserve.executor.step.staging import Staging
+from nanoserve.request import SamplingParams
 
 
 def sampling_rows(states: Sequence[SamplingState], positions: Sequence[int]) -> SamplingRows:
@@ -14,3 +16,16 @@ def sampling_rows(states: Sequence[SamplingState], positions: Sequence[int]) -> 
     rows = SamplingRows.stage(states, positions, staging)
     staging.transfer()
     return rows
+
+
+def penalized(
+    params: SamplingParams, logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int]
+) -> list[float]:
+    """Logits [V] after the penalties, counted anew: repetition as in CTRL, the others as OpenAI's API has them."""
+    values = logits.tolist()
+    for token in {*prompt, *output}:
+        factor = params.repetition_penalty
+        values[token] *= 1 / factor if values[token] > 0 else factor
+    for token, times in Counter(output).items():
+        values[token] -= params.frequency_penalty * times + params.presence_penalty
+    return values

@@ -11,6 +11,7 @@ from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.scheduler.optional import HostRow
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from tests.executor.small_model import dense_greedy, dense_logits, small_config, small_decoder
+from tests.executor.staged_rows import penalized
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4
@@ -189,6 +190,43 @@ def test_beginning_again_after_a_preemption_changes_nothing(decoder: Decoder, pa
     decode(preempted, tokens[1], {1: 5}, 4)
     assert tokens[0] == tokens[1]
     assert len(tokens[0][1]) == len(PROMPT) + 10
+
+
+def penalized_greedy(decoder: Decoder, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+    """The tokens of greedy decoding, with everything computed and counted anew for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = penalized(params, dense_logits(decoder, tokens)[-1], prompt, tokens[len(prompt) :])
+        tokens.append(logits.index(max(logits)))
+    return tokens[len(prompt) :]
+
+
+def test_each_row_is_penalized_for_the_tokens_of_its_own_sequence(decoder: Decoder, runner: ModelRunner) -> None:
+    """Two sequences change places at each step, and one of them is preempted half-way."""
+    params = {
+        1: SamplingParams(temperature=0.0, frequency_penalty=-2.0),
+        2: SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    }
+    prompts = {1: PROMPT, 2: PROMPT[::-1]}
+    expected = {one: penalized_greedy(decoder, prompts[one], params[one], 9) for one in (1, 2)}
+    assert all(expected[one] != dense_greedy(decoder, prompts[one], 9) for one in (1, 2))
+    answers = execute(
+        runner,
+        begin=tuple(begin(one, prompts[one], params[one]) for one in (1, 2)),
+        rows=(whole(1, prompts[1], (0, 1, 2)), whole(2, prompts[2], (6, 7, 8))),
+    )
+    tokens, blocks = {one: [*prompts[one], *answers[one].tokens] for one in (1, 2)}, {1: 3, 2: 9}
+    for step in range(8):
+        if step == 4:  # the first begins again: what it had is computed anew, in other blocks
+            known, blocks[1] = tokens[1], 12
+            again = begin(1, known[:-1], params[1], prompt_length=len(PROMPT))
+            count = -(-len(known[:-1]) // BLOCK_SIZE)
+            row = Row(1, 0, tuple(known[:-1]), True, tuple(range(12, 12 + count)))
+            assert execute(runner, begin=(again,), rows=(row,))[1].tokens == (known[-1],)
+            blocks[1] += count
+        tokens = dict(reversed(tokens.items()))
+        decode(runner, tokens, blocks, 1)
+    assert {one: tokens[one][len(PROMPT) :] for one in (1, 2)} == expected
 
 
 def test_what_is_not_a_number_ends_one_sequence_alone(decoder: Decoder, runner: ModelRunner) -> None:

@@ -16,7 +16,7 @@ from nanoserve.executor.sampling.sampler import Draw, SamplingRows, SamplingStat
 from nanoserve.executor.step.answers import LogprobColumns
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin
-from tests.executor.staged_rows import sampling_rows
+from tests.executor.staged_rows import penalized, sampling_rows
 from triton_ops import reference_operators
 from triton_ops.sampling import keep_likely
 
@@ -314,6 +314,34 @@ def test_penalties_equal_transformers() -> None:
     rows = sampling_rows([sequence], [6])
     assert rows.adjustments is not None
     torch.testing.assert_close(rows.adjustments.apply(logits), expected)
+
+
+def test_penalties_count_all_tokens_so_far_and_no_others() -> None:
+    """After each token of two sequences, which change places: as they went on, begun anew after a preemption, and
+    behind draft tokens, which leave no trace."""
+    kinds = (
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(repetition_penalty=0.8, presence_penalty=0.25, frequency_penalty=0.75),
+    )
+    prompts, outputs = ((1, 1, 2), (4, 5, 6)), ((3, 7, 3, 3, 2), (5, 8, 9, 8, 8))
+    going_on = [state(params, 12, prompt=prompt) for params, prompt in zip(kinds, prompts, strict=True)]
+    logits = random_logits(2, 12, seed=5)
+    for known in range(6):
+        so_far = [output[:known] for output in outputs]
+        expected = [penalized(*each) for each in zip(kinds, logits, prompts, so_far, strict=True)]
+        begun = [state(kinds[one], 12, prompt=prompts[one], output=so_far[one]) for one in (0, 1)]
+        for states in (going_on, begun):
+            for order in ([0, 1], [1, 0]):
+                adjustments = sampling_rows([states[one] for one in order], [3 + known] * 2).adjustments
+                assert adjustments is not None
+                torch.testing.assert_close(adjustments.apply(logits[order]), torch.tensor(expected)[order])
+            drafted = [one.after((10, 10)) for one in states]
+            adjustments = sampling_rows(drafted, [5 + known] * 2).adjustments
+            assert adjustments is not None
+            behind = [penalized(kinds[one], logits[one], prompts[one], (*so_far[one], 10, 10)) for one in (0, 1)]
+            torch.testing.assert_close(adjustments.apply(logits), torch.tensor(behind))
+        for one, output in zip(going_on, outputs, strict=True):
+            one.append(output[known] if known < 5 else 0)
 
 
 def test_raw_logits_are_left_alone() -> None:
