@@ -164,44 +164,48 @@ def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
     assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
 
 
-def test_what_does_not_fit_is_one_clear_line(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = small_decoder()
-    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
-    captured = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
-    executor = executor_of(decoder, start)
-
-    def fail(*arguments: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(decoder, "forward", fail)
-    with pytest.raises(
-        RuntimeFailure, match=r"a step of 12 tokens .* lower --max-num-batched-tokens or --max-num-seqs$"
-    ):
-        start.measure(128, None)
-    with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
-        captured.capture(executor.runner, 20, None)
+class OutOfResources(Exception):
+    """By the name of Triton's, which is no RuntimeError either."""
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
-        CalledProcessError(1, ["gcc", "main.c"]),
-    ],
-)
-def test_kernels_that_cannot_be_built_are_one_clear_line(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    decoder = small_decoder()
+MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+BUILD = r"install gcc and Python's headers, or set CC to a C compiler \("
+FAILURES = [
+    (MEMORY, r"a step of 12 tokens .* lower --max-num-batched-tokens or --max-num-seqs$"),
+    (RuntimeError("Failed to find C compiler. Please specify via CC environment variable"), BUILD),
+    (CalledProcessError(1, ["gcc", "main.c"]), BUILD),
+    (
+        OutOfResources("out of resource: shared memory, Required: 240000, Hardware limit: 101376."),
+        r"cpu is too small for a kernel: out of resource: .* --device cpu$",
+    ),
+]
 
-    def fail(*arguments: object) -> Tensor:
-        raise error
 
-    monkeypatch.setattr(decoder, "forward", fail)
-    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
-    with pytest.raises(RuntimeFailure, match=r"install gcc and Python's headers, or set CC to a C compiler \(") as told:
-        start.measure(128, None)
+class FailingDecoder(Decoder):
+    """A small decoder whose steps raise an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(small_config())
+        self._error = error
+
+    def forward(self, *arguments: object, **settings: object) -> Tensor:
+        raise self._error
+
+
+@pytest.mark.parametrize(("error", "line"), FAILURES, ids=lambda value: type(value).__name__)
+def test_a_first_step_that_fails_is_one_clear_line(recorder: FakeRecorder, error: Exception, line: str) -> None:
+    config = EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4)
+    with pytest.raises(RuntimeFailure, match=line) as told:
+        GpuStart(FailingDecoder(error), config, CPU).measure(128, None)
     assert "\n" not in str(told.value)
+
+
+def test_captures_that_do_not_fit_are_one_clear_line(recorder: FakeRecorder) -> None:
+    decoder = FailingDecoder(MEMORY)
+    executor = executor_of(decoder, GpuStart(decoder, EngineConfig(eager=True), CPU))
+    start = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
+        start.capture(executor.runner, 20, None)
 
 
 def test_what_cannot_be_captured_runs_plainly(
@@ -241,22 +245,6 @@ def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
     else:
         assert start.capture(executor.runner, 20, None).graphs == 0
         assert "decode steps run uncaptured, which is slower: experts must wait" in caplog.text
-
-
-def test_a_kernel_that_is_too_large_for_the_gpu_is_one_clear_line(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OutOfResources(Exception):
-        """By the name of Triton's, which is no RuntimeError either."""
-
-    def fail(*arguments: object) -> Tensor:
-        raise OutOfResources("out of resource: shared memory, Required: 240000, Hardware limit: 101376.")
-
-    decoder = small_decoder()
-    monkeypatch.setattr(decoder, "forward", fail)
-    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
-    with pytest.raises(RuntimeFailure, match=r"cpu is too small for a kernel: out of resource: .* --device cpu$"):
-        start.measure(128, None)
 
 
 def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
