@@ -49,21 +49,21 @@ def reference(
     batch: AttentionCall, scale: float, window: int, soft_cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention by its definition, in float64, one query after another: [tokens, num_heads * value_dim]."""
-    query, block_size = batch.query.double(), batch.key_cache.shape[2]
-    group = query.shape[1] // batch.key_cache.shape[1]
-    results = query.new_empty(*query.shape[:2], batch.value_cache.shape[3])
+    _, num_kv_heads, block_size, _ = batch.key_cache.shape
+    query = batch.query.double().unflatten(1, (num_kv_heads, -1))  # each head of keys serves a group of queries
+    group_sinks = None if sinks is None else sinks.double().view(num_kv_heads, -1)
+    results = query.new_empty(*query.shape[:3], batch.value_cache.shape[3])
     for row, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[row : row + 2].tolist()
+        positions = torch.arange(context)
+        places = batch.block_tables[row, positions // block_size].long(), slice(None), positions % block_size
+        keys, values = (cache[places].double().transpose(0, 1) for cache in (batch.key_cache, batch.value_cache))
         for token in range(start, end):
             position = context - (end - token)
             first = max(0, position - window + 1) if window else 0
-            seen = torch.arange(first, position + 1)
-            places = batch.block_tables[row, seen // block_size].long(), slice(None), seen % block_size
-            keys, values = (
-                cache[places].double().repeat_interleave(group, dim=1) for cache in (batch.key_cache, batch.value_cache)
-            )
-            scores = torch.einsum("hd,khd->hk", query[token], keys).mul(scale)
+            seen = slice(first, position + 1)
+            scores = torch.einsum("hgd,hkd->hgk", query[token], keys[:, seen]).mul(scale)
             weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
-            total = weights.sum(-1) + (0.0 if sinks is None else sinks.double().exp())
-            results[token] = torch.einsum("hk,khd->hd", weights / total[:, None], values)
+            total = weights.sum(-1) + (0.0 if group_sinks is None else group_sinks.exp())
+            results[token] = torch.einsum("hgk,hkd->hgd", weights / total[..., None], values[:, seen])
     return results.flatten(1)
