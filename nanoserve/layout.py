@@ -58,7 +58,7 @@ class ParallelLayout:
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Tensor parallel degrees that divide the heads."""
-    kv_heads = {shape.num_kv_heads for shape in model.shapes}
+    kv_heads = {shape.num_kv_heads for shape in model.layers.shapes}
     if not kv_heads:
         kv_heads.add(model.num_kv_heads)
     degrees = []

@@ -125,7 +125,10 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
         if config.family == "glm4":
             return _GGUF_GLM
         return _GGUF
-    if config.mla is not None:
-        query = "self_attn.q_a_proj" if config.mla.q_lora_rank else "self_attn.q_proj"
+    mla = config.attention.mla
+    if mla is not None:
+        query = "self_attn.q_proj"
+        if mla.q_lora_rank:
+            query = "self_attn.q_a_proj"
         return CheckpointNames(layer=LayerNames(qkv=(query, "self_attn.kv_a_proj_with_mqa")))
     return _FAMILIES.get(config.family, CheckpointNames())

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.families import FAMILIES, Family
 from nanoserve.config.layer_kinds import read_kv_heads, read_layer_shapes, read_windows
-from nanoserve.config.model_config import (
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults, TensorNames
+from nanoserve.config.model_parts import (
+    AttentionConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    LayerDifferences,
+    LogitConfig,
     MlaConfig,
-    ModelConfig,
     MoeConfig,
     RopeConfig,
-    SamplingDefaults,
-    TensorNames,
 )
 from nanoserve.config.quantization import Quantization
 from nanoserve.config.rope_reader import read_ropes
@@ -50,54 +54,44 @@ _CHATGLM_KEYS: Mapping[str, str] = {
 def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str) -> ModelConfig:
     """`ModelConfig.from_hf`."""
     values, name = _normalize(_text_config(config, source), source)
-    fields, family = ConfigFields(values, source), FAMILIES[name]
+    fields = ConfigFields(values, source)
+    family = FAMILIES[name]
     generation = ConfigFields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
-    mla = _mla(fields) if family.latent else None
+    mla = None
+    if family.is_latent:
+        mla = _mla(fields)
     num_heads, num_kv_heads, head_dim = _heads(fields, mla)
-    windows = read_windows(fields, family, num_layers)
-    hidden_size = fields.positive("hidden_size")
-    shared: dict[str, Any] = {}
+    layers = LayerDifferences(sliding_windows=read_windows(fields, family, num_layers))
     if family.has_layer_shapes:
-        shared = read_layer_shapes(fields, windows, num_layers, num_kv_heads)
-    sliding_dim, full_dim = _rotated_dims(head_dim, mla, windows, shared)
-    rope, ropes = read_ropes(fields, family, sliding_dim, full_dim, windows)
-    attention_soft_cap = 0.0
-    if family.caps_attention_scores:
-        attention_soft_cap = fields.number("attn_logit_softcapping", 0.0, least=0.0)
-    shared["attention_scale"] = _attention_scale(fields, mla, rope)
-    shared |= family.fields
-    shared |= dict.fromkeys(family.biased, fields.flag("attention_bias", default=False))
-    if family.has_mlp_bias:
-        shared["mlp_bias"] = fields.flag("mlp_bias", default=False)
+        layers = read_layer_shapes(fields, layers.sliding_windows, num_kv_heads)
+    sliding_dim, full_dim = _rotated_dims(head_dim, mla, layers)
+    rope, ropes = read_ropes(fields, family.rope, sliding_dim, full_dim, layers.sliding_windows)
     return ModelConfig(
         family=name,
         vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.positive("hidden_size"),
         intermediate_size=fields.positive("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=fields.positive("max_position_embeddings"),
-        rms_norm_eps=fields.number(family.norm_eps_key, 1e-6, least=0.0),
         rope=rope,
-        ropes=ropes,
-        attention_soft_cap=attention_soft_cap,
-        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
-        logit_scale=fields.number("logit_scale", 1.0),
-        logit_soft_cap=fields.number("final_logit_softcapping", 0.0, least=0.0),
-        sliding_windows=windows,
-        mla=mla,
-        moe=_moe(fields, family, num_layers),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        attention=_attention(fields, family, mla, rope),
+        norms=replace(family.norms, eps=fields.number(family.norm_eps_key, 1e-6, least=0.0)),
+        feed_forward=_feed_forward(fields, family),
+        moe=_moe(fields, family, num_layers),
+        embedding=_embedding(fields, family),
+        logits=_logits(fields),
+        layers=replace(layers, ropes=ropes),
         dtype=_dtype(fields),
+        quantization=_quantization(fields, mla),
+        tensor_names=_tensor_names(fields),
         bos_token_id=_first_token(generation, fields),
         eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
         sampling_defaults=_sampling_defaults(generation),
-        tensor_names=_tensor_names(fields),
-        quantization=_quantization(fields, mla),
-        **shared,
     )
 
 
@@ -123,11 +117,13 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     if config.get("model_type") == "chatglm":
         _translate_chatglm(values, config, source)
         values["tensor_names"] = "chatglm"
-    if config.get("rope_parameters") is None and not config.get("rope_scaling") and family.rope:
-        values["rope_parameters"] = family.rope
-    key, accepted = "hidden_act", ["silu", "swish"]
-    if family.fields.get("activation") == "gelu_tanh":
-        key, accepted = "hidden_activation", ["gelu_pytorch_tanh"]
+    if config.get("rope_parameters") is None and not config.get("rope_scaling") and family.rope.parameters:
+        values["rope_parameters"] = family.rope.parameters
+    key = "hidden_act"
+    accepted = ["silu", "swish"]
+    if family.feed_forward.activation == "gelu_tanh":
+        key = "hidden_activation"
+        accepted = ["gelu_pytorch_tanh"]
     found = values.get(key, "silu")
     if found not in accepted:
         raise ModelError(f"{source}: hidden_act {shown(found)} is not supported; only {accepted[0]} is")
@@ -197,19 +193,55 @@ def _heads(fields: ConfigFields, mla: MlaConfig | None) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
 
 
-def _rotated_dims(
-    head_dim: int, mla: MlaConfig | None, windows: tuple[int, ...], layers: Mapping[str, Any]
-) -> tuple[int, int]:
+def _rotated_dims(head_dim: int, mla: MlaConfig | None, layers: LayerDifferences) -> tuple[int, int]:
     """Dimensions of a head that RoPE sees, in layers with a window and in the others."""
-    sliding_dim = full_dim = head_dim
     if mla is not None:
-        sliding_dim = full_dim = mla.qk_rope_head_dim
-    for window, shape in zip(windows, layers.get("shapes", ()), strict=False):
+        return mla.qk_rope_head_dim, mla.qk_rope_head_dim
+    sliding_dim = full_dim = head_dim
+    for window, shape in zip(layers.sliding_windows, layers.shapes, strict=False):
         if window:
             sliding_dim = shape.head_dim
         else:
             full_dim = shape.head_dim
     return sliding_dim, full_dim
+
+
+def _attention(fields: ConfigFields, family: Family, mla: MlaConfig | None, rope: RopeConfig) -> AttentionConfig:
+    attention = replace(family.attention, mla=mla)
+    scale = _attention_scale(fields, mla, rope)
+    if attention.scale is None:
+        attention = replace(attention, scale=scale)
+    if family.caps_attention_scores:
+        attention = replace(attention, soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0))
+    if fields.flag("attention_bias", default=False):
+        if family.attention_bias in ("qkv", "all"):
+            attention = replace(attention, qkv_bias=True)
+        if family.attention_bias == "all":
+            attention = replace(attention, output_bias=True)
+    return attention
+
+
+def _feed_forward(fields: ConfigFields, family: Family) -> FeedForwardConfig:
+    if not family.has_mlp_bias:
+        return family.feed_forward
+    return replace(family.feed_forward, bias=fields.flag("mlp_bias", default=False))
+
+
+def _embedding(fields: ConfigFields, family: Family) -> EmbeddingConfig:
+    embedding = EmbeddingConfig()
+    if family.scales_embedding:
+        embedding = replace(embedding, scale=fields.positive("hidden_size") ** 0.5)
+    if family.has_layer_shapes:
+        size = fields.number("hidden_size_per_layer_input", 0.0, least=0.0)
+        embedding = replace(embedding, per_layer_size=int(size))
+    return embedding
+
+
+def _logits(fields: ConfigFields) -> LogitConfig:
+    return LogitConfig(
+        scale=fields.number("logit_scale", 1.0),
+        soft_cap=fields.number("final_logit_softcapping", 0.0, least=0.0),
+    )
 
 
 def _attention_scale(fields: ConfigFields, mla: MlaConfig | None, rope: RopeConfig) -> float | None:

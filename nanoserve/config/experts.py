@@ -3,7 +3,7 @@
 from typing import Literal
 
 from nanoserve.config.config_fields import ConfigFields
-from nanoserve.config.model_config import MoeConfig
+from nanoserve.config.model_parts import MoeConfig
 from nanoserve.errors import ModelError, shown
 
 

@@ -1,6 +1,7 @@
 """The table of families: the meaning of each model_type beyond its config.json. No torch here.
 
-A family that is left as `Family()` is read as Llama is, but for its `mlp_bias`. Every row says how its family differs.
+A family that is left as `Family()` is read as Llama is, but for its `mlp_bias`. Every entry says how its family differs
+from Llama, part by part; where it is made by `replace`, how it differs from the family that is named there.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,34 +16,18 @@ from nanoserve.config.experts import (
     mixtral_experts,
     qwen3_experts,
 )
-from nanoserve.config.model_config import MoeConfig
+from nanoserve.config.model_parts import AttentionConfig, FeedForwardConfig, MoeConfig, NormConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Rules for reading the config.json of a model_type."""
+class WindowRules:
+    """Rules for reading which layers have a sliding window."""
 
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """Values that Hugging Face assumes for keys which a checkpoint may leave out."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of ModelConfig that all its models have."""
-
-    # Attention
-    biased: tuple[str, ...] = ("qkv_bias", "output_bias")
-    """The fields that its attention_bias sets."""
-    latent: bool = False
-    """Whether attention is over latents (MlaConfig)."""
-    caps_attention_scores: bool = False
-    """Whether attn_logit_softcapping bounds the scores of attention."""
-    has_layer_shapes: bool = False
-    """Whether layers without a window have heads of their own, and the last layers share keys and values (Gemma 4)."""
-
-    # Windows
-    windows: Literal["none", "all", "listed"] = "none"
+    layers: Literal["none", "all", "listed"] = "none"
     """Layers with a window: none, all, or the layers that layer_types lists."""
-    windows_are_switched: bool = False
+    are_switched: bool = False
     """Whether windows are used only if use_sliding_window is true."""
-    unlisted_windows: Literal["periodic", "upper", "unrotated"] = "periodic"
+    unlisted: Literal["periodic", "upper", "unrotated"] = "periodic"
     """Layers with a window where layer_types is missing: all but every `full_every`th (periodic), the layers from
     max_window_layers on (upper), or the layers that do not rotate (unrotated)."""
     full_every: int = 0
@@ -50,10 +35,14 @@ class Family:
     last_layer_is_full: bool = False
     """Whether the last layer never has a window unless layer_types says so."""
 
-    # Rotary position embedding
-    rope: dict[str, Any] = field(default_factory=dict)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """Rules for reading the rotary position embedding."""
+
+    parameters: dict[str, Any] = field(default_factory=dict)
     """The rope_parameters of a checkpoint that has none. A checkpoint that has some takes nothing from here."""
-    ropes_differ: bool = False
+    differ: bool = False
     """Whether layers with a window and those without have their own rope."""
     interleaved: bool = False
     """Whether neighbouring dimensions rotate together (RopeConfig.interleaved)."""
@@ -64,14 +53,37 @@ class Family:
     grows_queries: bool = False
     """Whether llama_4_scaling_beta makes queries grow with their position."""
 
-    # Norms, embedding, feed-forward part
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Rules for reading the config.json of a model_type."""
+
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Values that Hugging Face assumes for keys which a checkpoint may leave out."""
+
+    # The parts that all its models have, before config.json adds to them.
+    attention: AttentionConfig = AttentionConfig()
+    norms: NormConfig = NormConfig()
+    feed_forward: FeedForwardConfig = FeedForwardConfig()
+
+    # What is read of config.json, and how.
+    windows: WindowRules = WindowRules()
+    rope: RopeRules = RopeRules()
+    experts: Callable[[ConfigFields, int], MoeConfig] | None = None
+    """Reads its mixture of experts, given the number of layers."""
+    attention_bias: Literal["none", "qkv", "all"] = "all"
+    """Matrices of attention that have a bias if the key attention_bias is true."""
+    is_latent: bool = False
+    """Whether attention is over latents (MlaConfig)."""
+    caps_attention_scores: bool = False
+    """Whether attn_logit_softcapping bounds the scores of attention."""
+    has_layer_shapes: bool = False
+    """Whether layers without a window have heads of their own, and the last layers share keys and values (Gemma 4)."""
     norm_eps_key: str = "rms_norm_eps"
     scales_embedding: bool = False
     """Whether embedded tokens are multiplied by the root of hidden_size."""
     has_mlp_bias: bool = False
     """Whether its mlp_bias is read."""
-    experts: Callable[[ConfigFields, int], MoeConfig] | None = None
-    """Reads its mixture of experts, given the number of layers."""
 
 
 _GLM = Family(
@@ -82,15 +94,14 @@ _GLM = Family(
         "attention_bias": True,
         "num_key_value_heads": 2,
     },
-    biased=("qkv_bias",),
-    interleaved=True,
-    rotary_share=0.5,
+    attention_bias="qkv",
+    rope=RopeRules(interleaved=True, rotary_share=0.5),
 )
 
 _MISTRAL = Family(
     defaults={"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
-    biased=(),
-    windows="all",
+    attention_bias="none",
+    windows=WindowRules(layers="all"),
 )
 _MINISTRAL3 = Family(
     defaults={
@@ -99,18 +110,20 @@ _MINISTRAL3 = Family(
         "max_position_embeddings": 262144,
         "num_key_value_heads": 8,
     },
-    rope={
-        "type": "yarn",
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "rope_theta": 1e6,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
-    biased=(),
-    windows="all",
-    grows_queries=True,
+    attention_bias="none",
+    windows=WindowRules(layers="all"),
+    rope=RopeRules(
+        parameters={
+            "type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1e6,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        grows_queries=True,
+    ),
 )
 _MIXTRAL = Family(
     defaults={
@@ -119,31 +132,26 @@ _MIXTRAL = Family(
         "rope_theta": 1e6,
         "num_key_value_heads": 8,
     },
-    biased=(),
-    windows="all",
+    attention_bias="none",
+    windows=WindowRules(layers="all"),
     experts=mixtral_experts,
 )
 
 _QWEN2 = Family(
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32},
-    fields={"qkv_bias": True},
-    biased=(),
-    windows="listed",
-    windows_are_switched=True,
-    unlisted_windows="upper",
+    attention=AttentionConfig(qkv_bias=True),
+    attention_bias="none",
+    windows=WindowRules(layers="listed", are_switched=True, unlisted="upper"),
 )
 _QWEN3 = Family(
     defaults={**_QWEN2.defaults, "head_dim": 128},
-    fields={"qk_norm": True},
-    windows="listed",
-    windows_are_switched=True,
-    unlisted_windows="upper",
+    attention=AttentionConfig(qk_norm=True),
+    windows=_QWEN2.windows,
 )
 _QWEN3_MOE = Family(
     defaults={**_QWEN2.defaults, "moe_intermediate_size": 768, "num_key_value_heads": 4},
-    fields={"qk_norm": True},
-    windows="all",
-    windows_are_switched=True,
+    attention=AttentionConfig(qk_norm=True),
+    windows=WindowRules(layers="all", are_switched=True),
     experts=qwen3_experts,
 )
 
@@ -157,10 +165,11 @@ _GPT_OSS = Family(
         "attention_bias": True,
         "rope_theta": 150000.0,
     },
-    rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
-    fields={"attention_sinks": True},
-    windows="listed",
-    full_every=2,
+    attention=AttentionConfig(sinks=True),
+    windows=WindowRules(layers="listed", full_every=2),
+    rope=RopeRules(
+        parameters={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    ),
     experts=gpt_oss_experts,
 )
 
@@ -176,8 +185,8 @@ _DEEPSEEK2 = Family(
         "moe_intermediate_size": 1407,
         "max_position_embeddings": 2048,
     },
-    interleaved=True,
-    latent=True,
+    is_latent=True,
+    rope=RopeRules(interleaved=True),
     experts=deepseek_v2_experts,
 )
 """Latent attention, and experts in groups beside shared ones."""
@@ -227,10 +236,10 @@ _GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    fields={"norm": "rms_plus_one", "norms": "around", "activation": "gelu_tanh"},
+    norms=NormConfig(kind="rms_plus_one", places="around"),
+    feed_forward=FeedForwardConfig(activation="gelu_tanh"),
+    windows=WindowRules(layers="listed", full_every=2),
     caps_attention_scores=True,
-    windows="listed",
-    full_every=2,
     scales_embedding=True,
 )
 _GEMMA3 = replace(
@@ -244,10 +253,10 @@ _GEMMA3 = replace(
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    fields={**_GEMMA2.fields, "qk_norm": True},
+    attention=AttentionConfig(qk_norm=True),
+    windows=WindowRules(layers="listed", full_every=6),
+    rope=RopeRules(differ=True),
     caps_attention_scores=False,
-    full_every=6,
-    ropes_differ=True,
 )
 _GEMMA4 = replace(
     _GEMMA3,
@@ -258,19 +267,17 @@ _GEMMA4 = replace(
         "global_head_dim": 512,
         "hidden_size_per_layer_input": 256,
     },
-    rope={
-        "sliding_attention": {"rope_theta": 1e4},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    },
-    fields={
-        **_GEMMA3.fields,
-        "norm": "rms_exact",
-        "value_norm": True,
-        "layer_scale": True,
-        "attention_scale": 1.0,
-    },
+    attention=AttentionConfig(qk_norm=True, value_norm=True, scale=1.0),
+    norms=NormConfig(kind="rms_exact", places="around", layer_scale=True),
+    windows=WindowRules(layers="listed", full_every=6, last_layer_is_full=True),
+    rope=RopeRules(
+        parameters={
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        differ=True,
+    ),
     has_layer_shapes=True,
-    last_layer_is_full=True,
 )
 
 _OLMO3 = Family(
@@ -280,10 +287,10 @@ _OLMO3 = Family(
         "sliding_window": 4096,
         "rope_theta": 5e5,
     },
-    fields={"norms": "after", "qk_norm": True, "qk_norm_spans_heads": True},
-    windows="listed",
-    full_every=4,
-    ropes_differ=True,
+    attention=AttentionConfig(qk_norm=True, qk_norm_spans_heads=True),
+    norms=NormConfig(places="after"),
+    windows=WindowRules(layers="listed", full_every=4),
+    rope=RopeRules(differ=True),
 )
 _SMOLLM3 = Family(
     defaults={
@@ -293,10 +300,8 @@ _SMOLLM3 = Family(
         "no_rope_layer_interval": 4,
         "num_key_value_heads": 4,
     },
-    windows="listed",
-    windows_are_switched=True,
-    unlisted_windows="unrotated",
-    unrotated="listed",
+    windows=WindowRules(layers="listed", are_switched=True, unlisted="unrotated"),
+    rope=RopeRules(unrotated="listed"),
     has_mlp_bias=True,
 )
 _COHERE2 = Family(
@@ -307,23 +312,21 @@ _COHERE2 = Family(
         "tie_word_embeddings": True,
         "layer_norm_eps": 1e-5,
     },
-    fields={"norm": "layer", "norms": "shared"},
-    windows="listed",
-    full_every=4,
-    interleaved=True,
-    unrotated="full",
+    norms=NormConfig(kind="layer", places="shared"),
+    windows=WindowRules(layers="listed", full_every=4),
+    rope=RopeRules(interleaved=True, unrotated="full"),
     norm_eps_key="layer_norm_eps",
 )
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
     "mistral": _MISTRAL,
-    "ministral": replace(_MISTRAL, windows="listed"),
+    "ministral": replace(_MISTRAL, windows=WindowRules(layers="listed")),
     "ministral3": _MINISTRAL3,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "glm": _GLM,
-    "glm4": replace(_GLM, fields={"norms": "around"}),
+    "glm4": replace(_GLM, norms=NormConfig(places="around")),
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
     "gpt_oss": _GPT_OSS,

@@ -1,11 +1,10 @@
-"""Read the windows of a model's layers, and the shapes in which the layers of Gemma 4 differ. No torch here."""
+"""Read in what the layers of a model differ: windows, and the shapes of Gemma 4. No torch here."""
 
 import re
-from typing import Any
 
 from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.families import Family
-from nanoserve.config.model_config import LayerShape
+from nanoserve.config.model_parts import LayerDifferences, LayerShape
 from nanoserve.config.rope_reader import listed_rotations
 from nanoserve.errors import ModelError, shown
 
@@ -16,14 +15,14 @@ _WINDOWS = {"sliding_attention": True, "full_attention": False}
 def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Each layer's window; empty if there are none."""
     listed = _layer_types(fields, num_layers)
-    if family.windows == "none" or fields.get("sliding_window") is None:
+    if family.windows.layers == "none" or fields.get("sliding_window") is None:
         return ()
-    if family.windows_are_switched and not fields.flag("use_sliding_window", default=False):
+    if family.windows.are_switched and not fields.flag("use_sliding_window", default=False):
         return ()
     window, context = fields.positive("sliding_window"), fields.positive("max_position_embeddings")
     if window > context and window != family.defaults.get("sliding_window"):  # Olmo 3's own default is beyond
         raise ModelError(f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}")
-    if family.windows == "all":
+    if family.windows.layers == "all":
         return (window,) * num_layers
     if listed is None:
         listed = _unlisted_windows(fields, family, num_layers)
@@ -36,7 +35,9 @@ def _layer_types(fields: ConfigFields, num_layers: int) -> list[bool] | None:
     if layer_types is None:
         return None
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        found = str(len(layer_types)) if isinstance(layer_types, list) else shown(layer_types)
+        found = shown(layer_types)
+        if isinstance(layer_types, list):
+            found = str(len(layer_types))
         raise ModelError(
             f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found {found}"
         )
@@ -48,80 +49,86 @@ def _layer_types(fields: ConfigFields, num_layers: int) -> list[bool] | None:
 
 def _unlisted_windows(fields: ConfigFields, family: Family, num_layers: int) -> list[bool]:
     """For each layer, whether it has a window where the checkpoint has no `layer_types`."""
-    if family.unlisted_windows == "upper":
+    if family.windows.unlisted == "upper":
         first_sliding = int(fields.number("max_window_layers", 28))
         return [layer >= first_sliding for layer in range(num_layers)]
-    if family.unlisted_windows == "unrotated":
+    if family.windows.unlisted == "unrotated":
         return [not rotates for rotates in listed_rotations(fields, num_layers)]
-    if family.full_every == 0:
+    if family.windows.full_every == 0:
         return [True] * num_layers
-    period = fields.positive("sliding_window_pattern", family.full_every)
+    period = fields.positive("sliding_window_pattern", family.windows.full_every)
     slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
-    if family.last_layer_is_full:
+    if family.windows.last_layer_is_full:
         slides[-1] = False
     return slides
 
 
-def read_layer_shapes(
-    fields: ConfigFields, windows: tuple[int, ...], num_layers: int, num_kv_heads: int
-) -> dict[str, Any]:
-    """Read the fields of ModelConfig in which the layers of Gemma 4 differ. Layers without a window have other heads.
-    The last layers share keys and values, each with the last layer before them that has the same window."""
-    source, shared = fields.source, int(fields.number("num_kv_shared_layers", 0.0, least=0.0))
+def read_layer_shapes(fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int) -> LayerDifferences:
+    """Read how the layers of Gemma 4 differ. Layers without a window have other heads. The last layers share keys and
+    values, each with the last layer before them that has the same window."""
+    source = fields.source
+    num_layers = len(windows)
+    num_sharing = int(fields.number("num_kv_shared_layers", 0.0, least=0.0))
     if not windows or windows[-1]:
         raise ModelError(f"{source}: layer_types must end in full_attention, and some layer must have a sliding_window")
     if fields.flag("enable_moe_block", default=False):
         raise ModelError(f"{source}: gemma4 with a mixture of experts (enable_moe_block) is not supported yet")
-    first_shared = max(0, num_layers - shared)
-    last = {window: layer for layer, window in enumerate(windows[:first_shared])}
+    first_sharing = max(0, num_layers - num_sharing)
+    last = {window: layer for layer, window in enumerate(windows[:first_sharing])}
     if set(windows) - last.keys():
-        raise ModelError(f"{source}: num_kv_shared_layers {shared} leaves no layer of each kind with keys and values")
-    shapes = _layer_shapes(fields, windows, num_kv_heads, first_shared)
+        told = f"num_kv_shared_layers {num_sharing}"
+        raise ModelError(f"{source}: {told} leaves no layer of each kind with keys and values")
+    shapes = _layer_shapes(fields, windows, num_kv_heads, first_sharing)
     heads = {(window, shape.head_dim, shape.num_kv_heads) for window, shape in zip(windows, shapes, strict=True)}
     if len(heads) > len(last):
         raise ModelError(f"{source}: per_layer_config must give all layers of a kind the same heads")
-    return {
-        "shapes": shapes,
-        "kv_sources": (*range(first_shared), *(last[window] for window in windows[first_shared:])),
-        "per_layer_input_size": int(fields.number("hidden_size_per_layer_input", 0.0, least=0.0)),
-    }
+    sources = list(range(first_sharing))
+    for window in windows[first_sharing:]:
+        sources.append(last[window])
+    return LayerDifferences(sliding_windows=windows, kv_sources=tuple(sources), shapes=shapes)
 
 
 def _layer_shapes(
-    fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int, first_shared: int
+    fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int, first_sharing: int
 ) -> tuple[LayerShape, ...]:
-    """Each layer's shape. Layers from ``first_shared`` on make no keys and values."""
-    equal, doubled = (fields.flag(key, default=False) for key in ("attention_k_eq_v", "use_double_wide_mlp"))
-    inner = fields.positive("intermediate_size")
-    own, shapes = _own_sizes(fields, windows, num_kv_heads, equal=equal), []
+    """Each layer's shape. Layers from ``first_sharing`` on make no keys and values."""
+    values_are_keys = fields.flag("attention_k_eq_v", default=False)
+    is_doubled = fields.flag("use_double_wide_mlp", default=False)
+    own = _own_sizes(fields, windows, num_kv_heads, values_are_keys=values_are_keys)
+    shapes = []
     for layer, window in enumerate(windows):
         sizes = own.get(layer, ConfigFields({}, fields.source))
-        has_kv = layer < first_shared
-        shapes.append(
-            LayerShape(
-                head_dim=sizes.positive("head_dim", fields.positive("head_dim")),
-                num_kv_heads=read_kv_heads(sizes, num_kv_heads, fields.positive("num_attention_heads")),
-                intermediate_size=2 * inner if doubled and not has_kv else inner,
-                values_are_keys=equal and not window,
-                has_kv=has_kv,
-            )
+        has_kv = layer < first_sharing
+        inner = fields.positive("intermediate_size")
+        if is_doubled and not has_kv:
+            inner *= 2
+        shape = LayerShape(
+            head_dim=sizes.positive("head_dim", fields.positive("head_dim")),
+            num_kv_heads=read_kv_heads(sizes, num_kv_heads, fields.positive("num_attention_heads")),
+            intermediate_size=inner,
+            values_are_keys=values_are_keys and window == 0,
+            has_kv=has_kv,
         )
+        shapes.append(shape)
     return tuple(shapes)
 
 
 def _own_sizes(
-    fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int, *, equal: bool
+    fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int, *, values_are_keys: bool
 ) -> dict[int, ConfigFields]:
     """For layers of Gemma 4, the sizes in which they differ from the rest of config.json. The keys of
     `per_layer_config` are numbers of layers, written with as many digits as the last one has."""
-    source, own = fields.source, dict[int, ConfigFields]()
+    source = fields.source
     if "per_layer_config" not in fields.values:
         full = {"head_dim": fields.positive("global_head_dim")}
-        if equal:
+        if values_are_keys:
             full["num_key_value_heads"] = fields.positive("num_global_key_value_heads", num_kv_heads)
         return {layer: ConfigFields(full, source) for layer, window in enumerate(windows) if not window}
+    own: dict[int, ConfigFields] = {}
     for key, sizes in (fields.section("per_layer_config") or {}).items():
-        layer = int(key) if re.fullmatch("[0-9]{1,5}", key) else len(windows)
+        layer = len(windows)
+        if re.fullmatch("[0-9]{1,5}", key):
+            layer = int(key)
         if layer >= len(windows) or layer in own:
             raise ModelError(f"{source}: per_layer_config must have layers below {len(windows)} as keys, each once")
         if not isinstance(sizes, dict) or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:

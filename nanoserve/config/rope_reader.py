@@ -3,8 +3,8 @@
 from typing import Any, get_args
 
 from nanoserve.config.config_fields import LEAST_ROPE_NUMBER, ConfigFields
-from nanoserve.config.families import Family
-from nanoserve.config.model_config import RopeConfig, RopeKind
+from nanoserve.config.families import RopeRules
+from nanoserve.config.model_parts import RopeConfig, RopeKind
 from nanoserve.errors import ModelError, shown
 
 _PLAIN_ROPE = RopeConfig(0)
@@ -13,30 +13,30 @@ _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"
 
 
 def read_ropes(
-    fields: ConfigFields, family: Family, sliding_dim: int, full_dim: int, windows: tuple[int, ...]
+    fields: ConfigFields, rules: RopeRules, sliding_dim: int, full_dim: int, windows: tuple[int, ...]
 ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
     """Read how most layers rotate, and how each layer does, where they differ. Heads of layers with a window have
     ``sliding_dim`` dimensions, heads of the others ``full_dim``."""
     num_layers = fields.positive("num_hidden_layers")
-    if family.ropes_differ:
-        full = _rope(fields, family, full_dim, "full_attention")
-        sliding = _rope(fields, family, sliding_dim, "sliding_attention")
+    if rules.differ:
+        full = _rope(fields, rules, full_dim, "full_attention")
+        sliding = _rope(fields, rules, sliding_dim, "sliding_attention")
         if not windows:
             return full, (full,) * num_layers
         return full, tuple(sliding if window else full for window in windows)
-    rope = _rope(fields, family, full_dim)
-    rotated = _rotated(fields, family, windows, num_layers)
+    rope = _rope(fields, rules, full_dim)
+    rotated = _rotated(fields, rules, windows, num_layers)
     if all(rotated):
         return rope, ()
     still = RopeConfig(rope.rotary_dim, kind="none", interleaved=rope.interleaved)
     return rope, tuple(rope if rotates else still for rotates in rotated)
 
 
-def _rotated(fields: ConfigFields, family: Family, windows: tuple[int, ...], num_layers: int) -> list[bool]:
+def _rotated(fields: ConfigFields, rules: RopeRules, windows: tuple[int, ...], num_layers: int) -> list[bool]:
     """For each layer, whether it rotates."""
-    if family.unrotated == "listed":
+    if rules.unrotated == "listed":
         return listed_rotations(fields, num_layers)
-    if family.unrotated == "full":
+    if rules.unrotated == "full":
         if not windows:
             return [False] * num_layers
         return [window > 0 for window in windows]
@@ -80,7 +80,7 @@ def _rope_section(fields: ConfigFields, kind: str | None) -> dict[str, Any]:
     return merged
 
 
-def _rope(fields: ConfigFields, family: Family, head_dim: int, layer_kind: str | None = None) -> RopeConfig:
+def _rope(fields: ConfigFields, rules: RopeRules, head_dim: int, layer_kind: str | None = None) -> RopeConfig:
     """Read the rotation of all layers, or of the layers of one kind."""
     rope = ConfigFields(_rope_section(fields, layer_kind), fields.source)
     kind: Any = rope.values.get("rope_type") or rope.values.get("type") or "default"
@@ -88,8 +88,8 @@ def _rope(fields: ConfigFields, family: Family, head_dim: int, layer_kind: str |
         supported = ", ".join(_ROPE_KINDS)
         raise ModelError(f"{fields.source}: rope type {shown(kind)} is not supported; supported: {supported}")
     rotary_dim = head_dim
-    if family.rotary_share is not None:
-        rotary_dim = int(head_dim * rope.number("partial_rotary_factor", family.rotary_share))
+    if rules.rotary_share is not None:
+        rotary_dim = int(head_dim * rope.number("partial_rotary_factor", rules.rotary_share))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
     max_position = fields.positive("max_position_embeddings")
@@ -102,13 +102,13 @@ def _rope(fields: ConfigFields, family: Family, head_dim: int, layer_kind: str |
     if kind == "proportional":
         proportion = rope.number("partial_rotary_factor", 1.0, least=0.0)
     query_growth = 0.0
-    if family.grows_queries:
+    if rules.grows_queries:
         query_growth = rope.number("llama_4_scaling_beta", 0.0)
     rope_config = RopeConfig(
         rotary_dim=rotary_dim,
         theta=theta,
         kind=kind,
-        interleaved=family.interleaved and rope.flag("rope_interleave", default=True),
+        interleaved=rules.interleaved and rope.flag("rope_interleave", default=True),
         factor=factor,
         original_max_position_embeddings=original,
         truncate=rope.flag("truncate", default=True),

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from nanoserve.config.model_config import LayerShape, ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerShape, MoeConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout, stage_layers, tensor_degrees
@@ -114,7 +115,7 @@ def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
         window=model.sliding_window(layer),
         sparse=model.is_sparse(layer),
         bits=tuple(matrix_bits(model, layer).items()),
-        shape=model.shapes[layer] if model.shapes else None,
+        shape=model.layers.shapes[layer] if model.layers.shapes else None,
     )
 
 
@@ -139,7 +140,7 @@ class ModelCounts:
             )
         self.heads = model.num_heads // degree
         self.kv_heads = max(1, model.num_kv_heads // degree)
-        self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
+        self.windows = tuple(sorted({window for window in model.layers.sliding_windows if window}))
         stages = self.layout.pipeline_parallel
         layers = stage_layers(model, stages, pipeline_split, divide_layers, asked=f"{stages} pipeline stages")
         self.stages = tuple(dict(Counter(_layer_kind(model, layer) for layer in stage)) for stage in layers)
@@ -148,7 +149,7 @@ class ModelCounts:
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
-        per_layer = model.num_layers * model.per_layer_input_size  # per-layer embeddings are looked up as well
+        per_layer = model.num_layers * model.embedding.per_layer_size  # per-layer embeddings are looked up as well
         self._table, self.head = (
             self._matrix(name, columns, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
             for name, columns in (("embedding", model.hidden_size + per_layer), ("head", model.hidden_size))
@@ -298,14 +299,14 @@ class ModelCounts:
         """The matrices of a layer up to the output of attention; ``matrix`` makes one."""
         degree, hidden = self.layout.tensor_parallel, model.hidden_size
         query, key = self.heads * model.head_dim, max(1, model.num_kv_heads // degree) * model.head_dim
-        if size := model.per_layer_input_size:
+        if size := model.embedding.per_layer_size:
             yield matrix("per_layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
             yield matrix("per_layer_input_up", size, hidden)
-        if model.mla is None:
+        if model.attention.mla is None:
             keys_and_values = [key] * (len(model.qkv_sizes) - 1)
             yield matrix("qkv", hidden, query, *keys_and_values)
         else:
-            mla, query = model.mla, model.mla.query_size(self.heads)
+            mla, query = model.attention.mla, model.attention.mla.query_size(self.heads)
             yield matrix("qkv", hidden, mla.q_lora_rank or query, model.head_dim)
             if mla.q_lora_rank:
                 yield matrix("query_up", mla.q_lora_rank, query)

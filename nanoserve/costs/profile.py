@@ -62,7 +62,7 @@ class ProfileFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Measured times as a file has them; the tag of a kind is its schema."""
 
 
-class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2"):
+class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/3"):
     """Times of a model on a machine. Raises ValueError for a missing setting, wrong numbers of bits or layers, or a
     device without memory."""
 

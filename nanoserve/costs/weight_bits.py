@@ -53,7 +53,7 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
     """The columns of each matrix of a layer, and the modules of its blocks of rows."""
     names, moe = checkpoint_names(model).layer, model.moe
     query_key_value = names.qkv
-    if model.mla is None:  # a layer may share keys and values, or have its keys as values
+    if model.attention.mla is None:  # a layer may share keys and values, or have its keys as values
         query_key_value = names.qkv[: len(model.qkv_sizes)]
     matrices: dict[str, tuple[int, Sequence[str]]] = {
         "qkv": (model.hidden_size, query_key_value),

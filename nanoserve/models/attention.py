@@ -34,8 +34,8 @@ class DenseCausalAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         config = self.config
-        if config.kv_sources:
-            source = config.kv_sources[layer]
+        if config.layers.kv_sources:
+            source = config.layers.kv_sources[layer]
             if source < layer:
                 key, value = self._shared[source]
             else:
@@ -52,7 +52,7 @@ class DenseCausalAttention:
             self._sequences(value),
             mask,
             scale=config.softmax_scale,
-            soft_cap=config.attention_soft_cap,
+            soft_cap=config.attention.soft_cap,
             sinks=sinks,
         )
         return attended.transpose(1, 2).reshape(self.batch * self.length, -1)
@@ -122,7 +122,7 @@ class PagedAttention:
         value_cache = self.value_caches[layer]
         batch = self.batch_of(layer)
         makes_kv = key.shape[1] > 0  # without, the layer whose keys and values these are has written them
-        if makes_kv and config.mla is None:
+        if makes_kv and config.attention.mla is None:
             cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
         elif makes_kv:  # the cache of values is empty: they are the first columns of the keys
             cache_write(key, value[..., :0], key_cache, value_cache, batch.slot_mapping)
@@ -139,7 +139,7 @@ class PagedAttention:
             batch.context_lengths,
             scale=config.softmax_scale,
             sliding_window=config.sliding_window(layer),
-            soft_cap=config.attention_soft_cap,
+            soft_cap=config.attention.soft_cap,
             sinks=sinks,
         )
         return out

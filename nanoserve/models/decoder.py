@@ -8,20 +8,20 @@ layers, and in each layer some of the heads and part of the inner size. A layer 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.config.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import MlaConfig, MoeConfig, NormKind, RopeConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
 from triton_ops import project, sparse_experts
 
 INITIAL_STANDARD_DEVIATION = 0.02
 _LATENT_EPS = 1e-6  # whatever rms_norm_eps is, as transformers has it
-NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
 
 
 class TensorParallelGroup(Protocol):
@@ -138,7 +138,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
 
 class RMSNorm(nn.Module):
     """Scale to unit root mean square over the last dimension, computed in float32 (arXiv 1910.07467); or one of the
-    other kinds of `ModelConfig.norm`."""
+    other kinds of `NormConfig`."""
 
     def __init__(self, size: int, eps: float, kind: NormKind = "rms") -> None:
         super().__init__()
@@ -173,9 +173,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = config.feed_forward.activation
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.feed_forward.bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.feed_forward.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
@@ -341,52 +341,52 @@ class DecoderLayer(nn.Module):
         self.group = group
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        if config.attention_norm and config.norms != "after":
+        if config.norms.before_attention and config.norms.places != "after":
             self.attention_norm = self._norm(config.hidden_size)
         else:
             self.attention_norm = cast(RMSNorm, nn.Identity())
         self._make_attention()
-        if config.norms in ("before", "around"):
+        if config.norms.places in ("before", "around"):
             self.feed_forward_norm = self._norm(config.hidden_size)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(index):
             self.feed_forward = MixtureOfExperts(config, config.moe)
         else:
             self.feed_forward = FeedForward(config)
-        if config.norms in ("around", "after"):
+        if config.norms.places in ("around", "after"):
             self.attention_output_norm = self._norm(config.hidden_size)
             self.feed_forward_output_norm = self._norm(config.hidden_size)
-        if config.layer_scale:
+        if config.norms.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
-        if config.per_layer_input_size:
-            self.input_gate = Linear(config.hidden_size, config.per_layer_input_size, bias=False)
-            self.input_up = Linear(config.per_layer_input_size, config.hidden_size, bias=False)
+        if config.embedding.per_layer_size:
+            self.input_gate = Linear(config.hidden_size, config.embedding.per_layer_size, bias=False)
+            self.input_up = Linear(config.embedding.per_layer_size, config.hidden_size, bias=False)
             self.input_norm = self._norm(config.hidden_size)
 
     def _norm(self, size: int) -> RMSNorm:
         """Make a norm of the family's kind."""
-        return RMSNorm(size, self.config.rms_norm_eps, self.config.norm)
+        return RMSNorm(size, self.config.norms.eps, self.config.norms.kind)
 
     def _make_attention(self) -> None:
         """Make the matrices and norms of attention."""
         config = self.config
-        if config.mla is not None:
-            self.latent = MultiHeadLatentAttention(config, config.mla)
+        if config.attention.mla is not None:
+            self.latent = MultiHeadLatentAttention(config, config.attention.mla)
             width = sum(self.latent.sizes)
         else:
             width = sum(config.qkv_sizes)
-        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
-        if config.qk_norm:
+        self.qkv = Linear(config.hidden_size, width, bias=config.attention.qkv_bias)
+        if config.attention.qk_norm:
             query_size = key_size = config.head_dim
-            if config.qk_norm_spans_heads:
+            if config.attention.qk_norm_spans_heads:
                 query_size = self.query_size
                 key_size = self.kv_size
             self.query_norm = self._norm(query_size)
-            if config.has_kv:
+            if config.attention.has_kv:
                 self.key_norm = self._norm(key_size)
-        if config.attention_sinks:
+        if config.attention.sinks:
             self.sinks = nn.Parameter(torch.zeros(config.num_heads))
-        self.output = Linear(config.output_size, config.hidden_size, bias=config.output_bias)
+        self.output = Linear(config.output_size, config.hidden_size, bias=config.attention.output_bias)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
@@ -394,11 +394,11 @@ class DecoderLayer(nn.Module):
         own a layer returns them without heads."""
         config = self.config
         projected = self.qkv(self.attention_norm(hidden))
-        if config.mla is not None:
+        if config.attention.mla is not None:
             return self.latent.absorb(projected, cos, sin)
-        if not config.has_kv:
+        if not config.attention.has_kv:
             query = projected.view(-1, config.num_heads, config.head_dim)
-            if config.qk_norm:
+            if config.attention.qk_norm:
                 query = self.query_norm(query)
             query = rotate(query, cos, sin, config.rope)
             return query, query[:, :0], query[:, :0]
@@ -406,16 +406,16 @@ class DecoderLayer(nn.Module):
         query = parts[0]
         key = parts[1]
         value = parts[-1]  # the key, where one matrix makes both
-        if config.qk_norm_spans_heads:
+        if config.attention.qk_norm_spans_heads:
             query, key = self._norm_all_heads(query, key)
         query = query.view(-1, config.num_heads, config.head_dim)
         key = key.view(-1, config.num_kv_heads, config.head_dim)
         value = value.view(-1, config.num_kv_heads, config.head_dim)
-        if config.qk_norm and not config.qk_norm_spans_heads:
+        if config.attention.qk_norm and not config.attention.qk_norm_spans_heads:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        if config.value_norm:
-            normed = functional.rms_norm(value.float(), value.shape[-1:], eps=config.rms_norm_eps)
+        if config.attention.value_norm:
+            normed = functional.rms_norm(value.float(), value.shape[-1:], eps=config.norms.eps)
             value = normed.to(value.dtype)
         if config.rope.query_growth:
             query = rotate(query, cos[:, 1:], sin[:, 1:], config.rope)
@@ -446,22 +446,22 @@ class DecoderLayer(nn.Module):
         """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T, hidden_size]; `between_sums`
         may be compiled."""
         config = self.config
-        if config.mla is not None:
+        if config.attention.mla is not None:
             attention_output = self.latent.expand(attention_output)
         attended = self.output(attention_output)
-        if config.norms == "shared":
+        if config.norms.places == "shared":
             fed = self.feed_forward(self.attention_norm(residual))
             return residual + self.group.all_reduce(attended + fed)
         if between_sums is None:
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
-        if config.norms in ("around", "after"):
+        if config.norms.places in ("around", "after"):
             fed = self.feed_forward_output_norm(fed)
         # The sum is in float32 so that torch's compiler does not join it with the product before it: a GPU would copy
         # the residual first, and take a slower product.
         output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
-        if config.layer_scale and not config.per_layer_input_size:
+        if config.norms.layer_scale and not config.embedding.per_layer_size:
             output = output * self.scale
         return output
 
@@ -471,14 +471,14 @@ class DecoderLayer(nn.Module):
         gate = functional.gelu(self.input_gate(hidden), approximate="tanh")
         added = self.input_up(gate * per_layer_input)
         output: Tensor = hidden + self.input_norm(added)
-        if self.config.layer_scale:
+        if self.config.norms.layer_scale:
             output = output * self.scale
         return output
 
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """From one sum over the group to the next: attended and residual [T, hidden_size] -> this rank's addend of the
         feed-forward part, and the residual that the sum is added to, [T, hidden_size] each."""
-        norms = self.config.norms
+        norms = self.config.norms.places
         if norms in ("around", "after"):
             attended = self.attention_output_norm(attended)
         residual = residual + attended
@@ -496,7 +496,7 @@ class DecoderLayer(nn.Module):
     def attend(self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run attention on the results of `pre_attention`; returns the first argument of `post_attention`."""
         sinks = None
-        if self.config.attention_sinks:
+        if self.config.attention.sinks:
             sinks = self.sinks.float()
         return attention(self.index, query, key, value, sinks)
 
@@ -515,12 +515,12 @@ class PerLayerEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, rows: int, first_row: int) -> None:
         super().__init__()
-        self.size = config.per_layer_input_size
+        self.size = config.embedding.per_layer_size
         self.scale = config.hidden_size**-0.5
         width = config.num_layers * self.size
         self.embedding = VocabParallelEmbedding(rows, width, first_row=first_row)
         self.projection = Linear(config.hidden_size, width, bias=False)
-        self.norm = RMSNorm(self.size, config.rms_norm_eps, config.norm)
+        self.norm = RMSNorm(self.size, config.norms.eps, config.norms.kind)
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T, num_layers, size]"""
@@ -569,12 +569,12 @@ class Decoder(nn.Module):
         rows = divided(config.vocab_size, shard.degree)
         if self.is_first:
             self.embedding = VocabParallelEmbedding(rows, config.hidden_size, first_row=shard.rank * rows)
-            if config.per_layer_input_size:
+            if config.embedding.per_layer_size:
                 self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
         self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
         self.layers = nn.ModuleList(DecoderLayer(config, index, group) for index in range(config.num_layers))
         if self.is_last:
-            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm)
+            self.final_norm = RMSNorm(config.hidden_size, config.norms.eps, config.norms.kind)
             self.lm_head = Linear(config.hidden_size, rows, bias=False)
         self.rotary.to(self.device)
         if initialize:
@@ -615,7 +615,7 @@ class Decoder(nn.Module):
         """
         hidden, angles = self.embed(inputs, positions)
         per_layer_inputs = None
-        if self.config.per_layer_input_size:
+        if self.config.embedding.per_layer_size:
             embedded = self._look_up(self.per_layer_embeddings.embedding, inputs)
             per_layer_inputs = self.per_layer_embeddings(embedded, hidden)
         for layer in cast(Iterable[DecoderLayer], self.layers):
@@ -656,9 +656,9 @@ class Decoder(nn.Module):
         if gathered is None:
             return hidden.new_empty(0, config.vocab_size, dtype=torch.float32)
         logits = gathered[:, : config.vocab_size].float()
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        cap = config.logit_soft_cap
+        if config.logits.scale != 1.0:
+            logits = logits * config.logits.scale
+        cap = config.logits.soft_cap
         if cap:
             logits = (logits / cap).tanh() * cap
         return logits
@@ -681,7 +681,7 @@ class Decoder(nn.Module):
 
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         hidden = self._look_up(self.embedding, token_ids)
-        scale = self.config.embedding_scale
+        scale = self.config.embedding.scale
         if scale == 1.0:
             return hidden
         rounded = torch.tensor(scale, dtype=hidden.dtype)  # as models are trained with it

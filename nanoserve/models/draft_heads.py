@@ -39,7 +39,8 @@ class EagleHead(Decoder):
 
     def __init__(self, config: ModelConfig, target: Decoder, *, biased: bool = False) -> None:
         """`config` describes the head's one layer. Its embedding and lm_head are the target's."""
-        super().__init__(replace(config, attention_norm=False), initialize=False)
+        norms = replace(config.norms, before_attention=False)
+        super().__init__(replace(config, norms=norms), initialize=False)
         self.rotary.to(target.device)
         self.embedding, self.lm_head = target.embedding, target.lm_head
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=biased)
@@ -75,7 +76,7 @@ class Eagle3Head(EagleHead):
         self.feature_layers = feature_layers
         self.fc = Linear(len(feature_layers) * target.config.hidden_size, config.hidden_size, bias=False)
         self.layers[0] = PairLayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norms.eps)
         self.lm_head = Linear(config.hidden_size, len(targets), bias=False)
         self.register_buffer("targets", targets, persistent=False)
 
@@ -111,8 +112,8 @@ class PairLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
-        self.attention_norm = cast(RMSNorm, PairNorm(config.hidden_size, config.rms_norm_eps))
-        self.qkv = Linear(2 * config.hidden_size, self.qkv.out_features, bias=config.qkv_bias)
+        self.attention_norm = cast(RMSNorm, PairNorm(config.hidden_size, config.norms.eps))
+        self.qkv = Linear(2 * config.hidden_size, self.qkv.out_features, bias=config.attention.qkv_bias)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)

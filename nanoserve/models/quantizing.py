@@ -172,7 +172,7 @@ def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence
         raise UsageError(
             f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
         )
-    if recipe.method == "awq" and config.norms not in ("before", "around"):
+    if recipe.method == "awq" and config.norms.places not in ("before", "around"):
         raise UsageError(
             f"--method awq needs norms before both parts of a layer, which {config.family} has not; choose gptq"
         )

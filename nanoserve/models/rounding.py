@@ -195,7 +195,7 @@ def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics],
     value_scales = output_scales[:, 0].flatten()
     _divide_rows(layer.qkv, layer.query_size + layer.kv_size, value_scales)
     stored_less = 0.0
-    if config.norm == "rms_plus_one":
+    if config.norms.kind == "rms_plus_one":
         stored_less = 1.0
     for norm, linear, name in (
         (layer.attention_norm, layer.qkv, "qkv"),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import stage_layers, tensor_degrees
@@ -132,10 +133,10 @@ def make_shards(
 
 def _check_stages(config: ModelConfig, stages: Sequence[range], told: str) -> None:
     """Raise UsageError if stages part layers that need each other."""
-    if config.per_layer_input_size and len(stages) > 1:
+    if config.embedding.per_layer_size and len(stages) > 1:
         raise UsageError(f"{told}: all layers of this {config.family} read the tokens, so they are one stage")
     for layers in stages:
-        sources = config.kv_sources[layers.start : layers.stop]
+        sources = config.layers.kv_sources[layers.start : layers.stop]
         if not all(source in layers for source in sources):
             raise UsageError(f"{told}: layers that share keys and values must be in one stage; choose --pp-split")
 
@@ -152,24 +153,27 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             shared_size=config.inner_part(moe.shared_size, degree),
         )
     shapes = []
-    for shape in config.shapes[layers.start : layers.stop]:
+    for shape in config.layers.shapes[layers.start : layers.stop]:
         own_shape = shape._replace(
             num_kv_heads=max(1, shape.num_kv_heads // degree),
             intermediate_size=config.inner_part(shape.intermediate_size, degree),
         )
         shapes.append(own_shape)
-    sources = config.kv_sources[layers.start : layers.stop]
+    sources = config.layers.kv_sources[layers.start : layers.stop]
+    differences = LayerDifferences(
+        sliding_windows=config.layers.sliding_windows[layers.start : layers.stop],
+        kv_sources=tuple(source - layers.start for source in sources),
+        ropes=config.layers.ropes[layers.start : layers.stop],
+        shapes=tuple(shapes),
+    )
     part = replace(
         config,
         num_layers=len(layers),
         num_heads=config.num_heads // degree,
         num_kv_heads=max(1, config.num_kv_heads // degree),
         intermediate_size=config.inner_part(config.intermediate_size, degree),
-        ropes=config.ropes[layers.start : layers.stop],
-        sliding_windows=config.sliding_windows[layers.start : layers.stop],
-        kv_sources=tuple(source - layers.start for source in sources),
-        shapes=tuple(shapes),
         moe=moe,
+        layers=differences,
     )
     if degree == 1 and part.num_layers == config.num_layers:
         return part

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nanoserve.config.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
-from nanoserve.config.model_config import MlaConfig, ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import MlaConfig, MoeConfig
 from nanoserve.models.shards import Shard, divided
 
 _FANNING_IN = frozenset({"output", "down"})
@@ -100,7 +101,7 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
     embedding, head = tied_parts(config)
     hidden = config.hidden_size
     yield embedding
-    size = config.per_layer_input_size
+    size = config.embedding.per_layer_size
     if size:
         width = config.num_layers * size
         table, projection, norm = names.per_layer_embeddings
@@ -154,11 +155,11 @@ def may_be_ignored(name: str, config: ModelConfig) -> bool:
     if _CACHE_SCALES.search(name):
         return True
     drafting_layer = names.layer_prefix.format(config.num_layers)
-    if config.mla is not None and name.startswith(drafting_layer):
+    if config.attention.mla is not None and name.startswith(drafting_layer):
         return True
     if config.tensor_names == "multimodal" and not name.startswith(("model.layers.", "lm_head.")):
         return True
-    for layer, shape in enumerate(config.shapes):
+    for layer, shape in enumerate(config.layers.shapes):
         attention = f"model.layers.{layer}.self_attn."
         if not shape.has_kv and name.startswith((attention + "k_", attention + "v_")):
             return True
@@ -173,52 +174,52 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     target = f"layers.{index}."
     hidden = config.hidden_size
     yield from _norm_parts(config, layer, prefix, target)
-    if config.attention_sinks:
+    if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
-    if config.layer_scale:
+    if config.norms.layer_scale:
         yield TensorPart(prefix + layer.scale, target + "scale", (1,))
-    if config.per_layer_input_size:
-        size = config.per_layer_input_size
+    if config.embedding.per_layer_size:
+        size = config.embedding.per_layer_size
         yield TensorPart(f"{prefix}{layer.input_gate}.weight", target + "input_gate.weight", (size, hidden))
         yield TensorPart(f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size))
-    if config.mla is not None:
-        yield from _latent_parts(config, config.mla, layer, prefix, target)
+    if config.attention.mla is not None:
+        yield from _latent_parts(config, config.attention.mla, layer, prefix, target)
     else:
         sizes = config.qkv_sizes
         qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
-        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.qkv_bias)
+        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.attention.qkv_bias)
     output_name = prefix + layer.output
-    yield from _rows([output_name], target + "output", (hidden,), config.output_size, bias=config.output_bias)
+    yield from _rows([output_name], target + "output", (hidden,), config.output_size, bias=config.attention.output_bias)
     target += "feed_forward."
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target, hidden)
         return
     inner = config.intermediate_size
     gate_up_names = [prefix + name for name in layer.gate_up]
-    yield from _rows(gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.mlp_bias)
-    yield from _rows([prefix + layer.down], target + "down", (hidden,), inner, bias=config.mlp_bias)
+    yield from _rows(gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.feed_forward.bias)
+    yield from _rows([prefix + layer.down], target + "down", (hidden,), inner, bias=config.feed_forward.bias)
 
 
 def _norm_parts(config: ModelConfig, layer: LayerNames, prefix: str, target: str) -> Iterator[TensorPart]:
     """The weights of a layer's norms."""
     hidden = config.hidden_size
     norms: dict[str, tuple[str, int]] = {}
-    if config.norms in ("before", "around"):
+    if config.norms.places in ("before", "around"):
         norms["feed_forward_norm"] = (layer.feed_forward_norm, hidden)
-    if config.attention_norm and config.norms != "after":
+    if config.norms.before_attention and config.norms.places != "after":
         norms["attention_norm"] = (layer.attention_norm, hidden)
-    if config.norms in ("around", "after"):
+    if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
-    if config.qk_norm:
+    if config.attention.qk_norm:
         query_size = key_size = config.head_dim
-        if config.qk_norm_spans_heads:
+        if config.attention.qk_norm_spans_heads:
             query_size = config.num_heads * config.head_dim
             key_size = config.num_kv_heads * config.head_dim
         norms["query_norm"] = (layer.query_norm, query_size)
-        if config.has_kv:
+        if config.attention.has_kv:
             norms["key_norm"] = (layer.key_norm, key_size)
-    if config.per_layer_input_size:
+    if config.embedding.per_layer_size:
         norms["input_norm"] = (layer.input_norm, hidden)
     for parameter, (name, size) in norms.items():
         yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
@@ -242,11 +243,11 @@ def _latent_parts(
     query_name, latent_name = layer.qkv
     hidden = config.hidden_size
     # Queries that are made of the hidden state itself have no bias, whatever attention_bias says; theirs stays zero.
-    query_bias = config.qkv_bias and mla.q_lora_rank > 0
+    query_bias = config.attention.qkv_bias and mla.q_lora_rank > 0
     target += "qkv"
     yield from _rows([prefix + query_name], target, (first_rows,), hidden, bias=query_bias)
     yield from _rows(
-        [prefix + latent_name], target, (config.head_dim,), hidden, bias=config.qkv_bias, first_row=first_rows
+        [prefix + latent_name], target, (config.head_dim,), hidden, bias=config.attention.qkv_bias, first_row=first_rows
     )
 
 
@@ -393,8 +394,8 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
         return (_evenly(config.num_heads, shard),)
     if matrix in _FEED_FORWARD:
         return _feed_forward_blocks(matrix, part, config, shard)
-    if config.mla is not None:
-        return _latent_blocks(matrix, config, config.mla, shard)
+    if config.attention.mla is not None:
+        return _latent_blocks(matrix, config, config.attention.mla, shard)
     return _attention_blocks(matrix, config, shard)
 
 
@@ -413,9 +414,9 @@ def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_
     if matrix == "qkv":
         blocks = (query, key, key)
         return blocks[: len(config.qkv_sizes)]
-    if config.qk_norm_spans_heads and matrix == "query_norm":
+    if config.attention.qk_norm_spans_heads and matrix == "query_norm":
         return (query,)
-    if config.qk_norm_spans_heads and matrix == "key_norm":
+    if config.attention.qk_norm_spans_heads and matrix == "key_norm":
         return (key,)
     return ()
 

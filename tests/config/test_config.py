@@ -2,15 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanoserve.config.model_config import ModelConfig, RopeConfig, SamplingDefaults
-from nanoserve.config.published_shapes import published_shapes
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults
+from nanoserve.config.model_parts import AttentionConfig, LayerDifferences, NormConfig, RopeConfig
+from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import RotaryEmbedding
 from tests.oracle.checkpoints import FAMILIES
@@ -41,7 +44,37 @@ def test_a_llama_config_says_what_it_says() -> None:
     assert (config.head_dim, config.group_size, config.eos_token_ids, config.bos_token_id) == (16, 2, (2, 7), 1)
     assert config.dtype == "bfloat16"
     assert config.rope == RopeConfig(rotary_dim=16, theta=10000.0, original_max_position_embeddings=256)
-    assert not (config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.moe or config.sliding_windows)
+    assert config.norms == NormConfig(eps=1e-5)
+    assert config.attention == AttentionConfig() and config.layers == LayerDifferences()
+    assert not config.tie_word_embeddings and config.moe is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("llama-2-7b", set()),
+        ("mistral-7b", set()),
+        ("qwen3-8b", {"attention"}),
+        ("qwen3-30b-a3b", {"attention", "moe"}),
+        ("gpt-oss-20b", {"attention", "moe", "layers"}),
+        ("olmo-3-7b", {"attention", "norms", "layers"}),
+        ("deepseek-v3", {"attention", "moe"}),
+        ("gemma-3-27b", {"attention", "norms", "feed_forward", "embedding", "layers"}),
+    ],
+)
+def test_a_model_differs_from_llama_in_the_parts_that_its_paper_names(name: str, parts: set[str]) -> None:
+    """Norms are compared but for their eps."""
+    config, llama_config = load_shape(name), load_shape("llama-3.1-8b")
+    config = replace(config, norms=replace(config.norms, eps=llama_config.norms.eps))
+    grouped = ("attention", "norms", "feed_forward", "moe", "embedding", "logits", "layers")
+    assert {part for part in grouped if getattr(config, part) != getattr(llama_config, part)} == parts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_of_each_family_is_read_back_as_it_was_written(family: str) -> None:
+    """Profiles and compiling processes have configs as JSON."""
+    config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ModelConfig) == config
 
 
 @pytest.mark.parametrize(
@@ -113,11 +146,11 @@ def test_yarn_sharpens_the_scores_of_latents() -> None:
 
 def test_qwen_windows_start_at_max_window_layers_when_switched_on() -> None:
     sliding = {"sliding_window": 8, "max_window_layers": 2}
-    assert ModelConfig.from_hf(qwen2(**sliding)).sliding_windows == ()
+    assert ModelConfig.from_hf(qwen2(**sliding)).layers.sliding_windows == ()
     switched_on = ModelConfig.from_hf(qwen2(**sliding, use_sliding_window=True))
-    assert switched_on.sliding_windows == (0, 0, 8, 8)
+    assert switched_on.layers.sliding_windows == (0, 0, 8, 8)
     listed = qwen2(**sliding, use_sliding_window=True, layer_types=["sliding_attention", *["full_attention"] * 3])
-    assert ModelConfig.from_hf(listed).sliding_windows == (8, 0, 0, 0)
+    assert ModelConfig.from_hf(listed).layers.sliding_windows == (8, 0, 0, 0)
 
 
 def test_layer_types_that_do_not_fit_are_refused() -> None:
@@ -192,13 +225,13 @@ def test_gemma_3_stretches_its_full_layers_and_turns_the_others_faster() -> None
     """As its config.json says it: a pattern, a local base, and a scaling that does not say whose it is."""
     published = {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     config = ModelConfig.from_hf(gemma3(**published, rope_scaling={"rope_type": "linear", "factor": 8.0}))
-    assert config.sliding_windows == (8, 8, 0, 8)
-    assert [(rope.theta, rope.kind, rope.factor) for rope in config.ropes] == [
+    assert config.layers.sliding_windows == (8, 8, 0, 8)
+    assert [(rope.theta, rope.kind, rope.factor) for rope in config.layers.ropes] == [
         *[(1e4, "default", 1.0)] * 2,
         (1e6, "linear", 8.0),
         (1e4, "default", 1.0),
     ]
-    assert config.attention_scale == 256**-0.5 and config.embedding_scale == 8.0 and config.head_dim == 256
+    assert config.attention.scale == 256**-0.5 and config.embedding.scale == 8.0 and config.head_dim == 256
 
 
 def test_mistral_slides_unless_null_says_otherwise() -> None:

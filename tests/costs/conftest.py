@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.config.model_config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import MoeConfig
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import Device, Link, Machine
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
@@ -90,7 +91,7 @@ def test_bits_scale_the_bytes_they_are_about() -> None:
 
 
 def test_a_sliding_window_bounds_what_a_row_sees() -> None:
-    model = tiny_model(sliding_windows=(0, 4))
+    model = tiny_model(layers=LayerDifferences(sliding_windows=(0, 4)))
     counts = ModelCounts(model)
     work = StepWork.of([3, 9], [(0, 6)], windows=counts.windows)
     assert work.windowed_decode_context == (3 + 4,)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.hardware import Efficiency
 from nanoserve.costs.profile import (
@@ -42,7 +43,7 @@ def test_a_step_worked_by_hand() -> None:
 
 def test_windows_bound_what_attention_reads() -> None:
     """One layer sees 20 positions, the other all."""
-    times = MeasuredTimes(made_up_profile(tiny_model(sliding_windows=(20, 0))))
+    times = MeasuredTimes(made_up_profile(tiny_model(layers=LayerDifferences(sliding_windows=(20, 0)))))
     decode = times.work([50])
     assert times.stage_seconds(decode) == pytest.approx(2 + 0.5 + 0.2 + 1)
     without = 40 * 2 + 1

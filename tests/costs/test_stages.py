@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.config.model_config import MoeConfig
+from nanoserve.config.model_parts import LayerDifferences, MoeConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.costs.counts import divide, divide_layers
 from nanoserve.costs.hardware import load_machine
@@ -82,7 +82,7 @@ def test_layers_that_cost_more_make_a_stage_of_fewer() -> None:
     sizes = divide_layers(replace(MODEL, vocab_size=1000, moe=moe), 2)
     assert sizes[0] > sizes[1]
     windows = (0,) * 8 + (16,) * 8  # the second half reads fewer keys
-    assert divide_layers(replace(MODEL, vocab_size=1000, sliding_windows=windows), 2)[0] < 8
+    assert divide_layers(replace(MODEL, vocab_size=1000, layers=LayerDifferences(sliding_windows=windows)), 2)[0] < 8
 
 
 @pytest.mark.parametrize(("stages", "expected"), [(2, (2, 2)), (3, (1, 1, 2)), (4, (1, 1, 1, 1))])

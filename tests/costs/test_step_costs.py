@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
 from nanoserve.costs.counts import ModelCounts, Precision
@@ -24,7 +25,7 @@ REAL = {
     "dense": (load_shape("qwen2.5-14b"), load_machine("gllm-l20"), ParallelLayout(tensor_parallel=2)),
     "experts": (load_shape("qwen3-30b-a3b"), load_machine("h100"), ParallelLayout(pipeline_parallel=2)),
     "windows": (
-        replace(load_shape("qwen3-0.6b"), sliding_windows=(512, 0) * 14),
+        replace(load_shape("qwen3-0.6b"), layers=LayerDifferences(sliding_windows=(512, 0) * 14)),
         load_machine("xeon-2-cores"),
         ParallelLayout(),
     ),

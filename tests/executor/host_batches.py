@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
 from nanoserve.models.attention import AttentionBatch
 from tests.executor.small_model import small_config
@@ -54,7 +55,7 @@ def host_batch(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        sliding_windows=(window,) * LAYERS,
+        layers=LayerDifferences(sliding_windows=(window,) * LAYERS),
     )
     batch = build(
         [Row(1, context) for context in contexts],

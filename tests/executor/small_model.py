@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanoserve.config.model_config import ModelConfig, RopeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences, RopeConfig
 from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
@@ -37,9 +38,8 @@ def small_config(*, sliding_window: int = 0) -> ModelConfig:
         num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=128,
-        rms_norm_eps=1e-6,
         rope=RopeConfig(rotary_dim=8),
-        sliding_windows=(sliding_window, sliding_window),
+        layers=LayerDifferences(sliding_windows=(sliding_window, sliding_window)),
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from nanoserve.config.model_config import MoeConfig, RopeConfig
+from nanoserve.config.model_parts import AttentionConfig, LayerDifferences, MoeConfig, NormConfig, RopeConfig
 from nanoserve.executor.compile.aot_build import layer_kind
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
@@ -112,11 +112,11 @@ def test_a_library_belongs_to_a_kind_of_layer_and_a_number_of_threads(decoder: D
 
     usual = keys()
     assert len(usual) == 1
-    assert keys(num_layers=5, vocab_size=99, sliding_windows=()) == usual
+    assert keys(num_layers=5, vocab_size=99, layers=LayerDifferences()) == usual
     rope = RopeConfig(rotary_dim=8, theta=5.0, kind="linear", factor=2.0)
     assert keys(rope=rope) == usual
-    assert keys(rms_norm_eps=1e-5).isdisjoint(usual)
-    assert len(keys(sliding_windows=(0, 7))) == 2
+    assert keys(norms=NormConfig(eps=1e-5)).isdisjoint(usual)
+    assert len(keys(layers=LayerDifferences(sliding_windows=(0, 7)))) == 2
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -135,7 +135,7 @@ def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> Non
 
 def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
     def keys(block_size: int, *windows: int) -> set[str]:
-        changed = small_decoder(replace(decoder.config, sliding_windows=windows))
+        changed = small_decoder(replace(decoder.config, layers=LayerDifferences(sliding_windows=windows)))
         layers = LayerRunner.ahead_of_time(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
         return {library.shelf.key for library in layers.libraries if library.shelf.kind.part != "layer"}
 
@@ -151,8 +151,10 @@ def test_pieces_run_eagerly_as_long_as_they_are_not_loaded(decoder: Decoder) -> 
 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:
     moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({1}))
-    config = replace(small_config(sliding_window=5), moe=moe, qk_norm=True, norms="around", qkv_bias=True)
+    attention = AttentionConfig(qkv_bias=True, qk_norm=True)
+    norms = NormConfig(places="around")
+    config = replace(small_config(sliding_window=5), moe=moe, attention=attention, norms=norms)
     dense, sparse = (layer_kind("layer", config, index).config for index in range(2))
     assert dense.moe is None and sparse.is_sparse(0) and sparse.sliding_window(0) == 5
-    assert dense.qk_norm and dense.norms == "around" and dense.qkv_bias
+    assert dense.attention.qk_norm and dense.norms.places == "around" and dense.attention.qkv_bias
     assert msgspec.json.decode(msgspec.json.encode(sparse), type=type(sparse)) == sparse

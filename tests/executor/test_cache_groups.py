@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
 
-from nanoserve.config.model_config import LayerShape, ModelConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences, LayerShape
 from nanoserve.engine.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -42,7 +42,8 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, n=3, frequency_penalty=0
 
 def windowed(name: str) -> Decoder:
     """With two shapes, layers with a window cache half as much, and the last two share what earlier ones cache."""
-    windows, config, shared = WINDOWS[name], small_config(), dict[str, Any]()
+    windows, config = WINDOWS[name], small_config()
+    layers = LayerDifferences(sliding_windows=windows)
     if name == "two shapes":
         sources = (0, 1, 2, 3, 4, 5, 4, 5)
         size, heads, inner = config.head_dim, config.num_kv_heads, config.intermediate_size
@@ -50,8 +51,8 @@ def windowed(name: str) -> Decoder:
             LayerShape(size if window else 2 * size, heads, inner, values_are_keys=not window, has_kv=own == layer)
             for layer, (own, window) in enumerate(zip(sources, windows, strict=True))
         )
-        shared = {"kv_sources": sources, "shapes": shapes}
-    return small_decoder(replace(config, num_layers=len(windows), sliding_windows=windows, **shared))
+        layers = replace(layers, kv_sources=sources, shapes=shapes)
+    return small_decoder(replace(config, num_layers=len(windows), layers=layers))
 
 
 class Watched:

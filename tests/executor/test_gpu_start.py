@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoserve import LLM
-from nanoserve.config.model_config import MoeConfig
+from nanoserve.config.model_parts import LayerDifferences, MoeConfig
 from nanoserve.engine import assembly
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
@@ -143,7 +143,7 @@ def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: Fak
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=12, block_size=4)
     moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({0}))
     for dtype, graphs in ((torch.float32, 0), (torch.bfloat16, 2)):
-        model = replace(small_config(), num_layers=1, sliding_windows=(0,), moe=moe)
+        model = replace(small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)), moe=moe)
         decoder = Decoder(model).to(dtype).requires_grad_(False)
         start = GpuStart(decoder, config, CPU)  # which counts as a GPU of generation 9
         start.measure(128, None)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -21,7 +22,7 @@ from nanoserve.executor.workers.group import SharedFiles
 from nanoserve.models.shards import make_shards, whole_model
 from tests.executor.small_model import small_config
 
-CONFIG = replace(small_config(), num_layers=4, num_heads=8, num_kv_heads=2, sliding_windows=())
+CONFIG = replace(small_config(), num_layers=4, num_heads=8, num_kv_heads=2, layers=LayerDifferences())
 BLOCK_BYTES = 2 * 4 * 2 * 8 * 4 * 4
 """Keys and values, layers, heads, head_dim, tokens, bytes of a float32."""
 in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere they are files")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
@@ -24,7 +25,7 @@ PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0)).in_one_group()
+    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))).in_one_group()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
@@ -39,7 +40,7 @@ FINAL_CHUNK = 6
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0)).in_one_group()
+    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))).in_one_group()
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
 def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_done() -> None:
     """Two groups of two layers share two tensors: one leaves behind layer 1, the other behind layer 3, and both without
     the block that lies behind the window."""
-    config = replace(small_config(), num_layers=4, sliding_windows=(0, 3, 0, 3))
+    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(0, 3, 0, 3)))
     assert config.cache_groups.places == ((0, 0), (1, 0), (0, 1), (1, 1))
     decoder = small_decoder(config).requires_grad_(False)
     pool = HostPool.of_one_process(config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)

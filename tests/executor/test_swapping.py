@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.executor.kv_transfer.gpu_staging import as_blocks
 from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.kv_transfer.swapping import BlockMover, LayerMarks, Swapper
@@ -18,7 +19,7 @@ from nanoserve.models.shards import Shard, make_shards, shard_config
 from nanoserve.scheduler.optional import Swap
 from tests.executor.small_model import small_config
 
-CONFIG = replace(small_config(), num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4, sliding_windows=())
+CONFIG = replace(small_config(), num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4, layers=LayerDifferences())
 BLOCK_SIZE, DEVICE_BLOCKS, HOST_BLOCKS = 3, 9, 12
 CPU = torch.device("cpu")
 LAYOUTS = {"P1": (1, 1), "P2": (2, 1), "P4": (4, 1), "T2": (1, 2), "T4": (1, 4), "T8": (1, 8), "T2P2": (2, 2)}

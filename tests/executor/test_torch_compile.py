@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from nanoserve.config.model_config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import AttentionConfig, LayerDifferences, MoeConfig, NormConfig
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.executor.step.staging import HostBuffer
@@ -58,10 +59,20 @@ def caches(config: ModelConfig, num_blocks: int) -> Caches:
     return Caches(keys, values)
 
 
+def bent_config(windows: tuple[int, ...]) -> ModelConfig:
+    return replace(
+        small_config(),
+        num_layers=3,
+        attention=AttentionConfig(qkv_bias=True, qk_norm=True),
+        norms=NormConfig(places="around"),
+        moe=SPARSE,
+        layers=LayerDifferences(sliding_windows=windows),
+    ).in_one_group()
+
+
 def test_two_graphs_per_kind_of_layer_equal_eager() -> None:
     """The first and the last of three layers are of one kind."""
-    options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
-    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options).in_one_group()
+    config = bent_config(windows=(0, 5, 0))
     decoder = small_decoder(config).requires_grad_(False)
     layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
@@ -77,8 +88,7 @@ def test_two_graphs_per_kind_of_layer_equal_eager() -> None:
 
 def test_two_graphs_per_piece_serve_batches_of_any_size() -> None:
     """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts in one."""
-    options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
-    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options).in_one_group()
+    config = bent_config(windows=(0, 5, 5))
     decoder = small_decoder(config).requires_grad_(False)
     layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
@@ -109,7 +119,7 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
         def gather(self, tensor: Tensor) -> Tensor:
             return torch.cat((tensor, tensor), dim=1)
 
-    config = replace(small_config(), num_layers=1, sliding_windows=(0,))
+    config = replace(small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)))
     (shard, _) = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     decoder = Decoder(config, shard=shard, group=Twin()).requires_grad_(False).eval()
     layers, step = LayerRunner.torch_compile(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
@@ -140,8 +150,8 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
 
 def test_more_kinds_of_layers_than_dynamo_compiles_of_one_function_stay_compiled() -> None:
     """Dynamo stops at 8 for each code object, and here at 2."""
-    config = replace(small_config(), num_layers=4, sliding_windows=(1, 2, 3, 4)).in_one_group()
-    decoder = small_decoder(config)
+    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(1, 2, 3, 4)))
+    decoder = small_decoder(config.in_one_group())
     decoder.requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend="eager")
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=2):
@@ -178,7 +188,7 @@ def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(caplog: pyt
             raise ValueError("not this one")
         return graph.forward
 
-    config = replace(small_config(), num_layers=4, sliding_windows=(3, 5, 7, 5)).in_one_group()
+    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(3, 5, 7, 5))).in_one_group()
     decoder = small_decoder(config).requires_grad_(False)
     layers, step = LayerRunner.torch_compile(decoder, backend=second_fails), step_of(2, 9, torch.Generator())
     with torch.inference_mode():

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoserve.config.model_config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, MixtureOfExperts
 from tests.executor.small_model import small_config
@@ -30,11 +31,11 @@ def layer_caches(config: ModelConfig, num_blocks: int, block_size: int) -> tuple
     for layer in range(config.num_layers):
         own = config.of_layer(layer)
         shape = (num_blocks, own.num_kv_heads, block_size, own.head_dim)
-        values = shape if own.mla is None else (*shape[:3], 0)
-        if own.has_kv:
+        values = shape if own.attention.mla is None else (*shape[:3], 0)
+        if own.attention.has_kv:
             caches.append((torch.full(shape, torch.nan), torch.full(values, torch.nan)))
         else:
-            caches.append(caches[config.kv_sources[layer]])
+            caches.append(caches[config.layers.kv_sources[layer]])
     keys, values = zip(*caches, strict=True)
     return list(keys), list(values)
 

@@ -52,8 +52,9 @@ def tiny_config(directory: Path) -> str:
 def test_every_shape_is_a_valid_model_of_the_published_size(name: str) -> None:
     config = dummy_config(f"dummy:{name}")
     built = config
-    if not config.shapes:  # all layers are equal: one of them counts for all
-        built = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1])
+    if not config.layers.shapes:  # all layers are equal: one of them counts for all
+        layers = replace(config.layers, sliding_windows=config.layers.sliding_windows[:1])
+        built = replace(config, num_layers=1, layers=layers)
     with torch.device("meta"):
         decoder = Decoder(built)
     whole, layer = (sum(parameter.numel() for parameter in one.parameters()) for one in (decoder, decoder.layers[0]))

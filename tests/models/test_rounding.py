@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import NormConfig
 from nanoserve.models import rounding
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -124,7 +125,7 @@ def test_awq_takes_the_best_scales_of_its_grid() -> None:
 def test_folded_scales_leave_the_layer_as_it_was(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "awq_scales", lambda weight, gram, magnitudes, bits, group: magnitudes + 0.1)
     torch.manual_seed(4)
-    config = replace(ModelConfig.from_hf(SHAPE), norm=norm)
+    config = replace(ModelConfig.from_hf(SHAPE), norms=NormConfig(kind=norm))
     decoder = Decoder(config)
     layer = decoder.layers[0]
     assert isinstance(layer, DecoderLayer)

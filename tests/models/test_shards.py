@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.executor.compile.aot_build import layer_kind
@@ -95,7 +96,7 @@ def test_ranks_together_compute_what_one_does(family: str, degree: int, uneven: 
     _, found = sharded_logits(tmp_path, shards, *batch)
     _, expected = whole_logits(tmp_path, *batch)
     assert found.shape == expected.shape
-    tolerance = 1e-5 if config.attention_scale != 1.0 else 3e-5  # rounding weighs more in scores that are not scaled
+    tolerance = 1e-5 if config.attention.scale != 1.0 else 3e-5  # rounding weighs more in scores that are not scaled
     torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=tolerance, rtol=0)
 
 
@@ -233,7 +234,7 @@ def test_stages_have_what_belongs_to_them() -> None:
 
 
 def test_layers_that_share_keys_and_values_are_in_one_stage() -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), kv_sources=(0, 1, 1))
+    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), layers=LayerDifferences(kv_sources=(0, 1, 1)))
     with pytest.raises(UsageError, match="--pp 3: layers that share keys and values must be in one stage"):
         make_shards(config, pipeline_parallel=3, tensor_parallel=1)
     last = make_shards(config, pipeline_parallel=2, tensor_parallel=1, pipeline_split=(1, 2))[1]
@@ -260,9 +261,9 @@ def test_a_stage_whose_layers_share_keys_and_values_is_a_part_of_the_model(tmp_p
 def test_a_layer_shares_the_keys_and_values_of_an_earlier_one_of_its_kind(
     sources: tuple[int, ...], problem: str
 ) -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), sliding_windows=(4, 0, 0))
+    config = ModelConfig.from_hf(FAMILIES["llama"]().to_dict())
     with pytest.raises(ModelError, match=problem):
-        replace(config, kv_sources=sources)
+        replace(config, layers=LayerDifferences(sliding_windows=(4, 0, 0), kv_sources=sources))
 
 
 def test_a_rank_without_a_group_is_refused() -> None:
@@ -294,8 +295,8 @@ def test_layers_of_all_stages_share_their_compiled_library(family: str) -> None:
 def test_windows_of_a_stage_are_its_own() -> None:
     config = ModelConfig.from_hf(FAMILIES["qwen2-window"]().to_dict())
     last = make_shards(config, pipeline_parallel=2, tensor_parallel=1, pipeline_split=(2, 1))[-1]
-    assert config.sliding_windows == (0, 20, 20)
-    assert shard_config(config, last).sliding_windows == (20,)
+    assert config.layers.sliding_windows == (0, 20, 20)
+    assert shard_config(config, last).layers.sliding_windows == (20,)
 
 
 @pytest.mark.parametrize(

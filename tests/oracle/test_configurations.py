@@ -195,7 +195,7 @@ def test_layers_of_gemma_4_as_transformers_saves_them(num_layers: int, global_he
     assert list(saved.pop("per_layer_config")) == keys and "global_head_dim" not in saved
     decoder, found = load_model(tmp_path, "fp32")
     of_layers = [(one.head_dim, one.num_key_value_heads) for one in config.per_layer_config]
-    assert [(shape.head_dim, shape.num_kv_heads) for shape in found.shapes] == of_layers
+    assert [(shape.head_dim, shape.num_kv_heads) for shape in found.layers.shapes] == of_layers
     if not keys:  # null means so, too
         assert ModelConfig.from_hf({**saved, "per_layer_config": None}) == found
     logits, expected = dense_logits(decoder, found, prompt()), reference_logits(model, prompt())
@@ -228,5 +228,5 @@ def test_layers_with_a_window_may_have_heads_of_their_own() -> None:
         "gemma4_text", num_hidden_layers=4, head_dim=8, **GEMMA4, per_layer_config={n: {"head_dim": 16} for n in "012"}
     )
     found = ModelConfig.from_hf(json.loads(config.to_json_string()))
-    assert [shape.head_dim for shape in found.shapes] == [16, 16, 16, 8]
-    assert [rope.rotary_dim for rope in found.ropes] == [16, 16, 16, 8]
+    assert [shape.head_dim for shape in found.layers.shapes] == [16, 16, 16, 8]
+    assert [rope.rotary_dim for rope in found.layers.ropes] == [16, 16, 16, 8]

@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config.model_config import ModelConfig, RopeConfig
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import EmbeddingConfig, LayerDifferences, RopeConfig
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
@@ -25,8 +26,16 @@ from triton_ops.cpu import CannotBuild, Shelf
 LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
 """The part of a layer that is compiled: all of it with its paged attention, the piece before or after attention, or,
 within the latter, the computation between its two all-reduces."""
-_OF_MODELS = {"ropes", "kv_sources", "groups", "embedding_scale", "logit_scale", "logit_soft_cap", "quantization"} | {
-    *("tie_word_embeddings", "dtype", "bos_token_id", "eos_token_ids", "sampling_defaults", "tensor_names")
+_OF_MODELS = {
+    "tie_word_embeddings",
+    "logits",
+    "groups",
+    "dtype",
+    "quantization",
+    "tensor_names",
+    "bos_token_id",
+    "eos_token_ids",
+    "sampling_defaults",
 }
 """Fields of ModelConfig that a layer alone does not depend on."""
 _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
@@ -50,6 +59,9 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
     own = config.of_layer(index)
+    layers = LayerDifferences()
+    if part == "layer":
+        layers = LayerDifferences(sliding_windows=(config.sliding_window(index),))
     defaults: dict[str, Any] = {field.name: field.default for field in fields(own) if field.name in _OF_MODELS}
     alone = replace(
         own,
@@ -61,7 +73,8 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
             RopeConfig(rotary_dim=own.rope.rotary_dim, interleaved=own.rope.interleaved),
             query_growth=1.0 if own.rope.query_growth else 0.0,
         ),
-        sliding_windows=(config.sliding_window(index),) if part == "layer" else (),
+        embedding=EmbeddingConfig(per_layer_size=own.embedding.per_layer_size),
+        layers=layers,
         moe=moe,
         **defaults,
     )
@@ -176,7 +189,7 @@ def _examples(
         angles,
         angles.clone(),
         cache,
-        cache[..., : config.head_dim if config.mla is None else 0].clone(),
+        cache[..., : config.head_dim if config.attention.mla is None else 0].clone(),
         torch.zeros(rows, 2, dtype=torch.int32),
         torch.zeros(rows + 1, dtype=torch.int32),
         torch.ones(rows, dtype=torch.int32),

@@ -90,8 +90,8 @@ class LayerRunner:
         if decoder.shard.degree > 1:  # no library can add up over ranks
             config = decoder.config
             apart: dict[LayerPart, bool] = {
-                "pre_attention": not config.qk_norm_spans_heads,
-                "between_sums": config.norms != "shared",
+                "pre_attention": not config.attention.qk_norm_spans_heads,
+                "between_sums": config.norms.places != "shared",
             }
             parts = tuple(part for part, sums_nothing in apart.items() if sums_nothing)
         return cls._of_kinds(decoder, parts, lambda kind: LayerLibrary(kind, decoder, block_size, operators))

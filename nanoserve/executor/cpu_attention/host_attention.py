@@ -137,7 +137,7 @@ class HostAttentionThread:
         cores: Sequence[int] | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        if config.attention_sinks:
+        if config.attention.sinks:
             raise UsageError(
                 f"{config.family}: attention in host memory does not support attention sinks; choose another policy"
             )
@@ -254,7 +254,7 @@ class HostAttentionThread:
             contexts,
             scale=self._config.softmax_scale,
             sliding_window=self._config.sliding_window(task.layer),
-            soft_cap=self._config.attention_soft_cap,
+            soft_cap=self._config.attention.soft_cap,
         )
         now = time.monotonic()
         seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing

@@ -121,7 +121,7 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     """
     if not config.uses_host_memory:
         return 0
-    if model.mla is not None:
+    if model.attention.mla is not None:
         option = "--host-kv-memory"
         if config.attends_on_host:
             option = "--policy"

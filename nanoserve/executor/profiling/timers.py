@@ -94,7 +94,7 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
     """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
     ``keys`` keys of each row. Sliding windows are not applied."""
     key_cache, value_cache = regions.blocks.unbind()
-    if config.mla is not None:
+    if config.attention.mla is not None:
         value_cache = key_cache[..., : config.value_dim]
     device, dtype = regions.blocks.device, regions.blocks.dtype
     tokens, scale = rows * queries, config.head_dim**-0.5
@@ -128,7 +128,8 @@ class HostAttentionTimer:
     ) -> None:
         self._config, self._regions, self._device, self._keep_busy = config, regions, device, keep_busy
         part = HostPart(regions.blocks[None], writes=True)
-        self._host = processor.start(replace(config, sliding_windows=()), part, device)
+        without_windows = replace(config, layers=replace(config.layers, sliding_windows=()))
+        self._host = processor.start(without_windows, part, device)
 
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""

@@ -89,7 +89,7 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
-        for own in {config.of_shape(shape) for shape in config.shapes or (None,)}:
+        for own in {config.of_shape(shape) for shape in config.layers.shapes or (None,)}:
             shape = program_shape(
                 head_dim=own.head_dim, value_dim=own.value_dim, block_size=block_size, heads_per_kv_head=own.group_size
             )
@@ -155,13 +155,14 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None, device
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
     """Name the setting that forces sliding-window layers to keep full KV, or None. Such a setting does not support
     cache groups yet: all layers share one block table, and windows are masks."""
-    has_windows = any(0 < window < model.max_position_embeddings for window in model.sliding_windows)
-    if not has_windows and not model.shapes:
+    has_windows = any(0 < window < model.max_position_embeddings for window in model.layers.sliding_windows)
+    if not has_windows and not model.layers.shapes:
         return None
+    shares_host_memory = config.uses_host_memory and config.num_workers > 1
     asked = {
         "attention in host memory": config.attends_on_host,
         f"--speculate {config.speculate}": config.speculate not in (None, "ngram"),
-        "host memory of several workers": bool(model.shapes) and config.uses_host_memory and config.num_workers > 1,
+        "host memory of several workers": bool(model.layers.shapes) and shares_host_memory,
     }
     return next((name for name, is_asked in asked.items() if is_asked), None)
 
@@ -172,7 +173,7 @@ def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     if (asked := keeps_all_positions(model, config)) is None:
         starts = {shard.layers.start for shards in shards_of_layouts(model, config) for shard in shards}
         return replace(model, groups=model.cut(tuple(sorted(starts))))
-    if model.shapes:
+    if model.layers.shapes:
         raise UsageError(f"{asked}: layers of {model.family} differ in their keys and values; leave it out")
     return model.in_one_group()
 

@@ -185,6 +185,6 @@ def as_whole_model(stage: Decoder) -> Decoder:
     with torch.device("meta"):
         whole = Decoder(config, initialize=False)
     whole.embedding, whole.rotary, whole.layers = stage.embedding, stage.rotary, stage.layers
-    whole.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(stage.device, stage.dtype)
+    whole.final_norm = RMSNorm(config.hidden_size, config.norms.eps).to(stage.device, stage.dtype)
     whole.lm_head.weight = nn.Parameter(stage.embedding.weight.detach(), requires_grad=False)
     return whole.eval()

@@ -285,7 +285,7 @@ class Kept(NamedTuple):
 def _kept(model: str) -> Kept:
     shape = load_shape(model)
     layer = ModelCounts(shape).kv_bytes_per_token(0) / shape.num_layers
-    windows = shape.sliding_windows or (0,) * shape.num_layers
+    windows = shape.layers.sliding_windows or (0,) * shape.num_layers
     if model == "mistral-7b":
         windows = _OLDER_MISTRAL
     sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]

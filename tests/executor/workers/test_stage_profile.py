@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import write_profile
 from nanoserve.engine_config import EngineConfig
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0,) * LAYERS)
+    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0,) * LAYERS))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.config.model_parts import LayerDifferences
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.step.forward_pass import ForwardPass
 from nanoserve.executor.workers.distributed import RankGroup, join_workers
@@ -23,7 +24,7 @@ SIZES = [(1, 5), (1, 1), (2, 1), (16, 1)]  # rows and their lengths
 
 def traced_and_eager(rank: int, meeting: Path) -> tuple[list[Tensor], list[Tensor], str | None]:
     """Hidden states of one of two ranks, and why its layers did not run compiled if they did not."""
-    config = replace(small_config(), num_layers=1, sliding_windows=(0,))
+    config = replace(small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)))
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     join_workers(rank, 2, f"file://{meeting}", torch.device("cpu"))
     group = RankGroup(range(2), links=None)  # as on a GPU

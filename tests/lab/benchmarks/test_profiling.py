@@ -115,7 +115,7 @@ def test_an_engine_too_small_to_draw_lines_is_refused(run: Run, tiny: str, limit
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "is not a profile (nanoserve-profile/2)"),
+        ((), "is not a profile (nanoserve-profile/3)"),
         (("--pp", 2), "--profile brings model and machine, and has one stage"),
         (("--model", "qwen3-8b"), "--profile brings model and machine, and has one stage"),
         (("--prefill-parallel", "P2"), "--profile has one layout"),

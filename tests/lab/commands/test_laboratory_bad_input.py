@@ -103,7 +103,7 @@ PROFILES = [
     ("linear.seconds", [-1, 1], "Expected `float` > 0.0 - at `$.linear.seconds[0]`"),
     ("head.sizes", [1, 10**18], "Expected `int` <= 1125899906842624 - at `$.head.sizes[1]`"),
     ("head.sizes", [1, 10**400], "is not a profile"),
-    ("schema", "nanoserve-profile/3", "is not a profile"),
+    ("schema", "nanoserve-profile/2", "is not a profile"),
 ]
 
 

@@ -68,7 +68,7 @@ def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
     directory, name, shape = model.directory, model.name, model_config(model)
     if shape.quantization is not None:
         raise UsageError(f"{name} is quantized, and cannot be written for llama.cpp; compare a GGUF file of it")
-    kinds, windows = {rope.kind for rope in shape.rope_kinds}, any(shape.sliding_windows)
+    kinds, windows = {rope.kind for rope in shape.rope_kinds}, any(shape.layers.sliding_windows)
     if shape.family not in _ARCHITECTURES or kinds != {"default"} or windows != (shape.family == "gemma3_text"):
         raise UsageError(
             f"{shape.family} with {', '.join(sorted(kinds))} rope cannot be written for llama.cpp; "
@@ -145,9 +145,9 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.rope.rotary_dim)
     writer.add_rope_freq_base(max(rope.theta for rope in config.rope_kinds))  # llama.cpp knows that of windows
-    if any(config.sliding_windows):
-        writer.add_sliding_window(max(config.sliding_windows))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if any(config.layers.sliding_windows):
+        writer.add_sliding_window(max(config.layers.sliding_windows))
+    writer.add_layer_norm_rms_eps(config.norms.eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     parameters = dict(decoder.named_parameters())
@@ -156,7 +156,7 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
         if architecture is gguf.MODEL_ARCH.LLAMA and (".attn_q." in part.name or ".attn_k." in part.name):
             tensor = _interleaved(tensor, config.head_dim)
         if tensor.dim() == 1:
-            stored_less_one = config.norm == "rms_plus_one"  # a file has what norms multiply by
+            stored_less_one = config.norms.kind == "rms_plus_one"  # a file has what norms multiply by
             writer.add_tensor(part.name, (tensor.float() + stored_less_one).numpy())
         else:
             content = tensor.contiguous().view(torch.uint8).numpy()

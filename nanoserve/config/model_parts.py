@@ -1,0 +1,179 @@
+"""The parts of a ModelConfig, whose defaults are those of a plain family. No torch here."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
+NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
+NormPlaces = Literal["before", "around", "after", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: which frequencies, how stretched, how many dimensions of a head rotate.
+
+    `kind` is the scaling rule: linear (position interpolation), llama3 (Llama 3.1's piecewise rule) or yarn
+    (arXiv 2309.00071); proportional turns only a share of the pairs, those of the highest frequencies; none turns by no
+    angle (NoPE). `interleaved` rotates neighbouring pairs (GLM) instead of the two halves of the head.
+    """
+
+    rotary_dim: int
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    interleaved: bool = False
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    frequency_factors: tuple[float, ...] = ()
+    """Further divisors of the frequencies, from a GGUF file: rotary_dim / 2 numbers, or none."""
+    query_growth: float = 0.0
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)),
+    as in Llama 4; 0 leaves them."""
+    proportion: float = 1.0
+    """The share of the pairs that turns, if the kind is proportional."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's keys and values of all heads
+    are products of one latent, which is cached beside one rotated key. Names as in config.json."""
+
+    q_lora_rank: int
+    """0: queries are a product of the hidden state, not of a latent of their own."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def query_size(self, num_heads: int) -> int:
+        """Rows of the matrix that makes queries."""
+        return num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    def expanded_size(self, num_heads: int) -> int:
+        """Rows of the matrix that makes keys and values of latents."""
+        return num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Attention of a layer: its matrices, and its scores. Numbers and sizes of heads are fields of ModelConfig."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalized, each head by itself."""
+    qk_norm_spans_heads: bool = False
+    """Whether the norms of queries and keys are over all heads together, not over each."""
+    value_norm: bool = False
+    """Whether values are scaled to unit root mean square."""
+    values_are_keys: bool = False
+    """Whether one matrix makes both: values are keys without their norm and rotation."""
+    has_kv: bool = True
+    """Whether a layer makes keys and values; without, it attends to those of its source (`LayerDifferences`)."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: head_dim ** -0.5."""
+    soft_cap: float = 0.0
+    """See `triton_ops.paged_attention`; 0 = none."""
+    sinks: bool = False
+    """Whether each head has a score that takes weight and has no value."""
+    mla: MlaConfig | None = None
+    """With it, heads are as attention over the cache sees them: `head_dim` is the width of what is cached, for all
+    heads together, so there is one key-value head, and values are its first columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """Norms of hidden states."""
+
+    eps: float = 1e-6
+    kind: NormKind = "rms"
+    """RMSNorm, the same with weights that are stored less 1 (Gemma), or multiplied before rounding (Gemma 4), or
+    LayerNorm without bias (Cohere)."""
+    places: NormPlaces = "before"
+    """Places of a layer's norms: before attention and feed-forward part, around both, after both, or one before both,
+    which then are parallel: they read the same hidden states, and both results are added."""
+    before_attention: bool = True
+    """Whether layers normalize what enters attention; those of EAGLE heads do not."""
+    layer_scale: bool = False
+    """Whether the output of a layer is multiplied by a number of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardConfig:
+    """The feed-forward part of a layer. Its inner size is a field of ModelConfig."""
+
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts: a sparse layer sends each token to `experts_per_token` of its `num_experts`."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_weights: bool
+    sparse_layers: frozenset[int]
+    style: Literal["swiglu", "gpt_oss"] = "swiglu"
+    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn."""
+    shared_size: int = 0
+    """Inner size of the experts that every token goes through, together."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """The function of a router's logits. With sigmoid, a bias of each expert is added for the choice alone
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts are in equal groups; a token chooses among those of its best groups."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """The embedding of tokens."""
+
+    scale: float = 1.0
+    """Factor of embedded tokens."""
+    per_layer_size: int = 0
+    """Size of a layer's own embedding of a token (per-layer embeddings, Gemma 4); 0: layers have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitConfig:
+    """Logits are multiplied by the scale, then bounded: cap * tanh(logit / cap); a cap of 0 leaves them."""
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+
+class LayerShape(NamedTuple):
+    """A layer's own values of these fields of ModelConfig and AttentionConfig, where layers differ."""
+
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    values_are_keys: bool
+    has_kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifferences:
+    """The fields in which layers may differ. Each has an entry for every layer, or is empty: all layers are alike."""
+
+    sliding_windows: tuple[int, ...] = ()
+    """The number of last positions that a query sees, itself included; 0 = all. Empty: all see all."""
+    kv_sources: tuple[int, ...] = ()
+    """The layer whose keys and values it attends to, itself or an earlier one that has its own. Empty: each has its
+    own."""
+    ropes: tuple[RopeConfig, ...] = ()
+    """The layer's rope. Empty: `ModelConfig.rope` for all."""
+    shapes: tuple[LayerShape, ...] = ()
+    """The layer's shape. Empty: all are as the fields of ModelConfig say. See `ModelConfig.of_layer`."""
