@@ -128,11 +128,12 @@ class CacheGroups:
         """The groups as a shard with these layers has them; ``numbers`` says for every layer of the model how many it
         caches there. A block table is the same in all stages of a pipeline. A stage has only its own layers' tensors.
         """
-        first_tensor, shares = self.tensors(layers).start, self.shares
-        places, found = [], dict[int, int]()
+        first_tensor = self.tensors(layers).start
+        places = []
+        found: dict[int, int] = {}
         for layer in layers:
             group, place = self.places[layer]
-            places.append((group, place - first_tensor * shares[group]))
+            places.append((group, place - first_tensor * self.shares[group]))
             found[group] = numbers[layer]
         without_layers = lcm(*found.values())
         own = tuple(found.get(group, without_layers) for group in range(len(self.windows)))
@@ -191,7 +192,9 @@ def _kinds_of(
     for layer, owner in enumerate(owners):
         if owner != layer:
             continue
-        window = windows[layer] if windows[layer] < longest else 0
+        window = windows[layer]
+        if window >= longest:
+            window = 0
         key = window, numbers[layer]
         if key not in kinds:
             kinds[key] = _LayerKind(window, numbers[layer], [[] for _ in starts])

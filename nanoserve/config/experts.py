@@ -28,7 +28,9 @@ def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
 
 
 def gpt_oss_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    if fields.number("swiglu_limit", 7.0) != 7.0 or fields.number("swiglu_alpha", 1.702) != 1.702:
+    limit = fields.number("swiglu_limit", 7.0)
+    alpha = fields.number("swiglu_alpha", 1.702)
+    if limit != 7.0 or alpha != 1.702:
         raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
     return MoeConfig(
         num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 128)),
@@ -59,8 +61,13 @@ def deepseek_v3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
 
 
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
-    step, dense = fields.positive("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
-    return frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.integers("mlp_only_layers")
+    sparse = set()
+    for layer in range(num_layers):
+        if layer not in dense and (layer + 1) % step == 0:
+            sparse.add(layer)
+    return frozenset(sparse)
 
 
 def _groups(fields: ConfigFields) -> tuple[int, int]:
@@ -78,24 +85,36 @@ def _deepseek_experts(
     normalize_weights: bool,
 ) -> MoeConfig:
     """Experts in groups beside shared experts."""
-    num_experts, inner = fields.positive("n_routed_experts"), fields.positive("moe_intermediate_size")
+    num_experts = fields.positive("n_routed_experts")
+    inner = fields.positive("moe_intermediate_size")
+    num_shared = int(fields.number("n_shared_experts", 0.0, least=0.0))
     if num_experts % groups or chosen > groups:
         raise ModelError(
             f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of them chosen"
         )
-    dense = int(fields.number("first_k_dense_replace", 0.0, least=0.0))
-    kinds = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (num_layers - dense))
-    if not isinstance(kinds, list) or len(kinds) < num_layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
-        raise ModelError(f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} layers")
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=fields.positive("num_experts_per_tok"),
         intermediate_size=inner,
         normalize_weights=normalize_weights,
-        sparse_layers=frozenset(layer for layer in range(num_layers) if kinds[layer] == "sparse"),
-        shared_size=inner * int(fields.number("n_shared_experts", 0.0, least=0.0)),
+        sparse_layers=_listed_sparse_layers(fields, num_layers),
+        shared_size=inner * num_shared,
         scores=scores,
         num_groups=groups,
         groups_per_token=chosen,
         weight_scale=fields.number("routed_scaling_factor", 1.0),
     )
+
+
+def _listed_sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
+    """The layers that mlp_layer_types calls sparse, or else all but the first `first_k_dense_replace`."""
+    num_dense = int(fields.number("first_k_dense_replace", 0.0, least=0.0))
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return frozenset(range(num_dense, num_layers))
+    problem = f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} layers"
+    if not isinstance(kinds, list) or len(kinds) < num_layers:
+        raise ModelError(problem)
+    if not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ModelError(problem)
+    return frozenset(layer for layer in range(num_layers) if kinds[layer] == "sparse")

@@ -19,14 +19,19 @@ def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple
         return ()
     if family.windows.are_switched and not fields.flag("use_sliding_window", default=False):
         return ()
-    window, context = fields.positive("sliding_window"), fields.positive("max_position_embeddings")
+    window = fields.positive("sliding_window")
+    context = fields.positive("max_position_embeddings")
     if window > context and window != family.defaults.get("sliding_window"):  # Olmo 3's own default is beyond
         raise ModelError(f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}")
     if family.windows.layers == "all":
         return (window,) * num_layers
     if listed is None:
         listed = _unlisted_windows(fields, family, num_layers)
-    return tuple(window if slides else 0 for slides in listed)
+    windows = [0] * num_layers
+    for layer, slides in enumerate(listed):
+        if slides:
+            windows[layer] = window
+    return tuple(windows)
 
 
 def _layer_types(fields: ConfigFields, num_layers: int) -> list[bool] | None:

@@ -90,29 +90,38 @@ class Quantization:
 
     @classmethod
     def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":
-        bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+        """GPTQ and AWQ, whose numbers are packed into words."""
+        bits = config.get("bits", config.get("w_bit"))
+        group = config.get("group_size", config.get("q_group_size"))
         if not isinstance(bits, int) or bits not in _BITS_OF_WORDS[method] or not _is_group(group):
             raise ModelError(f"{source}: {method} with {shown(bits)} bits in groups of {shown(group)} is not read")
-        version = config.get("version", "gemm")
-        if method == "awq" and str(version).lower() != "gemm":
-            raise ModelError(f"{source}: AWQ of version {shown(version)} is not read; only gemm is")
+        if method == "awq":
+            version = config.get("version", "gemm")
+            if str(version).lower() != "gemm":
+                raise ModelError(f"{source}: AWQ of version {shown(version)} is not read; only gemm is")
+            return cls(method, bits, group)
         packing = config.get("checkpoint_format") or "gptq"
-        if method == "gptq" and (packing not in ("gptq", "gptq_v2") or config.get("is_marlin_format")):
+        if packing not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
             raise ModelError(f"{source}: GPTQ in the format {shown(packing)} is not read; only gptq and gptq_v2 are")
-        return cls(method, bits, group, zero_is_stored_less_one=method == "gptq" and packing == "gptq")
+        return cls(method, bits, group, zero_is_stored_less_one=packing == "gptq")
 
     @classmethod
     def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
         weights = _compressed_weights(config, source)
-        stored, bits, kind = config.get("format"), weights.get("num_bits"), weights.get("type")
+        stored = config.get("format")
         if stored is not None and stored not in _COMPRESSED_FORMATS:
             raise ModelError(f"{source}: format {shown(stored)} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
-        rows, group = 1, weights.get("group_size") or -1
+        rows = 1
+        group = weights.get("group_size")
+        if not group:
+            group = -1
         if weights.get("strategy") == "block":
             rows, group = _block(weights.get("block_structure"), source)
+        bits = weights.get("num_bits")
+        kind = weights.get("type")
         if (kind, bits, rows > 1) not in _COMPRESSED_TYPES or not _is_group(group):
-            what = f"type {shown(kind)} in {shown(bits)} bits and groups of {shown(group)}"
-            raise ModelError(f"{source}: weights of {what} are not read")
+            found = f"type {shown(kind)} in {shown(bits)} bits and groups of {shown(group)}"
+            raise ModelError(f"{source}: weights of {found} are not read")
         has_zeros = weights.get("symmetric") is False
         return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
 
@@ -132,8 +141,10 @@ class Quantization:
         output matrix belong to heads of the size `head`, 0 for other matrices, and ranks have whole heads: where a
         group divides a head, it is taken, so that no rank cuts it."""
         groups = self.groups
-        if not groups:
-            groups = (columns,) if self.group < 0 else (self.group,)
+        if not groups and self.group < 0:
+            groups = (columns,)  # a group is a whole row
+        elif not groups:
+            groups = (self.group,)
         dividing = [group for group in groups if columns % group == 0]
         for group in dividing:
             if head % group == 0:

@@ -21,15 +21,21 @@ def read_ropes(
     if rules.differ:
         full = _rope(fields, rules, full_dim, "full_attention")
         sliding = _rope(fields, rules, sliding_dim, "sliding_attention")
-        if not windows:
-            return full, (full,) * num_layers
-        return full, tuple(sliding if window else full for window in windows)
+        ropes = [full] * num_layers
+        for layer, window in enumerate(windows):
+            if window:
+                ropes[layer] = sliding
+        return full, tuple(ropes)
     rope = _rope(fields, rules, full_dim)
     rotated = _rotated(fields, rules, windows, num_layers)
     if all(rotated):
         return rope, ()
     still = RopeConfig(rope.rotary_dim, kind="none", interleaved=rope.interleaved)
-    return rope, tuple(rope if rotates else still for rotates in rotated)
+    ropes = [rope] * num_layers
+    for layer, rotates in enumerate(rotated):
+        if not rotates:
+            ropes[layer] = still
+    return rope, tuple(ropes)
 
 
 def _rotated(fields: ConfigFields, rules: RopeRules, windows: tuple[int, ...], num_layers: int) -> list[bool]:
@@ -49,8 +55,11 @@ def listed_rotations(fields: ConfigFields, num_layers: int) -> list[bool]:
     listed = fields.get("no_rope_layers")
     if listed is None:
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or not all(entry in (0, 1) for entry in listed):
-        raise ModelError(f"{fields.source}: no_rope_layers must have a 0 or a 1 for each of {num_layers} layers")
+    problem = f"{fields.source}: no_rope_layers must have a 0 or a 1 for each of {num_layers} layers"
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        raise ModelError(problem)
+    if not all(entry in (0, 1) for entry in listed):
+        raise ModelError(problem)
     return [bool(entry) for entry in listed]
 
 
@@ -135,7 +144,10 @@ def _rope_factor(rope: ConfigFields, kind: RopeKind, stretch: float) -> float:
 
 def _check_borders(rope: RopeConfig, source: str) -> None:
     """The rules that blend kept and stretched frequencies need two different borders between them."""
-    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
-        raise ModelError(f"{source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
-    if rope.kind == "yarn" and not (0 < rope.beta_slow < rope.beta_fast and rope.theta > 1):
-        raise ModelError(f"{source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
+    if rope.kind == "llama3":
+        if not 0 < rope.low_freq_factor < rope.high_freq_factor:
+            raise ModelError(f"{source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
+    elif rope.kind == "yarn":
+        in_order = 0 < rope.beta_slow < rope.beta_fast
+        if not in_order or rope.theta <= 1:
+            raise ModelError(f"{source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
