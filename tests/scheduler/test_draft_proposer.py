@@ -24,30 +24,9 @@ from nanoserve.scheduler.work import StepWork, work_of
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.integrity import host_pool
 from tests.fakes.linear_predictor import LinearPredictor
-from tests.fakes.memory_checking_executor import Drafter, MemoryCheckingExecutor, next_token
+from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
+from tests.scheduler.drafters import DRAFTERS, errs, knows
 from tests.scheduler.lives import WINDOWS, check_outputs, live, lives
-
-
-def knows(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
-    """Always right."""
-    tokens = list(prefix)
-    for _ in range(count):
-        tokens.append(next_token(tokens, begin))
-    return tokens[len(prefix) :]
-
-
-def errs(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
-    """Always wrong."""
-    return [(token + 1) % 50 for token in knows(prefix, begin, count)]
-
-
-def sometimes(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
-    """Right for a while, and sometimes with fewer draft tokens than were asked for."""
-    right = sum(prefix) % 4
-    return (knows(prefix, begin, count)[:right] + [1] * count)[: max(0, count - sum(prefix) % 2)]
-
-
-DRAFTERS: dict[str, Drafter | None] = {"knows": knows, "errs": errs, "sometimes": sometimes, "ngram": None}
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "throttling", "adaptive"])
@@ -65,7 +44,7 @@ def test_draft_tokens_change_no_answer(
     """Beside preemption by swaps, too, and where workers die."""
     drafter, depth = DRAFTERS[name], life["depth"]
     proposer = DraftProposer(
-        looks_up=drafter is None, token_budget=life["token_budget"] + 8, async_scheduling=life["async_scheduling"]
+        looks_up=name == "ngram", token_budget=life["token_budget"] + 8, async_scheduling=life["async_scheduling"]
     )
     executor = DyingExecutor(
         life["num_blocks"],
@@ -75,7 +54,7 @@ def test_draft_tokens_change_no_answer(
         host_blocks=host_blocks,
         deaths=deaths,
         windows=life["windows"],
-        drafter=drafter or (lambda prefix, begin, count: ()),
+        drafter=drafter,
     )
     scheduler = Scheduler(
         make_policy(policy, life["token_budget"], swaps=host_blocks > 0),

@@ -1,4 +1,5 @@
-"""Random lives with a host tier and several parallel layouts, perhaps of workers that die, and policies for them."""
+"""Random lives with a host tier, several parallel layouts and draft tokens, perhaps of workers that die, and policies
+for them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -10,10 +11,12 @@ from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.optional import HostDecision, LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.windows import most_tokens
 from nanoserve.scheduler.work import Strategy
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.fakes.integrity import host_pool
+from tests.scheduler.drafters import DRAFTERS
 from tests.scheduler.lives import check_outputs, live
 
 COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
@@ -34,6 +37,7 @@ DECISIONS = st.builds(
         preempt=st.booleans(),
     ),
     layout=st.sampled_from([0, 0, 0, 1, 2]),
+    draft_tokens=st.sampled_from([None, None, 0, 1, 3]),
 )
 DECIDED = st.lists(DECISIONS, min_size=1, max_size=6)
 
@@ -121,6 +125,7 @@ TIERS = st.fixed_dictionaries(
         "num_layers": st.integers(1, 3),
         "cpu_is_done": st.lists(st.booleans(), max_size=4).map(lambda later: [True, *later]),
         "times": st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS)),
+        "drafter": st.sampled_from([None, None, None, *DRAFTERS]),
     }
 )
 
@@ -138,6 +143,14 @@ def check(
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
     if life["async_scheduling"]:
         layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
+    drafter = tiers["drafter"]
+    proposer = None
+    if drafter is not None:
+        proposer = DraftProposer(
+            looks_up=drafter == "ngram",
+            token_budget=life["token_budget"] + 8,
+            async_scheduling=life["async_scheduling"],
+        )
     executor = HostLosingExecutor(
         life["num_blocks"],
         life["block_size"],
@@ -149,6 +162,7 @@ def check(
         num_layers=tiers["num_layers"],
         cpu_is_done=tiers["cpu_is_done"],
         windows=life["windows"],
+        drafter=DRAFTERS[drafter or "ngram"],
         deaths=deaths,
         host_losses=host_losses if tiers["host_blocks"] else (),  # what is not there cannot be lost
     )
@@ -165,7 +179,7 @@ def check(
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        extensions=make_extensions(host_blocks=tiers["host_blocks"], other_layouts=layouts[1:]),
+        extensions=make_extensions(host_blocks=tiers["host_blocks"], other_layouts=layouts[1:], proposer=proposer),
         async_scheduling=life["async_scheduling"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
         windows=life["windows"],
@@ -179,3 +193,4 @@ def check(
     assert scheduler.pool.free_blocks == layouts[engine.status.layouts[0]].num_blocks
     assert host_pool(scheduler).free_blocks == tiers["host_blocks"]
     assert engine.status.host_losses == executor.times_host_was_lost
+    assert proposer is None or not proposer._records
