@@ -146,7 +146,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        moments, most_in_flight = self._moments, self.pipeline_depth
+        moments = self._moments
+        most_in_flight = self.pipeline_depth
         if self.async_scheduling:
             most_in_flight += 1  # the next plan is made while tokens are sampled
         if len(self.plans_in_flight) >= most_in_flight:
@@ -229,7 +230,8 @@ class Scheduler:
             next_prefill = prefills[0]
         elif free_slots > 0 and not self.table.waits_for_blocks:
             next_prefill = self.table.next_waiting
-        groups, growth, longest = pool.groups, 0, 0
+        groups = pool.groups
+        growth = longest = 0
         if self._growth is not None:
             tokens, longest = self._growth.look(self.steps, self.running)
             growth = min(pool.blocks_for(tokens), pool.num_blocks // groups - 1)
@@ -278,9 +280,12 @@ class Scheduler:
 
     def _take_answers(self, answers: SequenceOf[Answer], now: float) -> list[SequenceUpdate]:
         """Give each answer to its sequence, whose oldest row in flight it belongs to."""
-        updates, gained = [], 0
-        sequences, settle, hearing = self.table.sequences, self.table.settle, self._moments.answered
+        updates = []
+        gained = 0
+        sequences = self.table.sequences
+        settle = self.table.settle
         share_full = self.table.blocks.share_full
+        hearing = self._moments.answered
         block_size = self.pool.block_size
         for answer in answers:
             sequence = sequences[answer.sequence]
@@ -296,9 +301,11 @@ class Scheduler:
             elif sequence.finish_reason is None:  # else it was ended while in flight
                 if sequence.status is _PREFILL:
                     self._begin_decoding(sequence, now)
-                new_tokens, tokens = answer.tokens, sequence.tokens
+                new_tokens = answer.tokens
+                tokens = sequence.tokens
                 is_plain = len(new_tokens) == 1 and not answer.logprobs and not answer.complete
-                if is_plain and len(tokens) + 1 < sequence.max_length and new_tokens[0] not in sequence.stop_tokens:
+                is_last = len(tokens) + 1 >= sequence.max_length
+                if is_plain and not is_last and new_tokens[0] not in sequence.stop_tokens:
                     tokens.append(new_tokens[0])
                     gained += 1
                 else:
