@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include "amx_tiles.h"
 #include "cache_write.h"
 #include "decode_attention.h"
 #include "linear.h"
@@ -67,6 +68,8 @@ void paged_attention(
 }  // namespace nanoserve
 
 TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
+  library.def("allow_tiles(bool value) -> ()", [](bool value) { nanoserve::tiles_allowed = value; });
+  library.def("has_tiles() -> bool", [] { return nanoserve::has_tiles(); });
   library.def("set_batch_invariant(bool value) -> ()", [](bool value) { nanoserve::batch_invariant = value; });
 }
 

@@ -2,34 +2,17 @@
 // as it lies in the checkpoint: its rows are the rows of tiles, and the inputs, which are few, are laid out anew.
 #pragma once
 
+#include "amx_tiles.h"
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(NANOSERVE_TILES)
 
 namespace nanoserve {
 
-// A tile of weights has this many rows of kTileDepth numbers, a tile of inputs as many pairs of these of as many inputs.
-constexpr int64_t kTileSide = 16, kTileDepth = 32, kTileNumbers = kTileSide * kTileDepth;
 // One tile of weights and one of inputs leave so many for sums.
 constexpr int64_t kMostTiledInputs = 6 * kTileSide;
 constexpr int64_t kTiledRows = 6 * kTileSide;     // rows of weights that a thread takes at a time
 constexpr int64_t kTilesAhead = 8;                // tiles of weights that are fetched before they are multiplied
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// Linux gives a process the registers for tiles when it asks for them.
-inline bool has_tiles() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
 
 // Inputs as tiles: [depth / 32][Blocks][16 pairs of columns][16 inputs][2], zeros for inputs that are not there.
 inline std::vector<at::BFloat16> tiles_of(const at::BFloat16* rows, int64_t count, int64_t depth) {
@@ -47,36 +30,21 @@ inline std::vector<at::BFloat16> tiles_of(const at::BFloat16* rows, int64_t coun
 // 16 rows of weights times all inputs: sums [Blocks][16 rows of weights][16 inputs]. Meanwhile it fetches what is read
 // next: of these rows, then of those behind them.
 template <int64_t Blocks>
-inline void multiply_tiles(const at::BFloat16* weights, const at::BFloat16* inputs, int64_t depth, float* sums) {
-  // The numbers of tiles are part of the instructions.
-#define NANOSERVE_EACH_SUM(ACTION)                 \
-  do {                                             \
-    ACTION(0, 2);                                  \
-    if constexpr (Blocks > 1) { ACTION(1, 3); }    \
-    if constexpr (Blocks > 2) { ACTION(2, 4); }    \
-    if constexpr (Blocks > 3) { ACTION(3, 5); }    \
-    if constexpr (Blocks > 4) { ACTION(4, 6); }    \
-    if constexpr (Blocks > 5) { ACTION(5, 7); }    \
-  } while (false)
-#define NANOSERVE_ZERO(BLOCK, TILE) _tile_zero(TILE)
-#define NANOSERVE_ADD(BLOCK, TILE)                                             \
-  _tile_loadd(1, inputs + (k / kTileDepth * Blocks + BLOCK) * kTileNumbers, 64); \
-  _tile_dpbf16ps(TILE, 0, 1)
-#define NANOSERVE_STORE(BLOCK, TILE) _tile_stored(TILE, sums + BLOCK * kTileSide * kTileSide, 64)
-  NANOSERVE_EACH_SUM(NANOSERVE_ZERO);
+inline void multiply_weights(const at::BFloat16* weights, const at::BFloat16* inputs, int64_t depth, float* sums) {
+  const auto each_sum = [](const auto& body) { c10::ForcedUnroll<Blocks>{}(body); };
+  each_sum([](auto block) { clear_tile<2 + block>(); });
   for (int64_t k = 0; k < depth; k += kTileDepth) {
     int64_t ahead = k + kTilesAhead * kTileDepth;
     const at::BFloat16* fetched = weights + ahead;
     if (ahead >= depth) fetched = weights + kTileSide * depth + ahead - depth;
     for (int64_t n = 0; n < kTileSide; ++n) __builtin_prefetch(fetched + n * depth);
-    _tile_loadd(0, weights + k, depth * sizeof(at::BFloat16));
-    NANOSERVE_EACH_SUM(NANOSERVE_ADD);
+    load_tile<0>(weights + k, depth * sizeof(at::BFloat16));
+    each_sum([&](auto block) {
+      load_tile<1>(inputs + (k / kTileDepth * Blocks + block) * kTileNumbers);
+      multiply_tiles<2 + block, 0, 1>();
+    });
   }
-  NANOSERVE_EACH_SUM(NANOSERVE_STORE);
-#undef NANOSERVE_EACH_SUM
-#undef NANOSERVE_ZERO
-#undef NANOSERVE_ADD
-#undef NANOSERVE_STORE
+  each_sum([&](auto block) { store_tile<2 + block>(sums + block * kTileSums); });
 }
 
 template <int64_t Blocks = kMostTiledInputs / kTileSide>
@@ -84,7 +52,7 @@ inline void multiply_blocks(
     int64_t blocks, const at::BFloat16* weights, const at::BFloat16* inputs, int64_t depth, float* sums) {
   if constexpr (Blocks > 1)
     if (blocks < Blocks) return multiply_blocks<Blocks - 1>(blocks, weights, inputs, depth, sums);
-  multiply_tiles<Blocks>(weights, inputs, depth, sums);
+  multiply_weights<Blocks>(weights, inputs, depth, sums);
 }
 
 // Whether `multiply_by_tiles` takes such a product.
@@ -103,8 +71,7 @@ inline void multiply_by_tiles(
   const std::vector<at::BFloat16> inputs = tiles_of(input.const_data_ptr<at::BFloat16>(), rows, depth);
   share_out(divide_up(columns, kTiledRows), rows * columns * depth, [&](int64_t item) {
     alignas(64) float sums[kMostTiledInputs * kTileSide], products[kTileSide * kTileSide];
-    const TileShapes shapes;
-    _tile_loadconfig(&shapes);
+    const TileRegisters registers;
     const int64_t end = std::min(columns, (item + 1) * kTiledRows);
     for (int64_t first = item * kTiledRows; first < end; first += kTileSide) {
       const int64_t begin = std::min(first, columns - kTileSide);  // the last rows go with some before them
@@ -119,7 +86,6 @@ inline void multiply_by_tiles(
         convert_back(product + first - begin, outputs + m * columns + first, kTileSide - (first - begin));
       }
     }
-    _tile_release();
   });
 }
 
