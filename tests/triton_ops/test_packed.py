@@ -1,8 +1,14 @@
 """Packed integer matrices: the layout there and back, and products against float64."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from triton_ops import GroupQuantized, pack, packed_linear, packed_rows, reference_operators, unpack
 from triton_ops.cpu import cpu_operators
@@ -105,9 +111,35 @@ def test_everything_stays_on_the_device_of_its_inputs(name: str) -> None:
     assert multiply_unpacked(rows, packed, None, 40, *quantized.format).device.type == "meta"
 
 
-def test_a_row_does_not_depend_on_how_many_there_are(quantized: GroupQuantized) -> None:
-    """Few rows and tiles have the same arithmetic, bit for bit, over a depth that no slice divides."""
+@contextmanager
+def operators_set(*, batch_invariant: bool = False, tiles: bool = True) -> Iterator[None]:
+    """Have the C++ operators in these modes, then in their usual ones."""
     cpu_operators().wait()
+    torch.ops.nanoserve.set_batch_invariant(batch_invariant)
+    torch.ops.nanoserve.allow_tiles(tiles)
+    try:
+        yield
+    finally:
+        torch.ops.nanoserve.set_batch_invariant(False)
+        torch.ops.nanoserve.allow_tiles(True)
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def tiles(request: pytest.FixtureRequest) -> bool:
+    """Whether the processor's tiles are used. Where it has none there is one way only."""
+    cpu_operators().wait()
+    if request.param == "tiles" and not torch.ops.nanoserve.has_tiles():
+        pytest.skip("this processor has no tiles, or the system keeps them")
+    return str(request.param) == "tiles"
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(quantized: GroupQuantized, *, tiles: bool) -> None:
+    """Few rows and tiles have the same arithmetic, bit for bit, over a depth that no slice divides."""
+    with operators_set(batch_invariant=True, tiles=tiles):
+        check_that_rows_are_independent(quantized)
+
+
+def check_that_rows_are_independent(quantized: GroupQuantized) -> None:
     if quantized.super_scales is None:
         quantized = quantized.columns(range(384))
     weights, depth = pack(quantized), quantized.codes.shape[1]
@@ -116,7 +148,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(quantized: GroupQuantized) 
     whole = packed_linear(inputs, weights, bias, 40, quantized.format)
     wanted = rounded(inputs) @ quantized.dequantize().double().T + bias
     assert (whole - wanted).abs().max() <= 0.01 * wanted.abs().max()
-    for count in (1, 2, 3, 4, 5, 7, 8, 22, 69):
+    for count in (1, 2, 3, 4, 5, 7, 8, 12, 13, 22, 33, 69):
         first, last = (
             packed_linear(part, weights, bias, 40, quantized.format) for part in (inputs[:count], inputs[-count:])
         )
@@ -131,3 +163,58 @@ def test_many_weights_are_shared_among_threads() -> None:
     found = packed_linear(inputs, pack(quantized), None, 1000, quantized.format)
     wanted = rounded(inputs) @ quantized.dequantize().double().T
     assert (found - wanted).abs().max() <= 0.01 * wanted.abs().max()
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[GroupQuantized, Tensor, Tensor | None]:
+    """A matrix of any format, inputs in 16 bits, and a bias or none."""
+    columns = draw(st.integers(1, 150))
+    quantized = matrix(*CASES[draw(st.sampled_from(sorted(CASES)))], rows=columns)
+    depth = draw(st.integers(1, COLUMNS // quantized.format.span)) * quantized.format.span
+    quantized = quantized.columns(range(depth))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    generator = torch.Generator().manual_seed(columns)
+    inputs = torch.randn(draw(st.integers(1, 600)), depth, generator=generator).to(dtype)
+    return quantized, inputs, torch.randn(columns, generator=generator).to(dtype) if draw(st.booleans()) else None
+
+
+def root_mean_square(numbers: Tensor) -> float:
+    return float(numbers.double().pow(2).mean().sqrt())
+
+
+@given(products())
+def test_tiles_of_many_rows_err_as_a_product_in_bfloat16(
+    product: tuple[GroupQuantized, Tensor, Tensor | None],
+) -> None:
+    """Each weight is rounded to bfloat16 once, and so is an input in float16. Few rows round their inputs to 8 bits."""
+    quantized, inputs, bias = product
+    with operators_set():
+        found = packed_linear(inputs, pack(quantized), bias, len(quantized.codes), quantized.format)
+        if not torch.ops.nanoserve.has_tiles() or len(inputs) <= 32:
+            return
+    weight = quantized.dequantize().double()
+    added = 0 if bias is None else bias.double()
+    wanted = inputs.double() @ weight.T + added
+    roundings, nearest = (1, 2**-8) if inputs.dtype == torch.bfloat16 else (2, 2**-11)
+    terms = inputs.double().abs() @ weight.abs().T
+    bound = (roundings * 2**-8 + 2**-16) * terms + nearest * wanted.abs()
+    assert ((found - wanted).abs() <= 1.01 * bound).all()
+    dense = functional.linear(inputs.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).double()
+    assert root_mean_square(found - wanted) <= 1.05 * root_mean_square(dense - wanted)
+
+
+@given(products())
+def test_sums_of_bytes_have_the_same_bits_in_tiles_and_in_vectors(
+    product: tuple[GroupQuantized, Tensor, Tensor | None],
+) -> None:
+    quantized, inputs, bias = product
+    weights, columns = pack(quantized), len(quantized.codes)
+    with operators_set(tiles=False):
+        vectors = packed_linear(inputs, weights, bias, columns, quantized.format)
+    with operators_set(batch_invariant=True):
+        tiles = packed_linear(inputs, weights, bias, columns, quantized.format)
+    assert torch.equal(tiles, vectors)
+    weight, exact = quantized.dequantize().double(), rounded(inputs)
+    wanted = exact @ weight.T + (0 if bias is None else bias.double())
+    nearest = 2**-8 if inputs.dtype == torch.bfloat16 else 2**-11
+    assert ((vectors - wanted).abs() <= nearest * wanted.abs() + 0.01 * (exact.abs() @ weight.abs().T)).all()

@@ -9,7 +9,7 @@
 
 #include <c10/util/BFloat16.h>
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define NANOSERVE_TILES 1
 #include <cpuid.h>
 #include <immintrin.h>
@@ -35,13 +35,13 @@ inline std::atomic<bool> tiles_allowed{true};
 // the processor has them: for one, if a thread handles signals on a stack that is too small for their content.
 inline bool find_tiles() {
   constexpr unsigned kSystemSavesState = 1u << 27;               // leaf 1, ECX: OSXSAVE
-  constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24;  // leaf 7, EDX
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;    // leaf 7, EDX: of bfloat16, as such, of bytes
   constexpr unsigned kSavedTiles = 3u << 17;                     // XCR0: the tiles' shapes and their content
   constexpr long kRequestPermission = 0x1023, kTileContent = 18;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & kSystemSavesState)) return false;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if (!(edx & kTiles) || !(edx & kBfloat16Tiles)) return false;
+  if ((edx & kTiles) != kTiles) return false;
   if ((static_cast<unsigned>(_xgetbv(0)) & kSavedTiles) != kSavedTiles) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileContent) == 0;
 }
@@ -52,23 +52,22 @@ inline bool has_tiles() {
   return found && tiles_allowed;
 }
 
-// While one lives, its thread's registers hold tiles of 16 rows of 64 bytes. Without one, the system has less to save.
+// What each register holds: a tile of 16 rows of 64 bytes, unless it is told to hold a smaller one.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// While one lives, its thread's registers hold tiles of these shapes. Without one, the system has less to save.
 class TileRegisters {
  public:
-  TileRegisters() {
-    const Shapes shapes;
+  explicit TileRegisters(const TileShapes& shapes = TileShapes()) {
     asm volatile("ldtilecfg %0" ::"m"(shapes));
   }
   ~TileRegisters() { asm volatile("tilerelease" ::: "memory"); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
-
- private:
-  struct alignas(64) Shapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  };
 };
 
 // Registers are numbered in the instructions themselves. (GCC's own _tile_loadd takes no template's number, and does not
@@ -94,6 +93,12 @@ inline void clear_tile() {
 template <int Sums, int Left, int Right>
 inline void multiply_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
+}
+
+// The same with signed bytes, which are summed as int32: Left[m][k] * Right[k / 4][n][k % 4].
+template <int Sums, int Left, int Right>
+inline void multiply_byte_tiles() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
 }
 
 #else

@@ -25,13 +25,25 @@ from nanoserve.lab.benchmarks.rounds import GIGA, Bracketed, Repeating, bracket,
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
-from triton_ops import cache_write, draw_tokens, linear, reference_operators, token_logprobs
+from triton_ops import (
+    cache_write,
+    draw_tokens,
+    linear,
+    pack,
+    packed_linear,
+    reference_operators,
+    round_to_nearest,
+    token_logprobs,
+)
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 # The routes of stock torch.
 GATHERING, LINEAR, SAMPLING = "gather + SDPA", "F.linear {}", "softmax, sort, multinomial"
 STOCK_ROUTES = (GATHERING, LINEAR.format("bfloat16"), LINEAR.format("float16"), LINEAR.format("float32"), SAMPLING)
+IN_16_BITS = "linear operator"  # the route of packed products that reads the matrix in 16 bits
+PACKED_BITS = (4, 8)
+PACKED_GROUP = 32  # columns that share a scale, as --quantization rounds on a CPU
 BLOCK_SIZE = 16
 MOST_SAMPLED_ROWS = 16  # to sort more of them takes stock torch seconds
 HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
@@ -73,11 +85,12 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
 
 
 def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Attention of these batches and contexts, then linear layers and sampling; each has its memory while it is looked
-    at."""
+    """Attention of these batches and contexts, then linear layers, packed ones too, and sampling; each has its memory
+    while it is looked at."""
     for batch, context in cells:
         yield from attention_cases(batch, context, dtype)
     yield from linear_cases(rows, dtype)
+    yield from packed_cases(rows, dtype)
     yield from sampling_cases(rows)
 
 
@@ -146,6 +159,30 @@ def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
             )
 
 
+def packed_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Products with weights of 4 and 8 bits, beside products with the same weights in 16 bits."""
+    for (name, columns, depth), counts in packed_sizes(rows, dtype):
+        for bits in PACKED_BITS:
+            quantized = round_to_nearest(torch.randn(columns, depth), bits, PACKED_GROUP)
+            packed, form = pack(quantized), quantized.format
+            weights, unpacked = cycle(_copies(packed)), cycle(_copies(quantized.dequantize().to(dtype)))
+            multiply = partial(packed_linear, bias=None, columns=columns, form=form)
+
+            for count in counts:
+                given = torch.randn(count, depth).to(dtype)
+                routes = {
+                    OURS: partial(_multiply, multiply, given, weights),
+                    IN_16_BITS: partial(_multiply, linear, given, unpacked),
+                    LINEAR.format(format_name(dtype)): partial(_multiply, functional.linear, given, unpacked),
+                }
+                yield OperatorCase(
+                    f"{name} {columns} x {depth} in int{bits}, {count} rows",
+                    num_bytes=packed.nbytes,
+                    operations=2 * count * columns * depth,
+                    routes={route: Route(call) for route, call in routes.items()},
+                )
+
+
 def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[Tensor]) -> Tensor:
     return multiply(rows, next(weights))
 
@@ -155,6 +192,11 @@ def linear_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[st
     if dtype == torch.float32:
         return []
     return [(one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS]) for one in _matrices()]
+
+
+def packed_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """The feed-forward part's matrices, which are most of a layer. Each has a case for every one of `PACKED_BITS`."""
+    return [(one, counts) for one, counts in linear_sizes(rows, dtype) if one[0] in ("gate_up", "down")]
 
 
 def _matrices() -> list[tuple[str, int, int]]:

@@ -67,7 +67,15 @@ def run(options: OperatorsOptions) -> None:
         in_use = settled_operators(options.threads)
         import torch
 
-        from nanoserve.lab.benchmarks.operators import SAMPLERS, all_cases, linear_sizes, measure_case, sampled_rows
+        from nanoserve.lab.benchmarks.operators import (
+            PACKED_BITS,
+            SAMPLERS,
+            all_cases,
+            linear_sizes,
+            measure_case,
+            packed_sizes,
+            sampled_rows,
+        )
         from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
         remark(f"{STAGE} ...")
@@ -76,9 +84,10 @@ def run(options: OperatorsOptions) -> None:
         facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
         report.put("engine", facts | {"limit_gflops": peak / 1e9})
         linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
+        packed = len(PACKED_BITS) * sum(len(counts) for _, counts in packed_sizes(options.rows, number_format))
         sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
         for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
-            progress("cases", place, 2 * len(options.cells) + linear + sampling)
+            progress("cases", place, 2 * len(options.cells) + linear + packed + sampling)
             remark(f"measuring {case.name}")
             machine: dict[str, Any] = {"probe": probe.read, "foreign": ForeignLoad(), "peak": peak}
             for done in measure_case(case, rounds=options.rounds, repeating=repeating, **machine):

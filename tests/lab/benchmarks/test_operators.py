@@ -74,6 +74,25 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert (cases[0].num_bytes, cases[0].operations) == (96 * 64 * 2, 2 * 3 * 96 * 64)
 
 
+def test_packed_products_are_those_of_the_same_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
+    cases = list(operators.packed_cases([3, 100], torch.bfloat16))
+    assert [case.name for case in cases] == [
+        "gate_up 96 x 64 in int4, 3 rows",
+        "gate_up 96 x 64 in int4, 100 rows",
+        "gate_up 96 x 64 in int8, 3 rows",
+        "gate_up 96 x 64 in int8, 100 rows",
+    ]
+    for case in cases:
+        assert list(case.routes) == [OURS, "linear operator", "F.linear bfloat16"]
+        ours, *others = results(case).values()
+        for other in others:
+            torch.testing.assert_close(other, ours, atol=0.4, rtol=2e-2)
+    # A scale of 16 bits for each 32 columns, and 4 or 8 bits for each weight.
+    assert [case.num_bytes for case in cases[::2]] == [96 * (64 // 2 + 2 * 2), 96 * (64 + 2 * 2)]
+    assert cases[1].operations == 2 * 100 * 96 * 64
+
+
 def test_sampling_draws_what_sorting_keeps() -> None:
     """Both give tokens of the vocabulary, and the log probabilities are equal."""
     cases = list(operators.sampling_cases([2, 17]))
