@@ -54,6 +54,32 @@ struct Problem {
   }
 };
 
+// Cuts the queries of some rows into blocks of about `size` queries times heads of a group, and calls
+// body(row, kv_head, first query, last query), counted within the row, for each block on the thread that is free next.
+template <typename Number, typename Body>
+void share_queries(
+    const Problem<Number>& problem, const std::vector<int64_t>& rows, int64_t size, const Body& body) {
+  struct Block {
+    int64_t row, first_query, last_query;
+  };
+  std::vector<Block> blocks;
+  const int64_t queries_at_once = std::max<int64_t>(1, size / problem.group);
+  int64_t work = 0;
+  for (const int64_t row : rows) {
+    const int64_t queries = problem.queries(row);
+    work += queries * problem.contexts[row] * problem.num_heads * (problem.head_dim + problem.value_dim);
+    // The last queries see most: begun first, they leave no thread waiting for a long block at the end.
+    for (int64_t first = (queries - 1) / queries_at_once * queries_at_once; first >= 0; first -= queries_at_once)
+      blocks.push_back({row, first, std::min(first + queries_at_once, queries)});
+  }
+  share_out(static_cast<int64_t>(blocks.size()) * problem.num_kv_heads, work, [&](int64_t place) {
+    // A head's keys and values stay in the cache from block to block.
+    const int64_t count = static_cast<int64_t>(blocks.size());
+    const Block& block = blocks[place % count];
+    body(block.row, place / count, block.first_query, block.last_query);
+  });
+}
+
 // scores[0..count] of any sign become cap * tanh(score / cap); count is a multiple of kLanes.
 inline void cap_scores(float* scores, int64_t count, float cap) {
   for (int64_t j = 0; j < count; j += kLanes)

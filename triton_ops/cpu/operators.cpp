@@ -68,7 +68,9 @@ void paged_attention(
 }  // namespace nanoserve
 
 TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
-  library.def("allow_tiles(bool value) -> ()", [](bool value) { nanoserve::tiles_allowed = value; });
+  // Both return what was allowed before.
+  library.def("allow_tiles(bool value) -> bool", [](bool value) { return nanoserve::tiles_allowed.exchange(value); });
+  library.def("allow_dots(bool value) -> bool", [](bool value) { return nanoserve::dots_allowed.exchange(value); });
   library.def("has_tiles() -> bool", [] { return nanoserve::has_tiles(); });
   library.def("set_batch_invariant(bool value) -> ()", [](bool value) { nanoserve::batch_invariant = value; });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_problem.h"
+#include "bfloat16_attention.h"
 #include "tile_product.h"
 
 namespace nanoserve {
@@ -114,24 +115,12 @@ void attend_block(
 
 template <typename Number>
 void attend_several_queries(const Problem<Number>& problem, const std::vector<int64_t>& rows) {
-  struct Item {
-    int64_t row, first_query, last_query;
-  };
-  std::vector<Item> items;
-  const int64_t queries_at_once = std::max<int64_t>(1, kBlockRows / problem.group);
-  int64_t work = 0;
-  for (const int64_t row : rows) {
-    const int64_t queries = problem.queries(row);
-    work += queries * problem.contexts[row] * problem.num_heads * (problem.head_dim + problem.value_dim);
-    // The last queries see most: begun first, they leave no thread waiting for a long block at the end.
-    for (int64_t first = (queries - 1) / queries_at_once * queries_at_once; first >= 0; first -= queries_at_once)
-      items.push_back({row, first, std::min(first + queries_at_once, queries)});
-  }
-  share_out(static_cast<int64_t>(items.size()) * problem.num_kv_heads, work, [&](int64_t place) {
+  if constexpr (std::is_same_v<Number, at::BFloat16>)
+    if (attend_in_bfloat16(problem, rows)) return;
+  share_queries(problem, rows, kBlockRows, [&](int64_t row, int64_t kv_head, int64_t first, int64_t last) {
     static thread_local std::vector<float> memory;
-    const Item& item = items[place / problem.num_kv_heads];
-    const Tiles tiles(memory, queries_at_once * problem.group, problem.head_dim, problem.value_dim);
-    attend_block(problem, item.row, place % problem.num_kv_heads, item.first_query, item.last_query, tiles);
+    const Tiles tiles(memory, (last - first) * problem.group, problem.head_dim, problem.value_dim);
+    attend_block(problem, row, kv_head, first, last, tiles);
   });
 }
 
