@@ -178,16 +178,15 @@ struct Scores {
   }
 };
 
-// The order that interleaves two halves of 16 numbers of 16 bits.
-constexpr std::array<uint32_t, kTileSide> make_interleaved_order() {
-  std::array<uint32_t, kTileSide> order{};
-  for (uint32_t i = 0; i < kTileSide; ++i) order[i] = i | (kTileSide + i) << 16;
-  return order;
+// The nearest bfloat16 to each positive number, still as a float.
+inline __m512 rounded(__m512 numbers) {
+  const __m512i halved = _mm512_add_epi32(_mm512_castps_si512(numbers), _mm512_set1_epi32(0x8000));
+  return _mm512_castsi512_ps(_mm512_and_si512(halved, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))));
 }
-alignas(64) constexpr std::array<uint32_t, kTileSide> kInterleavedOrder = make_interleaved_order();
 
 // The scores of 16 queries with a panel's keys, in tiles `stride` apart, become weights 2^(score - largest) in right
-// tiles. Returns by what factors earlier sums are to be multiplied.
+// tiles. Returns by what factors earlier sums are to be multiplied. The total is that of the rounded weights, with which
+// values are multiplied: the roundings of a weight that is nearly all of it cancel.
 inline __m512 weigh_panel(
     const float* scores, int64_t tiles, int64_t stride, float factor, float* largest, float* totals,
     BFloat16* weights) {
@@ -203,19 +202,18 @@ inline __m512 weigh_panel(
   const __m512 found = _mm512_mul_ps(top, scale);
   const __mmask16 larger = _mm512_cmp_ps_mask(found, _mm512_add_ps(before, _mm512_set1_ps(kLeastGrowth)), _CMP_GT_OQ);
   const __m512 now = _mm512_mask_mov_ps(before, larger, found);
-  const __m512i order = _mm512_load_si512(kInterleavedOrder.data());
   __m512 even_total = _mm512_setzero_ps(), odd_total = _mm512_setzero_ps();
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t j = 0; j < kTileSide; j += 2) {
       const float* place = scores + tile * stride + j * kTileSide;
-      const __m512 even = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(place), scale, now));
-      const __m512 odd = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(place + kTileSide), scale, now));
+      const __m512 even = rounded(power_of_two(_mm512_fmsub_ps(_mm512_load_ps(place), scale, now)));
+      const __m512 odd = rounded(power_of_two(_mm512_fmsub_ps(_mm512_load_ps(place + kTileSide), scale, now)));
       even_total = _mm512_add_ps(even_total, even);
       odd_total = _mm512_add_ps(odd_total, odd);
-      const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+      const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(even), 16), upper = _mm512_castps_si512(odd);
       // A right tile has the 16 pairs of 32 keys, which are two tiles of scores.
       BFloat16* row = weights + tile / 2 * (stride / kTileSums) * kTileNumbers + (tile % 2 * kTileSide + j) * kTileSide;
-      _mm512_store_si512(row, _mm512_permutexvar_epi16(order, both));
+      _mm512_store_si512(row, _mm512_or_si512(lower, upper));
     }
   const __m512 rescale = power_of_two(_mm512_sub_ps(before, now));
   const __m512 total = _mm512_fmadd_ps(_mm512_load_ps(totals), rescale, _mm512_add_ps(even_total, odd_total));

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.lab.benchmarks.floors import Limits
-from nanoserve.lab.benchmarks.gpu.attention import decode_rows, make_batch
+from nanoserve.lab.benchmarks.gpu.attention import AttentionRow, decode_rows, make_batch
 from nanoserve.lab.benchmarks.machine import ForeignLoad
 from nanoserve.lab.benchmarks.roofline import timed
 from nanoserve.lab.benchmarks.rounds import GIGA, Bracketed, Repeating, bracket, grouped, rotated
@@ -39,8 +39,15 @@ from triton_ops import (
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 # The routes of stock torch.
-GATHERING, LINEAR, SAMPLING = "gather + SDPA", "F.linear {}", "softmax, sort, multinomial"
-STOCK_ROUTES = (GATHERING, LINEAR.format("bfloat16"), LINEAR.format("float16"), LINEAR.format("float32"), SAMPLING)
+GATHERING, DENSE, LINEAR, SAMPLING = "gather + SDPA", "SDPA", "F.linear {}", "softmax, sort, multinomial"
+STOCK_ROUTES = (
+    GATHERING,
+    DENSE,
+    LINEAR.format("bfloat16"),
+    LINEAR.format("float16"),
+    LINEAR.format("float32"),
+    SAMPLING,
+)
 IN_16_BITS = "linear operator"  # the route of packed products that reads the matrix in 16 bits
 PACKED_BITS = (4, 8)
 PACKED_GROUP = 32  # columns that share a scale, as --quantization rounds on a CPU
@@ -84,11 +91,15 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
         return self.floor_us <= min(self.routes_us.values())
 
 
-def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Attention of these batches and contexts, then linear layers, packed ones too, and sampling; each has its memory
-    while it is looked at."""
+def all_cases(
+    cells: Iterable[tuple[int, int]], prompts: Sequence[int], rows: Sequence[int], dtype: torch.dtype
+) -> Iterator[OperatorCase]:
+    """Attention of these batches and contexts, then of prompts of these lengths, linear layers, packed layers too, and
+    sampling. Each case has its memory while it is looked at."""
     for batch, context in cells:
         yield from attention_cases(batch, context, dtype)
+    for length in prompts:
+        yield prompt_case(length, dtype)
     yield from linear_cases(rows, dtype)
     yield from packed_cases(rows, dtype)
     yield from sampling_cases(rows)
@@ -137,6 +148,27 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
         yield OperatorCase(f"host attention {batch} x {context}", num_bytes, call.operations, routes)
     finally:
         host.close()
+
+
+def prompt_case(length: int, dtype: torch.dtype) -> OperatorCase:
+    """Prefill: all tokens of one prompt, which its cache already has. Stock torch gets keys and values in one piece."""
+    model = dummy_config(SHAPE)
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim)
+    call = make_batch([AttentionRow(length, length)], *sizes, block_size=BLOCK_SIZE, dtype=dtype)
+    pools = _copies(torch.stack((call.key_cache, call.value_cache)))
+    calls = cycle([replace(call, key_cache=keys, value_cache=values) for keys, values in pools])
+    dense, query = cycle(_copies(torch.stack(call.gathered()))), call.query.transpose(0, 1)[None]
+
+    def attend() -> Tensor:
+        return next(calls).attend()
+
+    def attend_densely() -> Tensor:
+        key, value = next(dense)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return attended[0].transpose(0, 1).reshape(length, -1)
+
+    routes = {OURS: Route(attend), DENSE: Route(attend_densely)}
+    return OperatorCase(f"attention of a prompt of {length}", call.num_bytes, call.operations, routes)
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:

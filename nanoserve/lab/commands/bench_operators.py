@@ -42,6 +42,9 @@ class OperatorsOptions(RoundOptions, ResultOptions):
     cells: Sequence[tuple[int, int]] = option(
         "16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...", parse=_parse_cells
     )
+    prompts: tuple[int, ...] = option(
+        "128,512,2048", "Attention of prompts: tokens.", metavar="N,N,...", parse=parse_sizes
+    )
     rows: tuple[int, ...] = option(
         "1,4,16,64,512", "Linear layers: rows of input. Sampling: those up to 16.", metavar="N,N,...", parse=parse_sizes
     )
@@ -62,7 +65,7 @@ def run(options: OperatorsOptions) -> None:
       nanoserve bench operators --rows 1,4 --json operators.json
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
-    settings = {"cells": options.cells, "rows": options.rows, "rounds": options.rounds}
+    settings = {"cells": options.cells, "prompts": options.prompts, "rows": options.rows, "rounds": options.rounds}
     with options.reported("operators", settings, _show) as report, show_progress() as progress:
         in_use = settled_operators(options.threads)
         import torch
@@ -86,8 +89,10 @@ def run(options: OperatorsOptions) -> None:
         linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
         packed = len(PACKED_BITS) * sum(len(counts) for _, counts in packed_sizes(options.rows, number_format))
         sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
-        for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
-            progress("cases", place, 2 * len(options.cells) + linear + packed + sampling)
+        attention = 2 * len(options.cells) + len(options.prompts)
+        cases = all_cases(options.cells, options.prompts, options.rows, number_format)
+        for place, case in enumerate(cases):
+            progress("cases", place, attention + linear + packed + sampling)
             remark(f"measuring {case.name}")
             machine: dict[str, Any] = {"probe": probe.read, "foreign": ForeignLoad(), "peak": peak}
             for done in measure_case(case, rounds=options.rounds, repeating=repeating, **machine):

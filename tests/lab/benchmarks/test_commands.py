@@ -441,9 +441,10 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(operators, "_matrices", lambda: [("down", 32, 64)])
     monkeypatch.setattr(operators, "SAMPLERS", operators.SAMPLERS[1:2])
     report = tmp_path / "report.json"
-    code, out, err = bench("operators", "--cells", "2x32", "--rows", "1,5", "--rounds", 2, "--json", report)
+    sizes = ("--cells", "2x32", "--prompts", "8", "--rows", "1,5")
+    code, out, err = bench("operators", *sizes, "--rounds", 2, "--json", report)
     assert code == 0
-    assert out.splitlines()[-1].endswith("; 12 of 12 rounds count.")
+    assert out.splitlines()[-1].endswith("; 14 of 14 rounds count.")
     assert "times as fast as stock torch" in out.splitlines()[-1]
     assert "measuring down 32 x 64, 5 rows" in err
     found = json.loads(report.read_text())
@@ -451,6 +452,7 @@ def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: p
     routes = [(row["case"], row["route"]) for row in found["summary"]]
     assert ("attention 2 x 32", "gather + SDPA") in routes
     assert ("host attention 2 x 32", "operator alone") in routes
+    assert ("attention of a prompt of 8", "SDPA") in routes
     assert ("down 32 x 64, 1 rows", "F.linear float32") in routes
     assert ("sampling 5 x 151936, top-k 20, top-p 0.8", "softmax, sort, multinomial") in routes
     assert all(row["of_floor"] is None or 0 < row["of_floor"] <= 1 for row in found["summary"])

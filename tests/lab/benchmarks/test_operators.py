@@ -50,6 +50,17 @@ def test_every_way_to_attend_gives_the_same(context: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_ways_to_attend_over_a_prompt_give_the_same(dtype: torch.dtype) -> None:
+    case = operators.prompt_case(21, dtype)
+    ours, stock = results(case).values()
+    assert list(case.routes) == [OURS, "SDPA"]
+    torch.testing.assert_close(stock, ours, atol=2e-2, rtol=2e-2)
+    # Keys and values, queries and results once; two products of 128 columns for each of 21 * 22 / 2 pairs and 16 heads.
+    assert case.num_bytes == 21 * (2 * 8 + 2 * 16) * 128 * dtype.itemsize
+    assert case.operations == 21 * 11 * 16 * (2 * 2 * 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_host_tier_gives_what_its_operator_gives(dtype: torch.dtype) -> None:
     cases = operators.attention_cases(2, 21, dtype)
     next(cases)
