@@ -85,7 +85,7 @@ def _attention_variants(configuration: AttentionConfiguration, shape: ProgramSha
     for features, splits in ((known[0], False), *((features, True) for features in known)):
         yield Variant(
             module="attention",
-            program="attend_single_tokens",
+            program="decode_attention",
             label=", ".join([name, *["splits"] * splits, *_names(features)]),
             types={**tensors, **_PARTIAL, **_METADATA, **numbers},
             divisible=aligned,
@@ -96,7 +96,7 @@ def _attention_variants(configuration: AttentionConfiguration, shape: ProgramSha
     for features in known:
         yield Variant(
             module="attention",
-            program="attend_longer_rows",
+            program="prefill_attention",
             label=", ".join([name, *_names(features)]),
             types={**tensors, **_METADATA, **numbers, "num_rows": "i32", "num_groups": "i32"},
             divisible=aligned - _PARTIAL.keys(),
@@ -108,7 +108,7 @@ def _attention_variants(configuration: AttentionConfiguration, shape: ProgramSha
         return  # results are added up as for heads as wide as the values
     yield Variant(
         module="attention",
-        program="add_up_splits",
+        program="reduce_splits",
         label=name,
         types={"out": f"*{dtype}", **_PARTIAL, "query_starts": "*i32", "num_splits": "i32", "out_stride": "i32"},
         divisible=frozenset({"out", *_PARTIAL, "out_stride"}),

@@ -52,7 +52,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 
 
 PROGRAMS = (
-    *("write_slots", "move_blocks", "attend_single_tokens", "attend_longer_rows", "add_up_splits"),
+    *("write_slots", "move_blocks", "decode_attention", "prefill_attention", "reduce_splits"),
     *("multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
 )
 
@@ -107,7 +107,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     *_, widest = cache_variants()
     forms = {(form.program, form.label): form for form in attention_variants(9)}
-    reducing = forms["add_up_splits", "bf16 head_dim 256"]
+    reducing = forms["reduce_splits", "bf16 head_dim 256"]
     fitting = build(TARGETS[1], widest)
     assert fitting.breaches() == [] and fitting.registers > 0, fitting
     for bad in (
@@ -126,7 +126,7 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
     assert found.returncode == 0, found.stderr
     spilling, large, broken = found.stdout.splitlines()
     assert spilling.startswith("sm_90 move_blocks") and "spills: " in spilling
-    assert large.startswith("sm_90 add_up_splits") and large.endswith("bytes of shared memory, the limit is 512")
+    assert large.startswith("sm_90 reduce_splits") and large.endswith("bytes of shared memory, the limit is 512")
     assert broken.startswith("sm_90 move_blocks") and "does not compile: " in broken
 
 

@@ -235,7 +235,7 @@ def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int, sin
 
 @pytest.mark.parametrize(
     ("rows", "unused"),
-    [([Row(1, 20), Row(1, 40)], "attend_longer_rows"), ([Row(20, 20)], "attend_single_tokens")],
+    [([Row(1, 20), Row(1, 40)], "prefill_attention"), ([Row(20, 20)], "decode_attention")],
     ids=["single tokens", "one longer row"],
 )
 def test_only_the_programs_that_have_work_are_launched(

@@ -22,7 +22,7 @@ from triton_ops.gpu.configurations import (
     reduction_constants,
 )
 from triton_ops.gpu.devices import gpu_of
-from triton_ops.gpu.kernels.attention import add_up_splits, attend_longer_rows, attend_single_tokens
+from triton_ops.gpu.kernels.attention import decode_attention, prefill_attention, reduce_splits
 
 LOG2_E = 1.4426950408889634
 """The programs compute powers of two: exp(x) = 2 ** (x * log2(e))."""
@@ -44,8 +44,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Run `triton_ops.paged_attention` on a GPU. A row with nothing in the cache gets zeros. Raises
-    UnsupportedByGpu."""
+    """Compute `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises UnsupportedByGpu."""
     gpu = gpu_of(query.device)
     _check(out, query, key_cache, value_cache, scale)
     attend(
@@ -69,10 +68,9 @@ def attend(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Run paged attention with a given configuration, to compare configurations. `tensors` are paged_attention's, in
-    order.
+    """Compute it with a given configuration, to compare configurations. `tensors` are paged_attention's, in order.
 
-    As many tokens as rows means that every row has one token.
+    As many tokens as rows means that every row has one.
     """
     _, query, _, _, _, query_starts, _ = tensors
     num_tokens, num_rows = query.shape[0], query_starts.shape[0] - 1
@@ -117,7 +115,7 @@ class _Launch:
         constants = prefill_constants(configuration, self.shape, **self.features)
         queries_per_tile = constants["TILE_ROWS"] // self.shape.group
         tiles = self.num_tokens // queries_per_tile + self.num_rows
-        attend_longer_rows[(tiles * self.num_groups,)](
+        prefill_attention[(tiles * self.num_groups,)](
             self.out,
             self.query,
             self.key_cache,
@@ -148,7 +146,7 @@ class _Launch:
             sizes = (self.num_rows, self.num_heads, splits)
             results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
             weights = self.out.new_empty(sizes, dtype=torch.float32)
-        attend_single_tokens[(self.num_groups, splits, self.num_rows)](
+        decode_attention[(self.num_groups, splits, self.num_rows)](
             self.out,
             results,
             weights,
@@ -166,7 +164,7 @@ class _Launch:
             num_stages=configuration.num_stages,
         )
         if splits > 1:
-            add_up_splits[(self.num_heads, self.num_rows)](
+            reduce_splits[(self.num_heads, self.num_rows)](
                 self.out,
                 results,
                 weights,

@@ -1,5 +1,6 @@
-"""Compile-time constants of the programs that move keys and values. They are the same on every generation of GPUs:
-these programs only load and store, as many bytes a thread at once as any GPU can."""
+"""Constants of the programs that move keys and values: equal on every generation of GPUs, for they only
+load and store, as many bytes a thread at once as any GPU can.
+"""
 
 from triton_ops.gpu.configurations import power_of_two
 
@@ -9,7 +10,7 @@ ELEMENTS_PER_PROGRAM = 1024  # of keys, and as many of values: 16 bytes a load f
 
 
 def write_constants(num_kv_heads: int, block_size: int, head_dim: int, *, has_values: bool = True) -> dict[str, int]:
-    """Compile-time constants of `write_slots`."""
+    """Return the constants that `write_slots` is compiled with."""
     dims = power_of_two(head_dim)
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -22,7 +23,7 @@ def write_constants(num_kv_heads: int, block_size: int, head_dim: int, *, has_va
 
 
 def move_constants(block_size: int, head_dim: int, *, into_cache: bool) -> dict[str, int]:
-    """Compile-time constants of `move_blocks`."""
+    """Return the constants that `move_blocks` is compiled with."""
     dims = power_of_two(head_dim)
     return {
         "BLOCK_SIZE": block_size,

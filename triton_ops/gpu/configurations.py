@@ -63,9 +63,9 @@ class AttentionConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """Sizes that attention's programs are compiled for, besides their configuration. `head_dim`: width of values; keys
-    have `tail_dim` columns more. `group`: query heads that a program takes; `groups`: how many such groups share a
-    key-value head."""
+    """Shapes and types that the programs are compiled for, besides their configuration. `head_dim`: width of values;
+    keys have `tail_dim` columns more. `group`: query heads that a program takes; `groups`: how many of
+    them share a key-value head."""
 
     head_dim: int
     block_size: int
@@ -165,7 +165,7 @@ def num_splits(
 def decode_constants(
     configuration: DecodeConfiguration, shape: ProgramShape, *, splits: bool, **features: bool
 ) -> dict[str, int]:
-    """Compile-time constants of `attend_single_tokens`."""
+    """Return the constants that `decode_attention` is compiled with."""
     return {
         **_shape_constants(shape),
         "TILE_ROWS": LARGEST_GROUP,
@@ -177,7 +177,7 @@ def decode_constants(
 
 
 def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
-    """Compile-time constants of `add_up_splits`."""
+    """Return the constants that `reduce_splits` is compiled with."""
     return {
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": power_of_two(head_dim),
@@ -186,7 +186,7 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
 
 
 def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, **features: bool) -> dict[str, int]:
-    """Compile-time constants of `attend_longer_rows`."""
+    """Return the constants that `prefill_attention` is compiled with."""
     return {
         **_shape_constants(shape),
         "TILE_ROWS": configuration.rows_per_tile,

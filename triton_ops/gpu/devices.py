@@ -1,4 +1,4 @@
-"""Facts about a GPU that launchers need."""
+"""Properties of a GPU that a launcher asks for."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ class Gpu:
 
 
 INTERPRETED = Gpu(generation=9, multiprocessors=2)
-"""The GPU that Triton's interpreter, which runs programs on the CPU, is taken for: few programs fill it."""
+"""Triton's interpreter, which runs programs on the CPU, counts as a GPU that few programs fill."""
 
 
 @cache

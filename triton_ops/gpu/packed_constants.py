@@ -1,4 +1,4 @@
-"""Compile-time constants of the products with packed matrices: the same on every generation of GPUs."""
+"""Constants of the products with packed matrices: equal on every generation of GPUs."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ _MOST_PARTS = 32
 
 
 class Tile(NamedTuple):
-    """Sizes of one program's product: rows of the input, rows of weights, and columns of them at a time."""
+    """Tile of one program: rows of the input, rows of weights, and columns of them at a time."""
 
     rows: int
     outputs: int
@@ -36,7 +36,7 @@ def tile_of(num_rows: int) -> Tile | None:
 
 
 def packed_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
-    """Compile-time constants of a program. `form`: the numbers of a PackedFormat."""
+    """Return the constants that a program is compiled with. `form`: the numbers of a PackedFormat."""
     bits, group, scale, offset, zero = form
     constants = {
         "BITS": bits,

@@ -143,8 +143,7 @@ def _first_state(
 
 @triton.jit
 def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr):
-    """Load the query heads that begin at `rows` [rows, 1]: the columns that meet the keys' first columns, and the
-    others."""
+    """Load the query heads that begin at `rows` [rows, 1]: columns that meet the keys' first ones, and the others."""
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     head = tl.load(rows + dims, mask=used[:, None] & (dims < HEAD_DIM), other=0.0)
     tail = head
@@ -155,7 +154,7 @@ def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexp
 
 @triton.jit
 def _weight_or_one(total):
-    """Replace a divisor of 0 by 1: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
+    """Return each row's divisor: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
     return tl.where(total > 0, total, 1.0)
 
 
@@ -163,7 +162,7 @@ def _weight_or_one(total):
     do_not_specialize=["sliding_window", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
 )
-def attend_single_tokens(
+def decode_attention(
     out,
     split_results,
     split_weights,
@@ -265,7 +264,7 @@ def attend_single_tokens(
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_starts"])
-def add_up_splits(
+def reduce_splits(
     out,
     split_results,
     split_weights,
@@ -276,7 +275,7 @@ def add_up_splits(
     PADDED_HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
-    """Weigh and add up the splits of attend_single_tokens into `out`. Grid: (num_heads, rows)."""
+    """Reduce the splits that decode_attention left: weigh them and add them up into `out`. Grid: (num_heads, rows)."""
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_starts + row)
     if tl.load(query_starts + row + 1) - token != 1:
@@ -317,7 +316,7 @@ def _row_of_tile(query_starts, num_rows, tile, QUERIES_PER_TILE: tl.constexpr, S
     do_not_specialize=["num_rows", "num_groups", "sliding_window", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
 )
-def attend_longer_rows(
+def prefill_attention(
     out,
     query,
     key_cache,

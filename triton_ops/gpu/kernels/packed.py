@@ -19,8 +19,8 @@ def _load_step(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the scales of both halves
-    of 32 columns, the offsets subtracted from weights, and the offsets subtracted from codes."""
+    """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the scales of both
+    halves of 32 columns, what is subtracted from weights, and what is subtracted from codes."""
     lines: tl.constexpr = 8 if BITS == 8 else 4
     is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
     span: tl.constexpr = 256 if is_super else GROUP
