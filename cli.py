@@ -1,4 +1,5 @@
-"""The command line from a checkout: ``python cli.py chat`` is the installed command ``nanoserve chat``."""
+"""The command line from a checkout: ``python cli.py chat`` is the installed command ``nanoserve
+chat``."""
 
 from nanoserve.commands.entry import run
 

@@ -9,21 +9,26 @@ LONGEST_VALUE = 80  # characters of a value from a file or a client within a mes
 
 
 def one_line(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """A text from outside, as a message shows it: on one line, without what a terminal would obey. A text longer than
-    ``longest`` characters loses its middle: the end often says what to change."""
+    """A text from outside, as a message shows it: on one line, without what a terminal would obey.
+    A text longer than ``longest`` characters loses its middle: the end often says what to
+    change."""
     if len(text) > longest:
         kept = (longest - 3) // 2
         text = f"{text[:kept]}...{text[-kept:]}"
-    return "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
+    return "".join(
+        character if character.isprintable() else "\ufffd" for character in " ".join(text.split())
+    )
 
 
 def shown(value: object, longest: int = LONGEST_VALUE) -> str:
-    """A value from outside, as a message shows it: as Python writes it, on one line and shortened."""
+    """A value from outside, as a message shows it: as Python writes it, on one line and
+    shortened."""
     return one_line(repr(value), longest)
 
 
 class NanoserveError(Exception):
-    """Base of every error worded for a user; the command line prints it as one line, without a traceback."""
+    """Base of every error worded for a user; the command line prints it as one line, without a
+    traceback."""
 
     exit_code = 1
 
@@ -36,7 +41,8 @@ class RuntimeFailure(NanoserveError):
 
 
 class WorkersFailed(RuntimeFailure):
-    """The processes that run the model died again and again, and the engine gave up; the message says why."""
+    """The processes that run the model died again and again, and the engine gave up; the message
+    says why."""
 
 
 class PolicyFailed(RuntimeFailure):
@@ -64,14 +70,16 @@ def error_of(exit_code: int, message: str) -> NanoserveError:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, cut where it is very long; empty if it has none.
 
-    Of a command that failed, it is the first line that the command wrote, or how it ended: a compiler's command alone
-    may have a thousand characters.
+    Of a command that failed, it is the first line that the command wrote, or how it ended: a
+    compiler's command alone may have a thousand characters.
     """
     message = str(error)
     if isinstance(error, CalledProcessError):
         said = error.stderr or error.stdout or b""
         message = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
-        message = message.strip() or f"{_program(error.cmd)} ended with exit code {error.returncode}"
+        message = (
+            message.strip() or f"{_program(error.cmd)} ended with exit code {error.returncode}"
+        )
     elif isinstance(error, TimeoutExpired):
         message = f"{_program(error.cmd)} took more than {error.timeout:g} s"
     return (message.strip().splitlines() or [""])[0][:LONGEST_LINE]

@@ -1,4 +1,5 @@
-"""Layouts of one model over devices: tensor, pipeline and data parallel degrees, and the layers of each stage."""
+"""Layouts of one model over devices: tensor, pipeline and data parallel degrees, and the layers of
+each stage."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ _DEGREES = {"D": "data_parallel", "T": "tensor_parallel", "P": "pipeline_paralle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Devices = tensor x pipeline x data; ranks are numbered with the tensor degree fastest, then the pipeline. Raises
-    UsageError for a degree below 1."""
+    """Devices = tensor x pipeline x data; ranks are numbered with the tensor degree fastest, then
+    the pipeline. Raises UsageError for a degree below 1."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -28,12 +29,14 @@ class ParallelLayout:
 
     @classmethod
     def parse(cls, name: str) -> "ParallelLayout":
-        """Parse a layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order. Raises UsageError for
-        other names."""
+        """Parse a layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order.
+        Raises UsageError for other names."""
         parts = _PART.findall(name.upper())
         degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
         if not parts or "".join(f"{letter}{degree}" for letter, degree in parts) != name.upper():
-            raise UsageError(f"{shown(name)} is no layout such as P4 (pipeline), T4 (tensor) or T2P2")
+            raise UsageError(
+                f"{shown(name)} is no layout such as P4 (pipeline), T4 (tensor) or T2P2"
+            )
         if len(degrees) < len(parts):
             raise UsageError(f"the layout {shown(name)} names a degree twice")
         return cls(**degrees)
@@ -78,14 +81,16 @@ def stage_layers(
     *,
     asked: str | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage, by `pipeline_split` or by `divide`. `asked` stands for --pp in errors. Raises
-    UsageError if the stages cannot be filled, or the split is not one of this model's layers."""
+    """The layers of each stage, by `pipeline_split` or by `divide`. `asked` stands for --pp in
+    errors. Raises UsageError if the stages cannot be filled, or the split is not one of this
+    model's layers."""
     if pipeline_parallel < 1:
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
     if pipeline_parallel > model.num_layers:
         option = asked or f"--pp {pipeline_parallel}"
         raise UsageError(
-            f"{option}: the model has {model.num_layers} layers, so there are at most {model.num_layers} stages"
+            f"{option}: the model has {model.num_layers} layers, so there are at most "
+            f"{model.num_layers} stages"
         )
     sizes = divide(model, pipeline_parallel) if pipeline_split is None else pipeline_split
     option = f"--pp-split {','.join(map(str, sizes))}"
@@ -94,5 +99,7 @@ def stage_layers(
     if min(sizes) < 1:
         raise UsageError(f"{option}: every stage needs at least one layer")
     if sum(sizes) != model.num_layers:
-        raise UsageError(f"{option} adds up to {sum(sizes)} layers, but the model has {model.num_layers}")
+        raise UsageError(
+            f"{option} adds up to {sum(sizes)} layers, but the model has {model.num_layers}"
+        )
     return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))

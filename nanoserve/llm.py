@@ -32,7 +32,8 @@ from nanoserve.utils.interrupts import deferred_interrupts
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
 """Text, token ids, or the messages of a conversation."""
-_WATCHED_SECONDS = 0.1  # longest wait of a step with an observer; the next step continues to wait for the same result
+# longest wait of a step with an observer; the next step continues to wait for the same result
+_WATCHED_SECONDS = 0.1
 
 
 class LLM:
@@ -43,15 +44,18 @@ class LLM:
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
 
-    ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller, or what
-    `resolve_model` found. ``progress`` is called with (stage, done, total) while downloading and loading. ``settings``
-    are the fields of EngineConfig; environment variables such as NANOSERVE_POLICY are for commands and set none.
+    ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller,
+    or what `resolve_model` found. ``progress`` is called with (stage, done, total) while
+    downloading and loading. ``settings`` are the fields of EngineConfig; environment variables such
+    as NANOSERVE_POLICY are for commands and set none.
 
-    ``built`` is the engine with the model's shape and the settings in use. If the settings leave layout or policy open,
-    ``built.choice`` says what was chosen and why: for a batch of the lengths that ``expected`` returns when it is
-    called with the tokenizer and the longest sequence in tokens, or without it for requests that come one by one.
+    ``built`` is the engine with the model's shape and the settings in use. If the settings leave
+    layout or policy open, ``built.choice`` says what was chosen and why: for a batch of the lengths
+    that ``expected`` returns when it is called with the tokenizer and the longest sequence in
+    tokens, or without it for requests that come one by one.
 
-    Raises ModelError if the model cannot be used, UsageError if a setting is not valid for this model or machine.
+    Raises ModelError if the model cannot be used, UsageError if a setting is not valid for this
+    model or machine.
     """
 
     def __init__(
@@ -90,7 +94,10 @@ class LLM:
         """The only engine, for callers that look inside. Raises UsageError if there are several."""
         engines = self._engine.engines
         if len(engines) > 1:
-            raise UsageError(f"this is for one engine, not {len(engines)}: leave out --dp, or the D of the layouts")
+            raise UsageError(
+                f"this is for one engine, not {len(engines)}: leave out --dp, or the D of the "
+                "layouts"
+            )
         return engines[0]
 
     @property
@@ -102,7 +109,7 @@ class LLM:
         """The parameters that the model's generation_config.json recommends."""
         return self.built.default_params
 
-    # ---- asking -----------------------------------------------------------------------------------------------
+    # ---- asking ----------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -112,10 +119,12 @@ class LLM:
         priority: int | SequenceOf[int] = 0,
         user: str | SequenceOf[str] = "",
     ) -> list[RequestOutput]:
-        """Continue one prompt or several, each as text or as token ids; the outputs are in the order of the prompts.
+        """Continue one prompt or several, each as text or as token ids; the outputs are in the
+        order of the prompts.
 
-        ``params`` are one for all prompts or one for each; None takes the model's defaults. So are ``priority`` and
-        ``user``, by which policies may order. Raises UsageError if a prompt can never run here; then none of them runs.
+        ``params`` are one for all prompts or one for each; None takes the model's defaults. So are
+        ``priority`` and ``user``, by which policies may order. Raises UsageError if a prompt can
+        never run here; then none of them runs.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         # mypy cannot infer from the line above whether it is one prompt or several.
@@ -127,8 +136,8 @@ class LLM:
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; messages are {"role": ..., "content": ...}. Raises UsageError if a
-        conversation is malformed or too long."""
+        """Answer one conversation or several; messages are {"role": ..., "content": ...}. Raises
+        UsageError if a conversation is malformed or too long."""
         is_one = len(messages) == 0 or isinstance(messages[0], Mapping)
         # As in `generate`, mypy cannot infer which it is.
         every: list[Prompt] = [messages] if is_one else list(messages)  # type: ignore[list-item, arg-type]
@@ -141,9 +150,9 @@ class LLM:
         *,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Yield new output as it comes; closing the generator aborts the request. ``template_arguments`` are those of
-        `Tokenizer.encode_chat`, for the messages of a conversation. Raises UsageError at once, if the prompt can never
-        run here."""
+        """Yield new output as it comes; closing the generator aborts the request.
+        ``template_arguments`` are those of `Tokenizer.encode_chat`, for the messages of a
+        conversation. Raises UsageError at once, if the prompt can never run here."""
         stream = self._stream(self._add(prompt, params, template_arguments=template_arguments))
         next(stream)  # closing a generator that has not started would not run its `finally`
         return stream
@@ -166,10 +175,11 @@ class LLM:
         *,
         on_step: Callable[[SequenceOf[SequenceUpdate]], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
-        """Yield (position, output) in the order in which requests finish; a refused request yields its error.
+        """Yield (position, output) in the order in which requests finish; a refused request yields
+        its error.
 
-        ``items`` is read only as far ahead as the engine needs, so it may be long. ``on_step`` is called with the
-        updates of each step, several times a second even without any.
+        ``items`` is read only as far ahead as the engine needs, so it may be long. ``on_step`` is
+        called with the updates of each step, several times a second even without any.
         """
         pending = enumerate(items)
         running: dict[int, RequestTracker] = {}
@@ -202,7 +212,8 @@ class LLM:
 
     @property
     def _wants_more(self) -> bool:
-        """Whether an engine might run out of prompts. Sequences in host memory do not count as waiting."""
+        """Whether an engine might run out of prompts. Sequences in host memory do not count as
+        waiting."""
         status = self.status
         return status.waiting < self.built.config.max_num_seqs * len(status.layouts)
 
@@ -221,7 +232,10 @@ class LLM:
         try:
             for number, prompt in enumerate(prompts):
                 tracker = self._add(
-                    prompt, every_params[number], priority=every_priority[number], user=every_user[number]
+                    prompt,
+                    every_params[number],
+                    priority=every_priority[number],
+                    user=every_user[number],
                 )
                 trackers.append(tracker)
             while not all(tracker.finished for tracker in trackers):
@@ -231,7 +245,7 @@ class LLM:
             for tracker in trackers:
                 self._forget(tracker)
 
-    # ---- engine -----------------------------------------------------------------------------------------------
+    # ---- engine ----------------------------------------------------------------------------------
 
     def _add(
         self,
@@ -246,13 +260,15 @@ class LLM:
         if params is None:
             params = self.default_sampling_params()
         text, tokens = self._tokenize(prompt, template_arguments)
-        limit = self.built.model.max_position_embeddings  # --max-model-len cannot be raised beyond it
+        # --max-model-len cannot be raised beyond it
+        limit = self.built.model.max_position_embeddings
         fewest_answered = 1
         if params.max_tokens == 0:
             fewest_answered = 0
         if len(tokens) + fewest_answered > limit:
             raise UsageError(
-                f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
+                f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with "
+                "at least one for the "
                 "answer; shorten the prompt"
             )
         if params.json_schema is not None:
@@ -300,7 +316,9 @@ class LLM:
             for update in updates:
                 tracker = self._trackers.get(update.request_id)
                 if tracker is not None and tracker.take(update, now):
-                    self._engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
+                    self._engine.stop(
+                        update.request_id, index=update.index, reason=FinishReason.STOP
+                    )
         return updates
 
     def _forget(self, tracker: RequestTracker) -> None:
@@ -328,5 +346,7 @@ def _for_each(prompts: SequenceOf[Prompt], given: Any) -> SequenceOf[Any]:
     if not isinstance(given, list | tuple):
         return [given] * len(prompts)
     if len(given) != len(prompts):
-        raise UsageError(f"{len(prompts)} prompts, but a list of {len(given)} settings: give one or as many")
+        raise UsageError(
+            f"{len(prompts)} prompts, but a list of {len(given)} settings: give one or as many"
+        )
     return given

@@ -1,7 +1,8 @@
 """A user's request (SamplingParams, Request), its life in the engine (Sequence), and its outputs.
 
-A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words of state: its status, which moves
-along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV cache.
+A Request with ``n`` samples becomes ``n`` Sequences. A Sequence has two words of state: its status,
+which moves along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its KV
+cache.
 """
 
 import json
@@ -50,23 +51,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Added to the logits of these token ids, -100 to 100."""
     seed: int | None = None
-    """Equal requests with equal seeds give equal tokens; None draws a seed, and so does vLLM's -1."""
+    """Equal requests with equal seeds give equal tokens; None draws a seed, and so does vLLM's
+    -1."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, at most 1024."""
     max_tokens: int | None = None
-    """None means until the context is full. 0 needs prompt_logprobs: then the prompt is computed and nothing else."""
+    """None means until the context is full. 0 needs prompt_logprobs: then the prompt is computed
+    and nothing else."""
     min_tokens: int = 0
     """End tokens are not sampled before the output has this many tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     logprobs: int | None = None
-    """Report the log probabilities of the sampled token and of this many likeliest tokens (0 to 20)."""
+    """Report the log probabilities of the sampled token and of this many likeliest tokens (0 to
+    20)."""
     prompt_logprobs: int | None = None
     """Report log probabilities for every prompt token but the first."""
     json_schema: str | None = None
-    """The text of a JSON schema; the output is JSON that meets it and ends there, even before min_tokens."""
+    """The text of a JSON schema; the output is JSON that meets it and ends there, even before
+    min_tokens."""
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1, MAX_SAMPLES)
@@ -93,16 +98,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def penalizes_tokens(self) -> bool:
         """Whether the tokens so far change the odds of the next one."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether the host keeps a table of adjusted logits: penalties, bias, and end tokens that must wait."""
+        """Whether the host keeps a table of adjusted logits: penalties, bias, and end tokens that
+        must wait."""
         return self.penalizes_tokens or self.min_tokens > 0 or bool(self.logit_bias)
 
     def listed_tokens(self, known: int) -> int:
-        """Tokens that the executor goes through when a sequence begins with ``known`` tokens: the tokens that the
-        parameters name and, for penalties, the known ones."""
+        """Tokens that the executor goes through when a sequence begins with ``known`` tokens: the
+        tokens that the parameters name and, for penalties, the known ones."""
         named = len(self.logit_bias) + len(self.stop_token_ids)
         if self.penalizes_tokens:
             return named + known
@@ -110,9 +120,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def allows_async_scheduling(self) -> bool:
-        """Whether the next token can be sampled before the host knows the one before it. It cannot where the host
-        prepares what may be sampled (adjusted logits, a grammar), nor with prompt log probabilities: an answer belongs
-        to the only row in flight."""
+        """Whether the next token can be sampled before the host knows the one before it. It cannot
+        where the host prepares what may be sampled (adjusted logits, a grammar), nor with prompt
+        log probabilities: an answer belongs to the only row in flight."""
         return not self.adjusts_logits and self.json_schema is None and self.prompt_logprobs is None
 
     def _check_stops(self) -> None:
@@ -120,9 +130,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError(f"stop must be a list of at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
-                raise UsageError(f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters")
+                raise UsageError(
+                    f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters"
+                )
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise UsageError(f"the stop string {shown(text)} is not valid Unicode: no answer can contain it")
+                raise UsageError(
+                    f"the stop string {shown(text)} is not valid Unicode: no answer can contain it"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise UsageError(f"stop_token_ids may name at most {MAX_STOP_TOKENS} tokens")
         for token in self.stop_token_ids:
@@ -142,14 +156,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError("json_schema must be a text: json.dumps(schema)")
         if len(self.json_schema) > MAX_JSON_SCHEMA_LENGTH:
             raise UsageError(
-                f"json_schema has {len(self.json_schema)} characters; at most {MAX_JSON_SCHEMA_LENGTH} are taken"
+                f"json_schema has {len(self.json_schema)} characters; at most "
+                f"{MAX_JSON_SCHEMA_LENGTH} are taken"
             )
         if self.ignore_eos:
-            raise UsageError("ignore_eos makes no sense with json_schema: nothing can follow a complete JSON text")
+            raise UsageError(
+                "ignore_eos makes no sense with json_schema: nothing can follow a complete JSON "
+                "text"
+            )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "SamplingParams":
-        """Build from untrusted settings (a JSON row, flags): unknown names and wrong types raise UsageError."""
+        """Build from untrusted settings (a JSON row, flags): unknown names and wrong types raise
+        UsageError."""
         settings = dict(settings)
         if isinstance(settings.get("stop"), str):
             settings["stop"] = [settings["stop"]]
@@ -163,7 +182,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except msgspec.ValidationError as error:
             attempts = [settings] + [{name: value} for name, value in settings.items()]
             for attempt in attempts:
-                with suppress(TypeError, AttributeError):  # an unknown name, or no list where one is needed
+                # an unknown name, or no list where one is needed
+                with suppress(TypeError, AttributeError):
                     cls(**attempt)  # its own checks say which values a setting takes
             raise UsageError(f"sampling settings: {error}") from None
 
@@ -184,9 +204,13 @@ def _check_optional_integer(name: str, value: object, low: int, high: int) -> No
         _check_integer(name, value, low, high)
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+def _check_number(
+    name: str, value: object, low: float, high: float, *, above: bool = False
+) -> None:
     # NaN is in no range, and an integer too large for a float is compared exactly.
-    is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    is_right = (
+        isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    )
     if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise UsageError(f"{name} must be a number {bounds}, not {shown(value)}")
@@ -271,8 +295,9 @@ LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log probability of one token under the model's raw distribution, before penalties and temperature. There may be a
-    million of them and none is in a cycle, so the garbage collector skips them."""
+    """Log probability of one token under the model's raw distribution, before penalties and
+    temperature. There may be a million of them and none is in a cycle, so the garbage collector
+    skips them."""
 
     token: int
     """The token this position really holds."""
@@ -324,13 +349,14 @@ class Fork:
     siblings: "list[Sequence]" = field(default_factory=list)
     """Of the first sample: the others, while they wait until its prompt is computed."""
     copy_source: tuple[int, ...] = ()
-    """Of another one: blocks, one of each cache group, whose first slots must be copied before it writes
-    (copy-on-write)."""
+    """Of another one: blocks, one of each cache group, whose first slots must be copied before it
+    writes (copy-on-write)."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it.
+    """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes
+    it.
 
     The last four members belong to mechanisms that most sequences do without, and are None then.
     """
@@ -352,8 +378,9 @@ class Sequence:
     stop_token: int | None = None
     error: str | None = None
     computed: int = 0
-    """Positions ``0..computed-1`` have their KV written by plans already submitted. While two tokens are being sampled
-    that is one more than there are tokens, and while draft tokens are verified it counts them."""
+    """Positions ``0..computed-1`` have their KV written by plans already submitted. While two
+    tokens are being sampled that is one more than there are tokens, and while draft tokens are
+    verified it counts them."""
     block_table: list[int] = field(default_factory=list)
     """Device blocks in order of position, for each position one of every cache group."""
     capacity: int = 0
@@ -361,7 +388,8 @@ class Sequence:
     cached_columns: list[Any] = field(default_factory=list)
     """The prefix cache's columns of its first full blocks."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
-    """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
+    """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in
+    flight."""
     begun: bool = False
     """Whether the executor knows it."""
     cached_tokens: int = 0
@@ -378,11 +406,11 @@ class Sequence:
     placeholders: Placeholders | None = None
     """None where each token must be known before the next row is planned."""
     window_start: int | None = None
-    """With sliding windows: the position from which on queries need their blocks. Those before its windows are given
-    back."""
+    """With sliding windows: the position from which on queries need their blocks. Those before its
+    windows are given back."""
     host_table: list[int] | None = None
-    """With a host tier: blocks in host memory, in order as in the block table. On the device, they are reserved for a
-    prompt that will move."""
+    """With a host tier: blocks in host memory, in order as in the block table. On the device, they
+    are reserved for a prompt that will move."""
 
     @property
     def prompt_length(self) -> int:
@@ -406,7 +434,8 @@ class Sequence:
         return self.status is _FINISHED
 
     def keep_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Keep log probabilities of the positions after ``start``; a request's first sample keeps them for all."""
+        """Keep log probabilities of the positions after ``start``; a request's first sample keeps
+        them for all."""
         if self.index == 0:
             already = len(self.prompt_logprobs) - start  # a recomputed prompt is scored again
             self.prompt_logprobs += logprobs[already:]
@@ -414,8 +443,9 @@ class Sequence:
     def extend(
         self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
-        Returns the tokens appended, and why the sequence ends with them, if it does."""
+        """Append sampled tokens up to the one that ends the sequence, with their log probabilities
+        if there are any. Returns the tokens appended, and why the sequence ends with them, if it
+        does."""
         reason, known, before = None, self.tokens, len(self.tokens)
         if before == self.max_length:  # max_tokens is 0, and the prompt is computed
             return (), FinishReason.LENGTH
@@ -433,15 +463,19 @@ class Sequence:
         return tokens[:taken], reason
 
     def move_to(self, status: Status) -> None:
-        """The one place where a status changes. Raises RuntimeError if the transition is not in LEGAL_TRANSITIONS."""
+        """The one place where a status changes. Raises RuntimeError if the transition is not in
+        LEGAL_TRANSITIONS."""
         if status not in LEGAL_TRANSITIONS[self.status]:
-            raise RuntimeError(f"sequence {self.sequence_id}: illegal transition {self.status} -> {status}")
+            raise RuntimeError(
+                f"sequence {self.sequence_id}: illegal transition {self.status} -> {status}"
+            )
         self.status = status
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's gain in one step, as the engine hands it to its callers, who may read ``sequence`` but not
-    change it. The garbage collector skips updates, which are never in a cycle."""
+    """One sequence's gain in one step, as the engine hands it to its callers, who may read
+    ``sequence`` but not change it. The garbage collector skips updates, which are never in a
+    cycle."""
 
     request_id: str
     index: int
@@ -481,7 +515,8 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: from the first token to the last one so far, over the tokens after the first; None without such."""
+        """TPOT: from the first token to the last one so far, over the tokens after the first; None
+        without such."""
         if self.last_token_time is None or self.first_token_time is None or self.output_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.output_tokens - 1)
@@ -507,8 +542,8 @@ class CompletionOutput:
     metrics: RequestMetrics
     error: str | None = None
     marks: tuple[tuple[int, int], ...] = ()
-    """Control tokens by which the model's chat format tells reasoning, text and tool calls apart: the place in `text`
-    and the token's id, in order. They are no part of the text."""
+    """Control tokens by which the model's chat format tells reasoning, text and tool calls apart:
+    the place in `text` and the token's id, in order. They are no part of the text."""
 
 
 @dataclass(frozen=True, slots=True)

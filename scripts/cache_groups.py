@@ -1,10 +1,11 @@
-"""Measure the gain of cache groups: the same requests in equal KV memory, with groups and with one table for all
-layers.
+"""Measure the gain of cache groups: the same requests in equal KV memory, with groups and with one
+table for all layers.
 
-``python -m scripts.cache_groups`` opens a model with sliding windows twice in one process. One engine gives back what
-windows leave behind, the other keeps all positions and hides them by masks. Both answer the same requests in turns. It
-prints how many sequences each had at once, output tokens per second of the whole run and of its steps without prompts,
-what steps reached of their floor, and which share of the tokens is equal.
+``python -m scripts.cache_groups`` opens a model with sliding windows twice in one process. One
+engine gives back what windows leave behind, the other keeps all positions and hides them by masks.
+Both answer the same requests in turns. It prints how many sequences each had at once, output tokens
+per second of the whole run and of its steps without prompts, what steps reached of their floor, and
+which share of the tokens is equal.
 """
 
 import argparse
@@ -52,7 +53,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def show(name: str, number: int, measured: Measured, run: EngineRun, limits: Limits, foreign: float | None) -> None:
+def show(
+    name: str,
+    number: int,
+    measured: Measured,
+    run: EngineRun,
+    limits: Limits,
+    foreign: float | None,
+) -> None:
     steps = summarize_steps(run.steps, measured.cost, limits)
     seconds = max(timing.e2el for timing in run.timings)
     decodes = [step for step in run.steps if not step.work.chunks]
@@ -62,21 +70,26 @@ def show(name: str, number: int, measured: Measured, run: EngineRun, limits: Lim
         f" {sum(map(len, run.tokens)) / seconds:.2f} output tokens/s;"
         f" {len(decodes)} steps without prompts: {decoding:.1f} s,"
         f" {sum(step.work.decodes for step in decodes) / decoding:.2f} tokens/s;"
-        f" of floor: {', '.join(f'{kind} {found.of_floor or 0:.0%}' for kind, found in steps.items())};"
+        " of floor: "
+        f"{', '.join(f'{kind} {found.of_floor or 0:.0%}' for kind, found in steps.items())};"
         f" foreign cores {foreign}",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="dummy:gemma-3-1b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-memory", default="450MiB")
     parser.add_argument("--lengths", default="7600+400", help="tokens of each prompt and answer")
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--batch-invariant", action="store_true", help="equal tokens in 16 bits, and slower prompts")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="equal tokens in 16 bits, and slower prompts"
+    )
     options = parser.parse_args()
     (shape,) = parse_lengths(options.lengths, "--lengths")
     settings = {"dtype": options.dtype, "kv_cache_memory": parse_size(options.kv_cache_memory)}
@@ -91,7 +104,10 @@ def main() -> None:
             print(f"{name}: {pool.num_blocks} blocks, {pool.groups} to a column")
         probe = BandwidthProbe()
         limits = machine_limits(DTYPES[options.dtype], probe, progress=lambda *_: None)
-        print(f"limits: {limits.bytes_per_second / 1e9:.1f} GB/s, {limits.operations_per_second / 1e9:.0f} GFLOP/s")
+        print(
+            f"limits: {limits.bytes_per_second / 1e9:.1f} GB/s, "
+            f"{limits.operations_per_second / 1e9:.0f} GFLOP/s"
+        )
         for one in engines.values():
             one.run(random_prompts([64] * 2, one.llm.built.model.vocab_size, 0), 4)
         for number in range(1, options.rounds + 1):
@@ -108,7 +124,10 @@ def main() -> None:
             same = [one == other for pair in answers for one, other in zip(*pair, strict=True)]
             before, after = (max(timing.e2el for timing in run.timings) for run in (theirs, ours))
             equal = f"{sum(same)} of {len(same)} tokens equal"
-            print(f"round {number}: groups are {before / after:.2f} times as fast, {equal}", flush=True)
+            print(
+                f"round {number}: groups are {before / after:.2f} times as fast, {equal}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""How long a chat takes to its prompt, and from Enter to the first word: `python -m scripts.chat_start [ROUNDS]`.
+"""How long a chat takes to its prompt, and from Enter to the first word: `python -m
+scripts.chat_start [ROUNDS]`.
 
-Each round starts `nanoserve chat` on a pseudo-terminal twice. One message is sent after 1.5 s of typing, one at once.
+Each round starts `nanoserve chat` on a pseudo-terminal twice. One message is sent after 1.5 s of
+typing, one at once.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Compare the cost model's predictions, from a second's measuring (measuring_speeds.py), with the times of a model's
-steps.
+"""Compare the cost model's predictions, from a second's measuring (measuring_speeds.py), with the
+times of a model's steps.
 
-``python scripts/check_speeds.py dummy:smollm2-135m float32`` measures both in turn, in one process without compiled
-layers, so that other programs disturb both alike. It prints the medians of both, and of the ratios of the rounds. It
-takes a minute or two.
+``python scripts/check_speeds.py dummy:smollm2-135m float32`` measures both in turn, in one process
+without compiled layers, so that other programs disturb both alike. It prints the medians of both,
+and of the ratios of the rounds. It takes a minute or two.
 """
 
 import random
@@ -48,14 +48,24 @@ def main(name: str, dtype_name: str) -> None:
         costs = StepCosts(model, machine, precision=Precision.of(8 * decoder.dtype.itemsize))
         predictor = CostPredictor(costs)
         layers, beside = predictor.num_layers, predictor.step_overhead_seconds()
-        prompt = layers * (predictor.linear_seconds(CONTEXT) + predictor.prefill_attention_seconds(CONTEXT)) + beside
-        tokens = layers * (predictor.linear_seconds(BATCH) + predictor.attention_seconds(BATCH * CONTEXT)) + beside
+        prompt = (
+            layers
+            * (predictor.linear_seconds(CONTEXT) + predictor.prefill_attention_seconds(CONTEXT))
+            + beside
+        )
+        tokens = (
+            layers
+            * (predictor.linear_seconds(BATCH) + predictor.attention_seconds(BATCH * CONTEXT))
+            + beside
+        )
         rounds["prefill"].append((prompt, mean_seconds(runner, prefill, 1)))
         rounds["decode"].append((tokens, mean_seconds(runner, decode, STEPS)))
     print(f"{name}, {dtype_name}, {torch.get_num_threads()} threads")
     print("| step | predicted | measured | ratio |\n|---|---|---|---|")
     for step, found in rounds.items():
-        predicted, measured = (1000 * statistics.median(column) for column in zip(*found, strict=True))
+        predicted, measured = (
+            1000 * statistics.median(column) for column in zip(*found, strict=True)
+        )
         ratio = statistics.median(first / second for first, second in found)
         print(f"| {step} | {predicted:.0f} ms | {measured:.0f} ms | {ratio:.2f} |")
 
@@ -67,7 +77,11 @@ def begin_batch(runner: ModelRunner, vocabulary: int, blocks: int) -> tuple[Step
     for number in range(BATCH):
         begin = Begin(number, text, CONTEXT, 0, 0, SamplingParams(temperature=0.0))
         own = tuple(range(number * blocks, (number + 1) * blocks))
-        runner.execute(StepPlan(0, (begin,), rows=(Row(number, 0, text[:CONTEXT], sample=True, new_blocks=own),)))
+        runner.execute(
+            StepPlan(
+                0, (begin,), rows=(Row(number, 0, text[:CONTEXT], sample=True, new_blocks=own),)
+            )
+        )
     decodes = tuple(Row(number, CONTEXT, text[CONTEXT:], sample=True) for number in range(BATCH))
     return StepPlan(0, rows=(Row(0, 0, text[:CONTEXT], sample=True),)), StepPlan(0, rows=decodes)
 

@@ -2,11 +2,12 @@
 
     python -m scripts.check_templates FOLDER [--keep]
 
-FOLDER holds templates, `*.jinja`, of any public models. Each renders twelve conversations, with tools and without, with
-thinking and without. transformers is given messages as templates expect them, nanoserve as clients send them: arguments
-of calls as text, and null for a content that is empty. `--keep` writes the digests of what transformers renders to
-template_digests.txt, beside this script: a line for each template, with its own digest, that of its renderings, and its
-name. Without it, what nanoserve renders must have the digest that is kept, if there is one. The exit code is 1 if
+FOLDER holds templates, `*.jinja`, of any public models. Each renders twelve conversations, with
+tools and without, with thinking and without. transformers is given messages as templates expect
+them, nanoserve as clients send them: arguments of calls as text, and null for a content that is
+empty. `--keep` writes the digests of what transformers renders to template_digests.txt, beside this
+script: a line for each template, with its own digest, that of its renderings, and its name. Without
+it, what nanoserve renders must have the digest that is kept, if there is one. The exit code is 1 if
 anything differs.
 """
 
@@ -37,9 +38,16 @@ TOOLS = [
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "place": {"type": "string", "description": "A city", "enum": ["München", "Rome"]},
+                    "place": {
+                        "type": "string",
+                        "description": "A city",
+                        "enum": ["München", "Rome"],
+                    },
                     "days": {"type": "integer", "default": 1},
-                    "options": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "number"}}}},
+                    "options": {
+                        "type": "array",
+                        "items": {"type": "object", "properties": {"a": {"type": "number"}}},
+                    },
                 },
                 "required": ["place"],
             },
@@ -47,7 +55,11 @@ TOOLS = [
     },
     {
         "type": "function",
-        "function": {"name": "noop", "description": "", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "noop",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
     },
 ]
 
@@ -74,11 +86,29 @@ SYSTEM = {"role": "system", "content": " Be brief. "}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one message": [user("Hello  there \n")],
     "a system message": [SYSTEM, user("你好 🦊 <b>&amp;</b>")],
-    "several turns": [user("\n\nOne"), assistant(" Two "), user("Three"), assistant("Four"), user("Five")],
-    "reasoning in a field": [user("One"), assistant("Two", reasoning_content="hm,\nwell"), user("Three")],
-    "reasoning in the text": [user("One"), assistant("<think>\nhm, \n\n</think>\n\n Two "), user("Three")],
+    "several turns": [
+        user("\n\nOne"),
+        assistant(" Two "),
+        user("Three"),
+        assistant("Four"),
+        user("Five"),
+    ],
+    "reasoning in a field": [
+        user("One"),
+        assistant("Two", reasoning_content="hm,\nwell"),
+        user("Three"),
+    ],
+    "reasoning in the text": [
+        user("One"),
+        assistant("<think>\nhm, \n\n</think>\n\n Two "),
+        user("Three"),
+    ],
     "an answer at the end": [user("One"), assistant("Two", reasoning_content="hm")],
-    "a call and its result": [user("Warm?"), assistant("", tool_calls=[ROME]), result("31", "aaaaaaaa1")],
+    "a call and its result": [
+        user("Warm?"),
+        assistant("", tool_calls=[ROME]),
+        result("31", "aaaaaaaa1"),
+    ],
     "an answer after a call": [
         SYSTEM,
         user("Warm?"),
@@ -113,7 +143,8 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Renderings of nanoserve and transformers in all cases; None where the template refuses or fails."""
+    """Renderings of nanoserve and transformers in all cases; None where the template refuses or
+    fails."""
 
     rendered: list[str | None]
     expected: list[str | None]
@@ -121,7 +152,8 @@ class Comparison(NamedTuple):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many renderings are the same, refused by both, refused by one alone, and different."""
+        """How many renderings are the same, refused by both, refused by one alone, and
+        different."""
         return Counter(map(_outcome, self.rendered, self.expected))
 
 
@@ -149,12 +181,15 @@ def as_sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def compare(source: str) -> Comparison:
     """Render a template in all cases, on both sides."""
-    source = source.replace("strftime_now(", "'26 Jul 2024'.format(")  # a date would change the digest every day
+    # a date would change the digest every day
+    source = source.replace("strftime_now(", "'26 Jul 2024'.format(")
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, "the file")
     rendered, refusals = list[str | None](), []
     for case in cases():
         try:
-            rendered.append(template.render(check_messages(as_sent(case.messages)), arguments=case.arguments))
+            rendered.append(
+                template.render(check_messages(as_sent(case.messages)), arguments=case.arguments)
+            )
         except (UsageError, ModelError) as error:
             rendered.append(None)
             refusals.append(str(error))
@@ -185,12 +220,17 @@ def read_digests() -> dict[str, str]:
 
 def main() -> int:
     """Print the table; 0 if nothing differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     kept, lines, wrong = read_digests(), dict[str, str](), 0
-    print("| template | same | refused by both | differing | digest | why refused |\n|---|---|---|---|---|---|")
+    print(
+        "| template | same | refused by both | differing | digest | why refused "
+        "|\n|---|---|---|---|---|---|"
+    )
     for path in sorted(options.folder.rglob("*.jinja")):
         name = str(path.relative_to(options.folder).with_suffix(""))
         source = path.read_text()
@@ -203,8 +243,13 @@ def main() -> int:
             state = "kept" if kept[key] == digest(comparison.rendered) else "another"
         wrong += differing > 0 or state == "another"
         lines[key] = f"{key} {digest(comparison.expected)} {name}\n"
-        why = "; ".join(sorted({refusal.partition(": ")[2][:100] for refusal in comparison.refusals}))
-        print(f"| {name} | {counts['same']} | {counts['refused']} | {differing} | {state} | {why} |", flush=True)
+        why = "; ".join(
+            sorted({refusal.partition(": ")[2][:100] for refusal in comparison.refusals})
+        )
+        print(
+            f"| {name} | {counts['same']} | {counts['refused']} | {differing} | {state} | {why} |",
+            flush=True,
+        )
     print(f"\n{len(lines)} templates, {wrong} of them wrong")
     if options.keep and not wrong:
         DIGESTS.write_text("".join(lines.values()))

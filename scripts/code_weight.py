@@ -1,9 +1,11 @@
-"""The weight of the code: lines by room, class names that are used twice, and what a token of a chat visits.
+"""The weight of the code: lines by room, class names that are used twice, and what a token of a
+chat visits.
 
     python -m scripts.code_weight
 
-A token is followed with `sys.setprofile` through an uncompiled chat with the bundled model; only nanoserve's own
-functions are counted. The test of this script holds three of its figures below a ceiling.
+A token is followed with `sys.setprofile` through an uncompiled chat with the bundled model; only
+nanoserve's own functions are counted. The test of this script holds three of its figures below a
+ceiling.
 """
 
 import ast
@@ -37,7 +39,8 @@ class Function(NamedTuple):
 
 @dataclass(slots=True)
 class Visit:
-    """The functions of nanoserve that ran while something was done, each with the number of its calls."""
+    """The functions of nanoserve that ran while something was done, each with the number of its
+    calls."""
 
     calls: Counter[CodeType] = field(default_factory=Counter)
 
@@ -65,7 +68,11 @@ class Visit:
             sys.setprofile(None)
 
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OWN) and frame.f_code.co_name != "<module>":
+        if (
+            event == "call"
+            and frame.f_code.co_filename.startswith(OWN)
+            and frame.f_code.co_name != "<module>"
+        ):
             self.calls[frame.f_code] += 1
 
 
@@ -85,15 +92,17 @@ def repeated_class_names() -> dict[str, int]:
 
 
 def visits() -> tuple[Visit, Visit, Visit]:
-    """Run a chat and record the functions visited for an answer's first token, from the question on; for a later token;
-    and for all of plain serving, from loading the model to the end of an answer."""
+    """Run a chat and record the functions visited for an answer's first token, from the question
+    on; for a later token; and for all of plain serving, from loading the model to the end of an
+    answer."""
     from nanoserve import LLM, SamplingParams
 
     question = [{"role": "user", "content": "Tell me a story about a cat."}]
     params = SamplingParams(max_tokens=8, seed=1)
     first, later, whole = Visit(), Visit(), Visit()
     with whole.observe(lambda: LLM(eager=True, kv_cache_memory=64 << 20)) as llm:
-        whole.observe(lambda: llm.chat(question, params))  # the visits of a token leave out what happens once
+        # the visits of a token leave out what happens once
+        whole.observe(lambda: llm.chat(question, params))
         llm.stream(question, params).close()
         answer = first.observe(lambda: _begun(llm.stream(question, params)))
         with closing(answer):
@@ -113,10 +122,16 @@ def main() -> None:
     for room, size in {**by_room, "nanoserve": whole_product}.items():
         print(f"{room:28} {size.files:4} files {size.lines:7,} lines {size.code:7,} of code")
     names = repeated_class_names()
-    print(f"\n{len(names)} class names stand in more than one file: {', '.join(f'{n} x{k}' for n, k in names.items())}")
+    print(
+        f"\n{len(names)} class names stand in more than one file: "
+        f"{', '.join(f'{n} x{k}' for n, k in names.items())}"
+    )
     *tokens, whole = visits()
     for name, visit in zip(("first", "later"), tokens, strict=True):
-        print(f"\n{name} token: {len(visit.files)} files, {len(visit.calls)} functions, {visit.calls.total()} calls")
+        print(
+            f"\n{name} token: {len(visit.files)} files, {len(visit.calls)} functions, "
+            f"{visit.calls.total()} calls"
+        )
         engine = [function for function in visit.functions if function.is_engine]
         print(f"  {len(engine)} named functions outside models/ and triton_ops/")
         for file in visit.files:

@@ -1,12 +1,15 @@
-"""Compiles the default forms of the GPU's programs ahead of time and prints what each needs of a GPU.
+"""Compiles the default forms of the GPU's programs ahead of time and prints what each needs of a
+GPU.
 
-``python -m scripts.compile_kernels`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
-ends with 1, and a line for each fault, if a program does not compile, if its registers do not suffice and values spill
-into memory, or if it needs more shared memory than a program may have on its target.
+``python -m scripts.compile_kernels`` needs neither a GPU nor torch, only triton (and numpy, which
+triton asks for). It ends with 1, and a line for each fault, if a program does not compile, if its
+registers do not suffice and values spill into memory, or if it needs more shared memory than a
+program may have on its target.
 
-All forms take minutes. When all of them fit, the script records a digest of their sources in ``compiled_kernels.txt``,
-beside the version of Triton. While both are unchanged, one form of each program is compiled for each target. Removing
-the version's line makes the script compile all forms again.
+All forms take minutes. When all of them fit, the script records a digest of their sources in
+``compiled_kernels.txt``, beside the version of Triton. While both are unchanged, one form of each
+program is compiled for each target. Removing the version's line makes the script compile all forms
+again.
 """
 
 import hashlib
@@ -34,7 +37,8 @@ RECORD = ROOT / "scripts" / "compiled_kernels.txt"
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU by its compute capability times ten, and the bytes of shared memory that one program may have there."""
+    """A GPU by its compute capability times ten, and the bytes of shared memory that one program
+    may have there."""
 
     capability: int
     shared_memory: int
@@ -53,7 +57,8 @@ Form = tuple[Target, "Variant"]
 
 @dataclass(frozen=True)
 class Build:
-    """The assembler's figures of one program. `stack` and `spills` in bytes, `shared_memory` as a launch asks."""
+    """The assembler's figures of one program. `stack` and `spills` in bytes, `shared_memory` as a
+    launch asks."""
 
     target: Target
     variant: "Variant"
@@ -70,14 +75,23 @@ class Build:
         if self.failure:
             found.append(f"does not compile: {self.failure}")
         if self.spills or self.stack:
-            found.append(f"spills: {self.spills} bytes of loads and stores, a stack of {self.stack} bytes")
+            found.append(
+                f"spills: {self.spills} bytes of loads and stores, a stack of {self.stack} bytes"
+            )
         if self.shared_memory > self.target.shared_memory:
-            found.append(f"needs {self.shared_memory} bytes of shared memory, the limit is {self.target.shared_memory}")
-        return [f"sm_{self.target.capability} {self.variant.program} {self.variant.label} {line}" for line in found]
+            found.append(
+                f"needs {self.shared_memory} bytes of shared memory, the limit is "
+                f"{self.target.shared_memory}"
+            )
+        return [
+            f"sm_{self.target.capability} {self.variant.program} {self.variant.label} {line}"
+            for line in found
+        ]
 
 
 def prepare(cache_folder: str) -> None:
-    """Make `triton_ops` importable without its operators, which need torch, and give Triton an empty cache."""
+    """Make `triton_ops` importable without its operators, which need torch, and give Triton an
+    empty cache."""
     package = types.ModuleType("triton_ops")
     package.__path__ = [str(ROOT / "triton_ops")]
     sys.modules["triton_ops"] = package
@@ -93,7 +107,9 @@ def build(target: Target, variant: "Variant") -> Build:
         with redirect_stdout(log):
             compiled = _compile(target, variant)
     except Exception as error:
-        return Build(target, variant, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return Build(
+            target, variant, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        )
     text = log.getvalue()
     return Build(
         target,
@@ -102,7 +118,10 @@ def build(target: Target, variant: "Variant") -> Build:
         stack=_most(r"(\d+) bytes stack frame", text),
         spills=_most(r"(\d+) bytes spill stores", text) + _most(r"(\d+) bytes spill loads", text),
         shared_memory=compiled.metadata.shared,
-        products=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in compiled.asm["ptx"]), ""),
+        products=next(
+            (name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in compiled.asm["ptx"]),
+            "",
+        ),
     )
 
 
@@ -111,11 +130,16 @@ def _compile(target: Target, variant: "Variant"):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    program = getattr(importlib.import_module(f"triton_ops.gpu.kernels.{variant.module}"), variant.program)
+    program = getattr(
+        importlib.import_module(f"triton_ops.gpu.kernels.{variant.module}"), variant.program
+    )
     names = program.arg_names
     source = ASTSource(
         fn=program,
-        signature={name: "constexpr" if name in variant.constants else variant.types[name] for name in names},
+        signature={
+            name: "constexpr" if name in variant.constants else variant.types[name]
+            for name in names
+        },
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
@@ -134,7 +158,10 @@ def _most(pattern: str, log: str) -> int:
 def source_digest() -> str:
     """Changes with every file of `triton_ops/gpu`, with the forms and with `TARGETS`."""
     digest = hashlib.sha256(repr(TARGETS).encode())
-    for path in (ROOT / "scripts" / "kernel_variants.py", *sorted((ROOT / "triton_ops" / "gpu").rglob("*.py"))):
+    for path in (
+        ROOT / "scripts" / "kernel_variants.py",
+        *sorted((ROOT / "triton_ops" / "gpu").rglob("*.py")),
+    ):
         digest.update(path.relative_to(ROOT).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -171,11 +198,39 @@ def build_forms(*, everything: bool) -> list[Build]:
 
 
 def table(builds: list[Build]) -> str:
-    rows = [("target", "program", "form", "warps", "stages", "registers", "stack", "spills", "shared", "products")]
+    rows = [
+        (
+            "target",
+            "program",
+            "form",
+            "warps",
+            "stages",
+            "registers",
+            "stack",
+            "spills",
+            "shared",
+            "products",
+        )
+    ]
     for each in builds:
         form = each.variant
-        numbers = (form.num_warps, form.num_stages, each.registers, each.stack, each.spills, each.shared_memory)
-        rows.append((f"sm_{each.target.capability}", form.program, form.label, *map(str, numbers), each.products))
+        numbers = (
+            form.num_warps,
+            form.num_stages,
+            each.registers,
+            each.stack,
+            each.spills,
+            each.shared_memory,
+        )
+        rows.append(
+            (
+                f"sm_{each.target.capability}",
+                form.program,
+                form.label,
+                *map(str, numbers),
+                each.products,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -196,7 +251,10 @@ def main() -> int:
         RECORD.write_text("".join(f"{each} {of_sources}\n" for each, of_sources in digests))
         print(f"all forms fit: {RECORD.relative_to(ROOT)} says so now")
     else:
-        print(f"one form of each program; {RECORD.relative_to(ROOT)} says that all forms of these sources fit")
+        print(
+            f"one form of each program; {RECORD.relative_to(ROOT)} says that all forms of these "
+            "sources fit"
+        )
     return 0
 
 

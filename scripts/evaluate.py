@@ -1,10 +1,12 @@
-"""Runs lm-evaluation-harness on transformers and on servers of the same checkpoint, and compares them item by item.
+"""Runs lm-evaluation-harness on transformers and on servers of the same checkpoint, and compares
+them item by item.
 
     pip install "lm_eval[api,hf]"
     python -m scripts.evaluate --text stories.txt --model smollm2
 
-The two tasks are made from any English text: which of two short sentences comes next (multiple choice), and the
-perplexity of single sentences. Each run's results and samples stay in ``--output``.
+The two tasks are made from any English text: which of two short sentences comes next (multiple
+choice), and the perplexity of single sentences. Each run's results and samples stay in
+``--output``.
 """
 
 import argparse
@@ -49,12 +51,16 @@ def short_pairs(text: str, most_words: int) -> Iterator[tuple[str, str]]:
     for paragraph in re.split(r"\n\s*\n|<\|endoftext\|>", text):
         sentences = [" ".join(sentence.split()) for sentence in _SENTENCE.split(paragraph)]
         for pair in pairwise(sentences):
-            if all(4 <= len(sentence.split()) <= most_words and '"' not in sentence for sentence in pair):
+            if all(
+                4 <= len(sentence.split()) <= most_words and '"' not in sentence
+                for sentence in pair
+            ):
                 yield pair
 
 
 def write_tasks(text: str, count: int, directory: Path) -> None:
-    """The two tasks of lm_eval, each of ``count`` items, as YAML (which JSON is) beside its data."""
+    """The two tasks of lm_eval, each of ``count`` items, as YAML (which JSON is) beside its
+    data."""
     random.seed(0)
     unlike = {second: first for first, second in short_pairs(text, most_words=7)}
     pairs = sorted((first, second) for second, first in unlike.items())
@@ -86,8 +92,14 @@ def write_tasks(text: str, count: int, directory: Path) -> None:
     for name, kind in zip(TASKS, kinds, strict=True):
         data = directory / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-        (directory / f"{name}.yaml").write_text(json.dumps({"task": name, **source, **kind}, indent=1))
+        source = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+        }
+        (directory / f"{name}.yaml").write_text(
+            json.dumps({"task": name, **source, **kind}, indent=1)
+        )
 
 
 def run_harness(model: str, settings: dict[str, object], tasks: Path, output: Path) -> None:
@@ -103,7 +115,8 @@ def run_harness(model: str, settings: dict[str, object], tasks: Path, output: Pa
         ",".join(TASKS),
     ]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in settings.items())]
-    batch = "16" if model == "hf" else "1"  # a server makes its batches itself, of concurrent requests
+    # a server makes its batches itself, of concurrent requests
+    batch = "16" if model == "hf" else "1"
     words += ["--batch_size", batch, "--log_samples", "--output_path", str(output)]
     caches = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tasks / "cache")}
     subprocess.run(words, check=True, env=os.environ | caches)
@@ -112,7 +125,18 @@ def run_harness(model: str, settings: dict[str, object], tasks: Path, output: Pa
 @contextmanager
 def serving(model: str, options: Sequence[str]) -> Iterator[str]:
     """The address of a server that is loading or ready."""
-    words = [sys.executable, "-m", "nanoserve", "serve", "--model", model, "--port", "0", *COMMON, *options]
+    words = [
+        sys.executable,
+        "-m",
+        "nanoserve",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        *COMMON,
+        *options,
+    ]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -131,9 +155,13 @@ def serving(model: str, options: Sequence[str]) -> Iterator[str]:
 def read_items(output: Path, task: str) -> list[Item]:
     """The items of a run, in the order of its data."""
     (file,) = output.rglob(f"samples_{task}_*.jsonl")
-    samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    samples = sorted(
+        map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"]
+    )
     replies = [[reply[0] for reply in sample["resps"]] for sample in samples]
-    return [Item([float(one[0] if isinstance(one, list) else one) for one in each]) for each in replies]
+    return [
+        Item([float(one[0] if isinstance(one, list) else one) for one in each]) for each in replies
+    ]
 
 
 def read_results(output: Path) -> str:
@@ -156,20 +184,34 @@ def compare(name: str, output: Path, reference: Path) -> None:
         ]
         picked = sum(one.picked != other.picked for one, other in pairs)
         largest = max(differences)
-        print(f"  {task}: {len(pairs)} items, {picked} pick another choice; largest difference {largest:.2g} nats")
+        print(
+            f"  {task}: {len(pairs)} items, {picked} pick another choice; largest difference "
+            f"{largest:.2g} nats"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="English text from which the items are made")
-    parser.add_argument("--model", default="smollm2", help="as for nanoserve serve; transformers reads the same files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, help="English text from which the items are made"
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="as for nanoserve serve; transformers reads the same files",
+    )
     parser.add_argument("--items", type=int, default=500, help="items of each task")
-    parser.add_argument("--output", type=Path, default=Path("evaluation"), help="an empty or new directory")
+    parser.add_argument(
+        "--output", type=Path, default=Path("evaluation"), help="an empty or new directory"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     write_tasks(options.text.read_text(), options.items, options.output)
     model = resolve_model(options.model)
-    # torch's softmax of a large vocabulary in float32 is off by 1e-5 in every token, always to one side.
+    # torch's softmax of a large vocabulary in float32 is off by 1e-5 in every token, always to one
+    # side.
     files = {"pretrained": model.directory, "dtype": "float32", "softmax_dtype": "float64"}
     tokenizer = model.tokenizer_directory
     if model.directory is not None and (model.directory / LINK_NAME).exists():
@@ -180,7 +222,11 @@ def main() -> None:
     for name, flags in SERVERS.items():
         output = options.output / name.replace(", ", "-").replace(" ", "-")
         with serving(options.model, flags) as address:
-            asked = {"base_url": f"{address}/v1/completions", "model": model.name, "tokenizer": tokenizer}
+            asked = {
+                "base_url": f"{address}/v1/completions",
+                "model": model.name,
+                "tokenizer": tokenizer,
+            }
             asked |= {"tokenizer_backend": "huggingface", "num_concurrent": 8, "max_length": 512}
             run_harness("local-completions", asked, options.output, output)
         compare(name, output, reference)

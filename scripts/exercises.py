@@ -2,7 +2,8 @@
 
     python -m scripts.exercises 4
 
-Predict first, then run the number of the section. Each function is its exercise's experiment, to be read and changed.
+Predict first, then run the number of the section. Each function is its exercise's experiment, to be
+read and changed.
 """
 
 import sys
@@ -55,7 +56,8 @@ def steps_of_a_request() -> None:
 
 
 def blocks_of_a_prompt() -> None:
-    """4. The most blocks in use while 100 prompt tokens get an answer of 30, and what the same prompt finds again."""
+    """4. The most blocks in use while 100 prompt tokens get an answer of 30, and what the same
+    prompt finds again."""
     prompt, params = list(range(10, 110)), SamplingParams(max_tokens=30, ignore_eos=True)
     with LLM(eager=True, kv_cache_memory=64 << 20) as llm:
         record = RunRecord(llm.engine.executor.max_in_flight)
@@ -67,17 +69,25 @@ def blocks_of_a_prompt() -> None:
 
 
 def plans_of_two_prompts() -> None:
-    """5. Two prompts, four tokens a step, blocks of two tokens; the model answers 100 + position."""
-    print("\n".join(play(ChunkedPrefill(4), [Prompt((1, 2, 3, 4, 5), 3), Prompt((6, 7), 2)], num_blocks=8)))
+    """5. Two prompts, four tokens a step, blocks of two tokens; the model answers 100 +
+    position."""
+    print(
+        "\n".join(
+            play(ChunkedPrefill(4), [Prompt((1, 2, 3, 4, 5), 3), Prompt((6, 7), 2)], num_blocks=8)
+        )
+    )
 
 
 def slots_of_two_rows() -> None:
-    """6. A decode at position 37 with blocks 5, 2, 9, and a chunk of positions 15 to 17 with blocks 7, 4."""
+    """6. A decode at position 37 with blocks 5, 2, 9, and a chunk of positions 15 to 17 with blocks
+    7, 4."""
     rows = [Row(0, 37, (11,), True), Row(1, 15, (21, 22, 23), True)]
     tables = [BlockTable(), BlockTable()]
     for table, blocks in zip(tables, ((5, 2, 9), (7, 4)), strict=True):
         table.extend(blocks)
-    inputs = InputBuilder(16).build(rows, row_ends(rows), tables, add=lambda array: torch.from_numpy(np.array(array)))
+    inputs = InputBuilder(16).build(
+        rows, row_ends(rows), tables, add=lambda array: torch.from_numpy(np.array(array))
+    )
     print(f"positions {inputs.positions.tolist()}, slots {inputs.batch.slot_mapping.tolist()}")
 
 
@@ -95,21 +105,35 @@ def shards_of_the_storyteller() -> None:
         part = shard_config(model, shard)
         layers = f"layers {shard.layers.start} to {shard.layers.stop - 1}"
         heads = f"{part.num_heads} query heads, {part.num_kv_heads} key heads"
-        print(f"worker {rank}: stage {shard.stage}, {layers}, {heads}, {part.intermediate_size} inner columns")
+        print(
+            f"worker {rank}: stage {shard.stage}, {layers}, {heads}, {part.intermediate_size} "
+            "inner columns"
+        )
 
 
 def steps_of_a_host_token() -> None:
     """11. How many steps a token takes whose attention is the CPU's; the model has 4 layers."""
-    sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory": 700_000, "host_kv_memory": 16_000_000}
+    sizes: dict[str, Any] = {
+        "max_model_len": 96,
+        "kv_cache_memory": 700_000,
+        "host_kv_memory": 16_000_000,
+    }
     with LLM(eager=True, policy="overlap", host_threads=1, **sizes) as llm:
         record = RunRecord(llm.engine.executor.max_in_flight)
         with recorded(llm.engine, record):
-            llm.generate([[number] * 30 for number in range(10, 26)], SamplingParams(max_tokens=24, ignore_eos=True))
+            llm.generate(
+                [[number] * 30 for number in range(10, 26)],
+                SamplingParams(max_tokens=24, ignore_eos=True),
+            )
     begun: dict[int, int] = {}
     taken: Counter[int] = Counter()
     for step, result in record.result_of.items():
-        begun |= {row.sequence: step for row in record.planned[step].plan.rows if row.host is not None}
-        taken.update(step - begun.pop(one.sequence) + 1 for one in result.answers if one.sequence in begun)
+        begun |= {
+            row.sequence: step for row in record.planned[step].plan.rows if row.host is not None
+        }
+        taken.update(
+            step - begun.pop(one.sequence) + 1 for one in result.answers if one.sequence in begun
+        )
     print("\n".join(f"{steps} steps: {tokens} tokens" for steps, tokens in sorted(taken.items())))
 
 
@@ -124,7 +148,9 @@ def blocks_behind_windows() -> None:
     before = 64 - pool.free_blocks
     blocks.slide(sequence, 100)
     print(f"{len(groups.windows)} groups of {groups.num_tensors} layers")
-    print(f"{before} blocks, and {64 - pool.free_blocks} once those behind the windows are given back")
+    print(
+        f"{before} blocks, and {64 - pool.free_blocks} once those behind the windows are given back"
+    )
 
 
 EXERCISES: dict[int, Callable[[], None]] = {

@@ -1,9 +1,10 @@
-"""Check on a GPU what `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks tokens|step|products [--device
-cpu]`.
+"""Check on a GPU what `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks
+tokens|step|products [--device cpu]`.
 
-`tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's tokens in float32.
-`step`: the kernels of a decode step by name, from torch's trace. `products`: products with packed matrices in CUDA
-graphs over copies of the matrix, so that no cache holds it; that part needs a GPU, the others can be tried on a CPU.
+`tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's
+tokens in float32. `step`: the kernels of a decode step by name, from torch's trace. `products`:
+products with packed matrices in CUDA graphs over copies of the matrix, so that no cache holds it;
+that part needs a GPU, the others can be tried on a CPU.
 """
 
 import argparse
@@ -36,9 +37,17 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 20}
+LAYERS = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+}
 GEMMA = {**LAYERS, "head_dim": 64, "query_pre_attn_scalar": 24}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 GEMMA4 = {
     "num_hidden_layers": 6,
     "head_dim": 32,
@@ -71,25 +80,44 @@ LENGTHS = (5, 14, 33, 62, 90, 7, 40, 21)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 VARIANTS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
-    "sampled": (SamplingParams(temperature=0.9, top_p=0.95, top_k=100, seed=5, n=3, max_tokens=20), {}),
-    "penalties": (SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=20), {}),
+    "sampled": (
+        SamplingParams(temperature=0.9, top_p=0.95, top_k=100, seed=5, n=3, max_tokens=20),
+        {},
+    ),
+    "penalties": (
+        SamplingParams(
+            temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=20
+        ),
+        {},
+    ),
     "JSON": (SamplingParams(temperature=0.8, seed=1, max_tokens=60, json_schema=SCHEMA), {}),
     "n-grams": (GREEDY, {"speculate": "ngram"}),
     "int4": (GREEDY, {"quantization": "int4:64"}),
-    "hybrid": (GREEDY, {"policy": "hybrid", "host_kv_memory": 64 << 20, "kv_cache_memory": 2 << 20}),
+    "hybrid": (
+        GREEDY,
+        {"policy": "hybrid", "host_kv_memory": 64 << 20, "kv_cache_memory": 2 << 20},
+    ),
 }
 
 
 def draw_on_the_cpu(part: Any, region: torch.Tensor, _: torch.Generator) -> None:
-    """Draw the same weights on every device, wide enough that all of them leave their mark on the logits."""
+    """Draw the same weights on every device, wide enough that all of them leave their mark on the
+    logits."""
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
     is_scale = "norm" in part.name or part.name.endswith("layer_scalar")
     numbers = torch.empty(part.shape).normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)
     region.copy_(numbers if part.rows is None and part.columns is None else numbers[part.source])
 
 
-def answers(spec: str, device: str, params: SamplingParams, **settings: Any) -> list[tuple[int, ...]]:
-    sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 << 20}
+def answers(
+    spec: str, device: str, params: SamplingParams, **settings: Any
+) -> list[tuple[int, ...]]:
+    sizes = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory": 32 << 20,
+    }
     with LLM(spec, device=device, **{"dtype": "float32", "seed": 0, **sizes, **settings}) as llm:
         llm.built.prepare()
         prompts = [list(prompt) for prompt in random_prompts(LENGTHS, VOCAB_SIZE, seed=0)]
@@ -103,9 +131,13 @@ def compare_tokens(device: str) -> None:
         for family, settings in FAMILIES.items():
             path = Path(folder) / family / "config.json"
             path.parent.mkdir()
-            path.write_text(json.dumps({"model_type": family, **SHAPE, **settings}), encoding="utf-8")
+            path.write_text(
+                json.dumps({"model_type": family, **SHAPE, **settings}), encoding="utf-8"
+            )
             specs[family] = f"{DUMMY_PREFIX}{path}"
-        cases = [(family, GREEDY, {"eager": eager}) for family in FAMILIES for eager in (True, False)]
+        cases = [
+            (family, GREEDY, {"eager": eager}) for family in FAMILIES for eager in (True, False)
+        ]
         cases += [("qwen3", params, settings) for params, settings in VARIANTS.values()]
         for family, params, settings in cases:
             weights = {name: value for name, value in settings.items() if name == "quantization"}
@@ -118,12 +150,19 @@ def compare_tokens(device: str) -> None:
 def show_step(device: str, model: str, batch: int, context: int) -> None:
     settings = {"max_model_len": 2048, "max_num_seqs": batch, "kv_cache_memory": batch << 27}
     with LLM(
-        DUMMY_PREFIX + model, device=device, dtype="bfloat16", seed=0, enable_prefix_caching=False, **settings
+        DUMMY_PREFIX + model,
+        device=device,
+        dtype="bfloat16",
+        seed=0,
+        enable_prefix_caching=False,
+        **settings,
     ) as llm:
         llm.built.prepare()
         engine, waiting = llm.engine, {str(place) for place in range(batch)}
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=batch + 100)
-        for place, prompt in enumerate(random_prompts([context] * batch, llm.built.model.vocab_size, seed=0)):
+        for place, prompt in enumerate(
+            random_prompts([context] * batch, llm.built.model.vocab_size, seed=0)
+        ):
             engine.add(Request(str(place), prompt, params, seed=0, arrival_time=engine.now()))
         while waiting:
             waiting -= {update.request_id for update in engine.step()}
@@ -135,18 +174,25 @@ def show_step(device: str, model: str, batch: int, context: int) -> None:
         times, calls = Counter[str](), Counter[str]()
         for event in profiler.events():
             if event.device_type.name == ("CPU" if device == "cpu" else "CUDA"):
-                times[event.name] += event.self_cpu_time_total if device == "cpu" else event.device_time_total
+                times[event.name] += (
+                    event.self_cpu_time_total if device == "cpu" else event.device_time_total
+                )
                 calls[event.name] += 1
     print(f"{sum(times.values()) / steps:.0f} us in {sum(calls.values()) / steps:.0f} launches")
     for name, us in times.most_common(24):
-        print(f"{us / steps:9.1f} us {calls[name] / steps:6.1f} x {us / calls[name]:8.2f}  {name[:90]}")
+        print(
+            f"{us / steps:9.1f} us {calls[name] / steps:6.1f} x {us / calls[name]:8.2f}  "
+            f"{name[:90]}"
+        )
 
 
 @torch.inference_mode()
 def time_products(device: str) -> None:
     for outputs, columns in ((14336, 4096), (1024, 3072)):
         weight = torch.randn(outputs, columns, device=device)
-        matrices: dict[str, tuple[torch.Tensor, Any]] = {"bfloat16": (weight.bfloat16(), torch.nn.functional.linear)}
+        matrices: dict[str, tuple[torch.Tensor, Any]] = {
+            "bfloat16": (weight.bfloat16(), torch.nn.functional.linear)
+        }
         for bits in (4, 8):
             quantized = round_to_nearest(weight, bits, 128)
             product = partial(packed_linear, bias=None, columns=outputs, form=quantized.format)

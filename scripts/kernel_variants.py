@@ -1,4 +1,5 @@
-"""Every form in which the GPU's programs are compiled by default, to compile them ahead of time without a GPU."""
+"""Every form in which the GPU's programs are compiled by default, to compile them ahead of time
+without a GPU."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ GROUP = 4
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One form of a program: the arguments of `triton.compiler.ASTSource`, by the names of the program's parameters.
+    """One form of a program: the arguments of `triton.compiler.ASTSource`, by the names of the
+    program's parameters.
 
-    `types` holds Triton's name for the type of every parameter that is no constant. Those in `divisible` are multiples
-    of 16 (pointers: in bytes), as a launch would find out. `module` is a file in `triton_ops/gpu/kernels`.
+    `types` holds Triton's name for the type of every parameter that is no constant. Those in
+    `divisible` are multiples of 16 (pointers: in bytes), as a launch would find out. `module` is a
+    file in `triton_ops/gpu/kernels`.
     """
 
     module: str
@@ -47,12 +50,28 @@ NUM_KV_HEADS = 8
 LARGEST_BLOCK = max(BLOCK_SIZES)  # a program moves a block: this one needs the most registers
 _CACHE_STRIDES = {"key_cache": "block head slot", "value_cache": "block head slot"}
 
-_STRIDES = ("out_stride", "query_token_stride", "query_head_stride", "block_stride", "kv_head_stride", "token_stride")
-_METADATA = {"block_tables": "*i32", "query_starts": "*i32", "context_lengths": "*i32", "sinks": "*fp32"}
+_STRIDES = (
+    "out_stride",
+    "query_token_stride",
+    "query_head_stride",
+    "block_stride",
+    "kv_head_stride",
+    "token_stride",
+)
+_METADATA = {
+    "block_tables": "*i32",
+    "query_starts": "*i32",
+    "context_lengths": "*i32",
+    "sinks": "*fp32",
+}
 _PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32"}
 
 
-_FEATURES = ({"slides": False}, {"slides": True}, {"slides": True, "capped": True, "has_sinks": True})
+_FEATURES = (
+    {"slides": False},
+    {"slides": True},
+    {"slides": True, "capped": True, "has_sinks": True},
+)
 
 
 def _names(features: dict[str, bool]) -> list[str]:
@@ -65,12 +84,17 @@ def attention_variants(generation: int) -> Iterator[Variant]:
         if line == generation:
             value_dim = VALUE_DIMS.get(head_dim, head_dim)
             shape = program_shape(
-                head_dim=head_dim, value_dim=value_dim, block_size=BLOCK_SIZE, heads_per_kv_head=GROUP
+                head_dim=head_dim,
+                value_dim=value_dim,
+                block_size=BLOCK_SIZE,
+                heads_per_kv_head=GROUP,
             )
             yield from _attention_variants(configuration, shape, "fp32" if width == 4 else "bf16")
 
 
-def _attention_variants(configuration: AttentionConfiguration, shape: ProgramShape, dtype: str) -> Iterator[Variant]:
+def _attention_variants(
+    configuration: AttentionConfiguration, shape: ProgramShape, dtype: str
+) -> Iterator[Variant]:
     tensors = dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
     numbers = {
         "scale": "fp32",
@@ -81,7 +105,8 @@ def _attention_variants(configuration: AttentionConfiguration, shape: ProgramSha
     }
     aligned = frozenset({*tensors, *_PARTIAL, *_STRIDES})
     name = f"{dtype} head_dim {shape.head_dim + shape.tail_dim}"
-    known = _FEATURES if dtype != "fp32" else _FEATURES[:2]  # float32 serves to check the others, and compiles slowly
+    # float32 serves to check the others, and compiles slowly
+    known = _FEATURES if dtype != "fp32" else _FEATURES[:2]
     for features, splits in ((known[0], False), *((features, True) for features in known)):
         yield Variant(
             module="attention",
@@ -110,7 +135,13 @@ def _attention_variants(configuration: AttentionConfiguration, shape: ProgramSha
         module="attention",
         program="reduce_splits",
         label=name,
-        types={"out": f"*{dtype}", **_PARTIAL, "query_starts": "*i32", "num_splits": "i32", "out_stride": "i32"},
+        types={
+            "out": f"*{dtype}",
+            **_PARTIAL,
+            "query_starts": "*i32",
+            "num_splits": "i32",
+            "out_stride": "i32",
+        },
         divisible=frozenset({"out", *_PARTIAL, "out_stride"}),
         constants=reduction_constants(shape.head_dim, MOST_SPLITS),
         num_warps=REDUCTION_WARPS,
@@ -125,7 +156,8 @@ def cache_variants() -> Iterator[Variant]:
         yield _moving_variant(
             "write_slots",
             label,
-            dict.fromkeys(("key", "value", "key_cache", "value_cache"), f"*{dtype}") | {"slot_mapping": "*i64"},
+            dict.fromkeys(("key", "value", "key_cache", "value_cache"), f"*{dtype}")
+            | {"slot_mapping": "*i64"},
             {"key": "token head", "value": "token head", **_CACHE_STRIDES},
             cache_constants.write_constants(NUM_KV_HEADS, LARGEST_BLOCK, head_dim),
         )
@@ -133,26 +165,41 @@ def cache_variants() -> Iterator[Variant]:
             yield _moving_variant(
                 "move_blocks",
                 f"{label}, {direction}",
-                dict.fromkeys(("key_cache", "value_cache", "staged"), f"*{dtype}") | {"blocks": "*i64"},
+                dict.fromkeys(("key_cache", "value_cache", "staged"), f"*{dtype}")
+                | {"blocks": "*i64"},
                 {"staged": "kind block head slot", **_CACHE_STRIDES},
-                cache_constants.move_constants(LARGEST_BLOCK, head_dim, into_cache=direction == "scatters"),
+                cache_constants.move_constants(
+                    LARGEST_BLOCK, head_dim, into_cache=direction == "scatters"
+                ),
             )
 
 
 def _moving_variant(
-    program: str, label: str, pointers: dict[str, str], strides: dict[str, str], constants: dict[str, int]
+    program: str,
+    label: str,
+    pointers: dict[str, str],
+    strides: dict[str, str],
+    constants: dict[str, int],
 ) -> Variant:
-    """`pointers`: tensors, then the list of indices. `strides`: a tensor's dimensions but for the last, which is
-    contiguous: a launch makes a stride of 1 a constant."""
+    """`pointers`: tensors, then the list of indices. `strides`: a tensor's dimensions but for the
+    last, which is contiguous: a launch makes a stride of 1 a constant."""
     *tensors, indices = pointers
-    numbers = [f"{tensor}_stride_{dimension}" for tensor, names in strides.items() for dimension in names.split()]
+    numbers = [
+        f"{tensor}_stride_{dimension}"
+        for tensor, names in strides.items()
+        for dimension in names.split()
+    ]
     return Variant(
         module="cache",
         program=program,
         label=label,
         types={**pointers, **dict.fromkeys(numbers, "i32")},
         divisible=frozenset([*tensors, *numbers]),
-        constants={**constants, f"{indices}_stride": 1, **{f"{tensor}_stride_dim": 1 for tensor in strides}},
+        constants={
+            **constants,
+            f"{indices}_stride": 1,
+            **{f"{tensor}_stride_dim": 1 for tensor in strides},
+        },
         num_warps=cache_constants.NUM_WARPS,
         num_stages=1,
     )
@@ -169,28 +216,44 @@ _FORMATS = {
     "Q5_K": (5, 32, 3, 3, 0),
     "Q6_K": (6, 16, 3, 0, 32),
 }
-"""Numbers of PackedFormats: codes of every width, in groups of every length, with scales and offsets of every kind."""
+"""Numbers of PackedFormats: codes of every width, in groups of every length, with scales and
+offsets of every kind."""
 _SIZES = ("num_outputs", "num_columns", "num_rows", "row_stride", "block_quads", "steps_per_part")
 _COUNTS = ("num_elements", "num_outputs", "num_parts")
 
 
 def packed_variants() -> Iterator[Variant]:
-    """Products with packed matrices, the same for every generation. Products of few rows are in parts."""
+    """Products with packed matrices, the same for every generation. Products of few rows are in
+    parts."""
     tiles = (packed_constants.ONE_ROW, *packed_constants.TILES, packed_constants.UNPACKING)
     for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), tiles):
         unpacks = tile == packed_constants.UNPACKING
         is_whole = unpacks or tile == packed_constants.TILES[-1]
-        types = {"out": f"*{dtype if is_whole else 'fp32'}", "words": "*i32", "halves": "*fp16", "numbers": "*u8"}
+        types = {
+            "out": f"*{dtype if is_whole else 'fp32'}",
+            "words": "*i32",
+            "halves": "*fp16",
+            "numbers": "*u8",
+        }
         types |= {"scales": f"*{packed_constants.SCALE_NAMES[form[2]]}"}
         types |= {} if unpacks else {"rows": f"*{dtype}", "bias": f"*{dtype}"}
         sizes = ("num_outputs", "num_columns", "block_quads") if unpacks else _SIZES
-        constants = packed_constants.packed_constants(form, tile) | ({} if unpacks else {"HAS_BIAS": is_whole})
+        constants = packed_constants.packed_constants(form, tile) | (
+            {} if unpacks else {"HAS_BIAS": is_whole}
+        )
         yield Variant(
             module="packed",
-            program="unpack_matrix" if unpacks else "multiply_packed" if tile.rows > 1 else "multiply_row",
+            program="unpack_matrix"
+            if unpacks
+            else "multiply_packed"
+            if tile.rows > 1
+            else "multiply_row",
             label=f"{name}, {dtype}" + (f", {tile.rows} rows" if tile.rows > 1 else ""),
             types={**types, **dict.fromkeys(sizes, "i32")},
-            divisible=frozenset({*types, "num_outputs", "num_columns", "row_stride", "block_quads"} & {*types, *sizes}),
+            divisible=frozenset(
+                {*types, "num_outputs", "num_columns", "row_stride", "block_quads"}
+                & {*types, *sizes}
+            ),
             constants=constants,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

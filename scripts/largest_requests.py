@@ -1,11 +1,13 @@
-"""Measure how the largest legal request of one client delays other clients, for each field of a request.
+"""Measure how the largest legal request of one client delays other clients, for each field of a
+request.
 
     nanoserve serve --port 8000 &
     python scripts/largest_requests.py http://127.0.0.1:8000
 
-Three others ask all the time: one looks at /health (the event loop), one has a conversation tokenized (the template
-and the tokenizing threads), and one reads a stream (the engine). The longest wait of each is printed, in milliseconds,
-with the mean step of the engine. The aim is one step and 250 ms. Run it on a machine that does nothing else.
+Three others ask all the time: one looks at /health (the event loop), one has a conversation
+tokenized (the template and the tokenizing threads), and one reads a stream (the engine). The
+longest wait of each is printed, in milliseconds, with the mean step of the engine. The aim is one
+step and 250 ms. Run it on a machine that does nothing else.
 """
 
 import json
@@ -23,14 +25,24 @@ WORDS = "a " * (BODY_CHARACTERS // 2)
 TOKENS = list(range(300, 1324))
 STOPS = [chr(65 + index) + "a" * 1022 + "b" for index in range(16)]
 HELD = ["a" * 1023 + "b", *(chr(99 + index) + "a" * 1023 for index in range(15))]
-"""Stop strings that are nearly met. A text of a's always ends with a beginning of the first, never of the others."""
+"""Stop strings that are nearly met. A text of a's always ends with a beginning of the first, never
+of the others."""
 BIAS = {str(token): -1 for token in TOKENS}
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1}
-ALL_FIELDS = {"stop": STOPS, "stop_token_ids": TOKENS, "logit_bias": BIAS, "frequency_penalty": 1, "min_tokens": 1}
+ALL_FIELDS = {
+    "stop": STOPS,
+    "stop_token_ids": TOKENS,
+    "logit_bias": BIAS,
+    "frequency_penalty": 1,
+    "min_tokens": 1,
+}
 HI = [{"role": "user", "content": "Hi"}]
 PARTS = [{"type": "text", "text": "a"}] * (BODY_CHARACTERS // 30)
 NUMBERS = {f"p{number}": {"type": "integer", "maximum": 1000 * number} for number in range(800)}
-LARGE_SCHEMA = {"name": "s", "schema": {"type": "object", "properties": NUMBERS, "required": list(NUMBERS)}}
+LARGE_SCHEMA = {
+    "name": "s",
+    "schema": {"type": "object", "properties": NUMBERS, "required": list(NUMBERS)},
+}
 SHORT = {"max_tokens": 4, "ignore_eos": True}
 STRUCTURED = {"max_tokens": 16, "ignore_eos": False}
 MANY = {"prompt": ["a"] * 128}
@@ -43,15 +55,31 @@ COMPLETIONS: Mapping[str, dict[str, Any]] = {
     "prompts x n x stop": {**MANY, "n": 16, "stop": STOPS},
     "prompts x n x stop_token_ids": {**MANY, "n": 16, "stop_token_ids": TOKENS},
     "prompts x n x logit_bias": {**MANY, "n": 16, "logit_bias": BIAS},
-    "prompts x n x logit_bias x penalties": {**MANY, "n": 16, "logit_bias": BIAS, **PENALTIES, "max_tokens": 16},
-    "prompts x n x stop, nearly met": {**MANY, "n": 16, "stop": HELD, "logit_bias": {"69": 100}, "max_tokens": 64},
+    "prompts x n x logit_bias x penalties": {
+        **MANY,
+        "n": 16,
+        "logit_bias": BIAS,
+        **PENALTIES,
+        "max_tokens": 16,
+    },
+    "prompts x n x stop, nearly met": {
+        **MANY,
+        "n": 16,
+        "stop": HELD,
+        "logit_bias": {"69": 100},
+        "max_tokens": 64,
+    },
     "prompts x n x all of these": {**MANY, "n": 16, **ALL_FIELDS},
     "prompts x n, streamed": {**MANY, "n": 16, "max_tokens": 16, "stream": True},
     "prompts x n x logprobs": {**MANY, "n": 16, "logprobs": 20, "max_tokens": 16},
     "long token prompts": {"prompt": [LONG] * 128},
     "long token prompts x n x penalties": {"prompt": [LONG] * 128, "n": 16, **PENALTIES},
     "echo with logprobs": {"prompt": LONG, "echo": True, "logprobs": 20},
-    "long token prompts, echo with logprobs": {"prompt": [LONG] * 128, "echo": True, "logprobs": 20},
+    "long token prompts, echo with logprobs": {
+        "prompt": [LONG] * 128,
+        "echo": True,
+        "logprobs": 20,
+    },
     "long text prompts": {"prompt": ["a b" * 600] * 128},
     "a prompt too long": {"prompt": WORDS},
     "token ids too many": {"prompt": [5] * (BODY_CHARACTERS // 3)},
@@ -64,13 +92,22 @@ CHATS: Mapping[str, dict[str, Any]] = {
     "4096 messages": {"messages": HI * 4096},
     "25,000 messages": {"messages": HI * 25_000},
     "parts of a message": {"messages": [{"role": "user", "content": PARTS}]},
-    "tool_calls of a message": {"messages": [*HI, {"role": "assistant", "tool_calls": [0] * (BODY_CHARACTERS // 3)}]},
+    "tool_calls of a message": {
+        "messages": [*HI, {"role": "assistant", "tool_calls": [0] * (BODY_CHARACTERS // 3)}]
+    },
     "logprobs of a chat x n": {"n": 16, "logprobs": True, "top_logprobs": 20},
     "the first JSON schema": {**STRUCTURED, "response_format": {"type": "json_object"}},
-    "json_schema x n": {**STRUCTURED, "n": 16, "response_format": {"type": "json_schema", "json_schema": LARGE_SCHEMA}},
+    "json_schema x n": {
+        **STRUCTURED,
+        "n": 16,
+        "response_format": {"type": "json_schema", "json_schema": LARGE_SCHEMA},
+    },
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *((name, COMPLETION, {"prompt": "a", **SHORT, **fields}) for name, fields in COMPLETIONS.items()),
+    *(
+        (name, COMPLETION, {"prompt": "a", **SHORT, **fields})
+        for name, fields in COMPLETIONS.items()
+    ),
     *((name, CHAT, {"messages": HI, **SHORT, **fields}) for name, fields in CHATS.items()),
     ("/tokenize", "/tokenize", {"prompt": WORDS}),
     ("/detokenize", "/detokenize", {"tokens": [5] * 1024}),
@@ -103,7 +140,13 @@ class Others:
             time.sleep(0.02)
 
     def _read(self) -> None:
-        body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True, "temperature": 0}
+        body = {
+            "prompt": "Once",
+            "max_tokens": 1000,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
         while True:
             with self.client.stream("POST", COMPLETION, json=body) as answer:
                 before = None  # the next stream may have to queue for its first token
@@ -116,7 +159,9 @@ class Others:
 
 def _steps(client: httpx.Client) -> float:
     lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("nanoserve:engine_steps_total"))
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("nanoserve:engine_steps_total")
+    )
 
 
 def main(url: str) -> None:
@@ -130,11 +175,18 @@ def main(url: str) -> None:
             others.longest.clear()
             content = json.dumps(body)
             steps, began = _steps(client), time.perf_counter()
-            status = client.post(path, content=content, headers={"content-type": "application/json"}).status_code
+            status = client.post(
+                path, content=content, headers={"content-type": "application/json"}
+            ).status_code
             seconds = time.perf_counter() - began
             step = seconds / max(1.0, _steps(client) - steps)
-            waits = " | ".join(f"{1000 * others.longest.get(one, 0.0):.0f}" for one in ("health", "tokenize", "stream"))
-            print(f"| {name} | {status} | {seconds:.1f} | {1000 * step:.0f} | {waits} |", flush=True)
+            waits = " | ".join(
+                f"{1000 * others.longest.get(one, 0.0):.0f}"
+                for one in ("health", "tokenize", "stream")
+            )
+            print(
+                f"| {name} | {status} | {seconds:.1f} | {1000 * step:.0f} | {waits} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The peak of host memory while a shard of a model is loaded, each in a process of its own. Linux.
 
-``python scripts/loading_memory.py dummy:qwen3-0.6b`` prints a table for the whole model, two stages and two ranks. The
-weights of a dummy model are written to the user's cache directory first.
+``python scripts/loading_memory.py dummy:qwen3-0.6b`` prints a table for the whole model, two stages
+and two ranks. The weights of a dummy model are written to the user's cache directory first.
 """
 
 import subprocess
@@ -18,10 +18,16 @@ def main(name: str) -> None:
     from nanoserve.models.hub import resolve_model
 
     directory = checkpoint_directory(resolve_model(name), "bfloat16")
-    print("| --pp | --tp | rank | weights, MiB | peak growth while loading, MiB |\n|---|---|---|---|---|")
+    print(
+        "| --pp | --tp | rank | weights, MiB | peak growth while loading, MiB "
+        "|\n|---|---|---|---|---|"
+    )
     for stages, ranks in LAYOUTS:
         for rank in range(stages * ranks):
-            subprocess.run([sys.executable, __file__, str(directory), *map(str, (stages, ranks, rank))], check=True)
+            subprocess.run(
+                [sys.executable, __file__, str(directory), *map(str, (stages, ranks, rank))],
+                check=True,
+            )
 
 
 def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, rank: int) -> None:
@@ -32,13 +38,18 @@ def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, ra
     from nanoserve.models.shards import make_shards
 
     config = ModelConfig.from_directory(directory)
-    shards = make_shards(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel)
+    shards = make_shards(
+        config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
+    )
     before = _memory("VmRSS")  # what Python and torch take themselves
     # Loading asks nothing of the other ranks.
     decoder, _ = load_model(directory, "bfloat16", shard=shards[rank], group=SingleRank())
     weights = sum(parameter.nbytes for parameter in decoder.parameters())
     growth = _memory("VmHWM") - before
-    print(f"| {pipeline_parallel} | {tensor_parallel} | {rank} | {weights / _MEBI:.0f} | {growth / _MEBI:.0f} |")
+    print(
+        f"| {pipeline_parallel} | {tensor_parallel} | {rank} | {weights / _MEBI:.0f} | "
+        f"{growth / _MEBI:.0f} |"
+    )
 
 
 def _memory(field: str) -> int:

@@ -26,7 +26,10 @@ FILES = {
 SOURCES = {
     "azure-conv": ("Azure/AzurePublicDataset, LLM inference trace 2023, conversation", "CC BY 4.0"),
     "azure-code": ("Azure/AzurePublicDataset, LLM inference trace 2023, code", "CC BY 4.0"),
-    "sharegpt-8k": ("microsoft/sarathi-serve, ShareGPT conversations up to 8k tokens", "Apache-2.0"),
+    "sharegpt-8k": (
+        "microsoft/sarathi-serve, ShareGPT conversations up to 8k tokens",
+        "Apache-2.0",
+    ),
     "arxiv": ("microsoft/vidur, arXiv summarization", "MIT"),
     "osc": ("NEO-MLSys25/NEO, summarization comparison", "Apache-2.0"),
     "mooncake": ("kvcache-ai/Mooncake, conversation trace", "Apache-2.0"),
@@ -38,7 +41,10 @@ def read_shapes(path: Path) -> list[RequestShape]:
     if path.suffix == ".csv":
         return read_trace(path)
     if path.suffix == ".json":
-        return [RequestShape(row["prompt"], row["max_tokens"]) for row in msgspec.json.decode(path.read_bytes())]
+        return [
+            RequestShape(row["prompt"], row["max_tokens"])
+            for row in msgspec.json.decode(path.read_bytes())
+        ]
     rows = msgspec.json.Decoder().decode_lines(path.read_bytes())
     return [RequestShape(row["input_length"], row["output_length"]) for row in rows]
 
@@ -46,7 +52,9 @@ def read_shapes(path: Path) -> list[RequestShape]:
 def make_table(shapes: list[RequestShape], source: str, licence: str) -> LengthTable:
     """Quantiles, means and the rank correlation of some requests."""
     lengths = np.array([(shape.input_tokens, shape.output_tokens) for shape in shapes])
-    inputs, outputs = np.quantile(lengths, np.linspace(0, 1, NUM_QUANTILES), axis=0, method="nearest").T
+    inputs, outputs = np.quantile(
+        lengths, np.linspace(0, 1, NUM_QUANTILES), axis=0, method="nearest"
+    ).T
     correlation = np.corrcoef(*map(_ranks, lengths.T))[0, 1]
     return LengthTable(
         source=source,
@@ -70,7 +78,10 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    tables = {name: make_table(read_shapes(Path(sys.argv[1], file)), *SOURCES[name]) for name, file in FILES.items()}
+    tables = {
+        name: make_table(read_shapes(Path(sys.argv[1], file)), *SOURCES[name])
+        for name, file in FILES.items()
+    }
     lines = [f'"{name}": {msgspec.json.encode(table).decode()}' for name, table in tables.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -1,4 +1,5 @@
-"""Run a notebook's code cells in order, and store what they print: python -m scripts.notebook docs/explain.ipynb
+"""Run a notebook's code cells in order, and store what they print: python -m scripts.notebook
+docs/explain.ipynb
 
 Cells are run as Python by themselves, without Jupyter; of their outputs, only printed text is kept.
 """
@@ -12,7 +13,8 @@ from typing import Any
 
 
 def executed(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The notebook with the outputs of its code cells, which share one namespace. What a cell raises is raised."""
+    """The notebook with the outputs of its code cells, which share one namespace. What a cell
+    raises is raised."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     cells = []
     for cell in notebook["cells"]:

@@ -1,8 +1,10 @@
-"""The pictures of the README, made from real runs: a chat on a terminal, and the schedules of two policies.
+"""The pictures of the README, made from real runs: a chat on a terminal, and the schedules of two
+policies.
 
     python scripts/pictures.py
 
-The chat is played back as fast as it came; only the typing is made up. The files are in docs/pictures.
+The chat is played back as fast as it came; only the typing is made up. The files are in
+docs/pictures.
 """
 
 import codecs
@@ -36,8 +38,10 @@ STYLE = """text{font:14px ui-monospace,Menlo,'DejaVu Sans Mono',monospace;fill:#
 _CODES = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
 Cells = dict[tuple[int, int], tuple[str, str]]  # characters and their styles, by row and column
-Frame = tuple[float, Cells]  # what the screen showed, and how many seconds after the command was entered
-Piece = tuple[int, int, str, str, float, float]  # row, column, text, style, begin and end in seconds
+# what the screen showed, and how many seconds after the command was entered
+Frame = tuple[float, Cells]
+# row, column, text, style, begin and end in seconds
+Piece = tuple[int, int, str, str, float, float]
 
 
 class Screen:
@@ -53,10 +57,20 @@ class Screen:
                 self.style = "dim" if number == "2" else ""
             elif command in ("A", "C", "D"):
                 down, right = {"A": (-1, 0), "C": (0, 1), "D": (0, -1)}[command]
-                self.row, self.column = self.row + down * int(number or 1), self.column + right * int(number or 1)
+                self.row, self.column = (
+                    self.row + down * int(number or 1),
+                    self.column + right * int(number or 1),
+                )
             elif command in ("J", "K") and not private:
-                first, last_row = 0 if number == "2" else self.column, self.row if command == "K" else math.inf
-                self.cells = {at: cell for at, cell in self.cells.items() if at < (self.row, first) or at[0] > last_row}
+                first, last_row = (
+                    0 if number == "2" else self.column,
+                    self.row if command == "K" else math.inf,
+                )
+                self.cells = {
+                    at: cell
+                    for at, cell in self.cells.items()
+                    if at < (self.row, first) or at[0] > last_row
+                }
             elif character == "\r":
                 self.column = 0
             elif character == "\n":
@@ -77,7 +91,11 @@ def record() -> list[Frame]:
         termios.tcsetwinsize(0, (50, COLUMNS))
         settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NANOSERVE_NO_HISTORY": "1"}
         os.execve(sys.executable, [sys.executable, "-m", *COMMAND.split()], os.environ | settings)
-    decode, began, screen = codecs.getincrementaldecoder("utf-8")().decode, time.monotonic(), Screen()
+    decode, began, screen = (
+        codecs.getincrementaldecoder("utf-8")().decode,
+        time.monotonic(),
+        Screen(),
+    )
     screen.write(f"$ {COMMAND}\r\n")
     frames = [(0.0, dict(screen.cells))]
     keys = ["\r", *reversed(QUESTION), *[""] * 20]  # from the last to the first, one for each frame
@@ -103,7 +121,9 @@ def pieces(frames: Sequence[Frame]) -> Iterator[Piece]:
             (character, style), begin = shown.pop((row, column))
             found.append((row, begin, now, style, column, character))
         shown |= {at: (cell, now) for at, cell in cells.items() if at not in shown}
-    for (*place, _), group in groupby(enumerate(sorted(found)), lambda pair: (*pair[1][:4], pair[1][4] - pair[0])):
+    for (*place, _), group in groupby(
+        enumerate(sorted(found)), lambda pair: (*pair[1][:4], pair[1][4] - pair[0])
+    ):
         row, begin, end, style = place
         columns, characters = zip(*[cell[4:] for _, cell in group], strict=True)
         text = "".join(characters)
@@ -112,32 +132,48 @@ def pieces(frames: Sequence[Frame]) -> Iterator[Piece]:
 
 
 def animation(frames: Sequence[Frame]) -> str:
-    """An SVG that plays the frames again and again. Programs that do not animate show the last one."""
+    """An SVG that plays the frames again and again. Programs that do not animate show the last
+    one."""
     seconds = frames[-1][0] + END_SECONDS
-    width, height = (cells * size + 2 * MARGIN for cells, size in ((COLUMNS, CELL), (max(frames[-1][1])[0] + 1, LINE)))
-    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">']
+    width, height = (
+        cells * size + 2 * MARGIN
+        for cells, size in ((COLUMNS, CELL), (max(frames[-1][1])[0] + 1, LINE))
+    )
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
+    ]
     drawn += [f"<title>{escape(f'{COMMAND}: {QUESTION}')}</title><style>{STYLE}</style>"]
     drawn += [f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#1f2430"/>']
     for row, column, text, style, begin, end in pieces(frames):
         place = f'x="{MARGIN + column * CELL:g}" y="{MARGIN + (row + 0.75) * LINE:g}" textLength="{len(text) * CELL:g}"'
         stays = end == math.inf
-        times = ";".join(f"{moment / seconds:.4f}" for moment in (0, begin, end) if moment <= seconds)
+        times = ";".join(
+            f"{moment / seconds:.4f}" for moment in (0, begin, end) if moment <= seconds
+        )
         timing = f'values="0;1{"" if stays else ";0"}" keyTimes="{times}" calcMode="discrete" dur="{seconds:.2f}s"'
-        motion = f'<animate attributeName="opacity" {timing} repeatCount="indefinite"/>' if begin else ""
+        motion = (
+            f'<animate attributeName="opacity" {timing} repeatCount="indefinite"/>' if begin else ""
+        )
         look = f'class="{style}"' + ("" if stays else ' opacity="0"')
         drawn.append(f"<text {place} {look}>{escape(text)}{motion}</text>")
     return "\n".join([*drawn, "</svg>\n"])
 
 
 def schedules() -> Chart:
-    """`nanoserve simulate --policy sarathi,throttling --rate 3 --requests 200`: the same second under both policies."""
+    """`nanoserve simulate --policy sarathi,throttling --rate 3 --requests 200`: the same second
+    under both policies."""
     options = SimulateOptions(policy="sarathi,throttling", rate=3.0, requests=200)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
     window, panels, blocks, times = None, [], hardware.kv_blocks[0], hardware.predictors
     for name, policy in parse_policies(options.policy, options.max_num_batched_tokens).items():
         window = StepWindow(beside=window)
         result = simulate(
-            policy, hardware.layouts[0], options.workload(), num_blocks=blocks, observers=(window,), predictors=times
+            policy,
+            hardware.layouts[0],
+            options.workload(),
+            num_blocks=blocks,
+            observers=(window,),
+            predictors=times,
         )
         gaps = result.itl_ms and f", p99 gap between tokens {result.itl_ms.p99:,.0f} ms"
         panels.append(window.gantt(f"{name}: {result.bubble_share:.0%} idle{gaps}"))

@@ -14,17 +14,32 @@ from nanoserve.models.dtypes import format_name
 from nanoserve.models.weights import tensor_parts
 
 
-def save_hf(decoder: Decoder, config: ModelConfig, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and model.safetensors, readable as LlamaForCausalLM; `dtype` converts, None keeps the model's.
+def save_hf(
+    decoder: Decoder,
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write config.json and model.safetensors, readable as LlamaForCausalLM; `dtype` converts, None
+    keeps the model's.
 
-    Raises UsageError for a family other than Llama, or for rope scaling: nothing trained here needs them.
+    Raises UsageError for a family other than Llama, or for rope scaling: nothing trained here needs
+    them.
     """
     if config.family != "llama" or config.rope.kind != "default" or config.rope.frequency_factors:
-        raise UsageError(f"only Llama models without rope scaling can be saved, not {config.family}/{config.rope.kind}")
+        raise UsageError(
+            "only Llama models without rope scaling can be saved, not "
+            f"{config.family}/{config.rope.kind}"
+        )
     dtype = dtype or decoder.dtype
     parameters = dict(decoder.named_parameters())
     tensors = {
-        part.name: part.region(parameters[part.parameter]).detach().to("cpu", dtype).contiguous().clone()
+        part.name: part.region(parameters[part.parameter])
+        .detach()
+        .to("cpu", dtype)
+        .contiguous()
+        .clone()
         for part in tensor_parts(config)
     }
     target = Path(directory)

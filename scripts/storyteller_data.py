@@ -1,4 +1,5 @@
-"""The storyteller's training text: documents read from the data directory, its tokenizer, and packed batches."""
+"""The storyteller's training text: documents read from the data directory, its tokenizer, and
+packed batches."""
 
 from __future__ import annotations
 
@@ -26,17 +27,20 @@ CHAT_TEMPLATE = (
 )
 BOOK_PIECE_CHARACTERS = 2000
 PICKED_UP_WEIGHT = 12
-"""Weight of a noun where a story first takes it from its request: few tokens, and all that the user asked for."""
+"""Weight of a noun where a story first takes it from its request: few tokens, and all that the user
+asked for."""
 
 Token = tuple[int, int]
 """A token's id and its weight in the loss."""
 Document = list[Token]
 Mix = dict[str, float]
-"""Weights of documents by kind: children's books, persona chats, plain stories, story chats, echoes."""
+"""Weights of documents by kind: children's books, persona chats, plain stories, story chats,
+echoes."""
 BROAD_MIX: Mix = {"book": 0.35, "talk": 0.07, "story": 0.28, "chat": 0.30, "echo": 0.01}
 STORY_MIX: Mix = {"book": 0.15, "talk": 0.02, "story": 0.33, "chat": 0.50, "echo": 0.01}
 STORIES_IN_A_ROW = (1, 1, 1, 1, 2, 2, 3, 4)
-"""The number of stories in a plain document is drawn from these. They are unmarked, as in the validation file."""
+"""The number of stories in a plain document is drawn from these. They are unmarked, as in the
+validation file."""
 
 
 def normalize(text: str) -> str:
@@ -55,11 +59,14 @@ class Corpus:
     @cached_property
     def short_stories(self) -> list[str]:
         """The stories that are short enough to be a chat's answer."""
-        return [story for story in self.stories if len(story.encode()) <= tales.MAX_CHAT_STORY_BYTES]
+        return [
+            story for story in self.stories if len(story.encode()) <= tales.MAX_CHAT_STORY_BYTES
+        ]
 
 
 def read_corpus(data: Path) -> Corpus:
-    """Read the training stories, children's books and persona chats; never the validation stories."""
+    """Read the training stories, children's books and persona chats; never the validation
+    stories."""
     raw = (data / "tinystories_train_subset.txt").read_text(encoding="utf-8").split(END_OF_TEXT)
     dialogues = msgspec.json.Decoder().decode_lines((data / "dialogues.jsonl").read_bytes())
     return Corpus(
@@ -86,10 +93,12 @@ def split_book(text: str) -> Iterator[str]:
 
 
 def split_validation_stories(text: str) -> list[str]:
-    """Pieces of the validation file, whose stories are separated by blank lines as their paragraphs are.
+    """Pieces of the validation file, whose stories are separated by blank lines as their paragraphs
+    are.
 
-    Only a paragraph that begins with "Once upon a time" starts a new piece, so some pieces hold several stories. Every
-    byte of the file but the separators before such paragraphs is in one piece.
+    Only a paragraph that begins with "Once upon a time" starts a new piece, so some pieces hold
+    several stories. Every byte of the file but the separators before such paragraphs is in one
+    piece.
     """
     return [piece.strip() for piece in re.split(r"\n\n(?=Once upon a time)", text) if piece.strip()]
 
@@ -97,7 +106,9 @@ def split_validation_stories(text: str) -> list[str]:
 def train_tokenizer(corpus: Corpus, seed: int) -> Tokenizer:
     """A byte-level BPE of VOCABULARY_SIZE tokens; stories and story chats weigh most."""
     rng = Random(seed)
-    chat_texts = [text for _ in range(2000) for _, text in tales.story_chat(corpus.short_stories, rng)]
+    chat_texts = [
+        text for _ in range(2000) for _, text in tales.story_chat(corpus.short_stories, rng)
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,11 +162,14 @@ def encode_chat(tokenizer: Tokenizer, chat: Sequence[tales.Turn]) -> Document:
 
 
 def picked_up_places(text: str, asked: Iterable[str]) -> list[tuple[int, int]]:
-    """Where the text first names each noun that was asked for, as (first, behind the last) character.
+    """Where the text first names each noun that was asked for, as (first, behind the last)
+    character.
 
     Later on the noun can be taken from the text itself.
     """
-    found = (re.search(rf"\b(?:{noun}|{tales.plural(noun)})\b", text, re.IGNORECASE) for noun in asked)
+    found = (
+        re.search(rf"\b(?:{noun}|{tales.plural(noun)})\b", text, re.IGNORECASE) for noun in asked
+    )
     return [match.span() for match in found if match is not None]
 
 
@@ -195,9 +209,11 @@ def vary_story(story: str, rng: Random) -> str:
 
 
 class Packer:
-    """Fills rows of one length with whole documents, so that every row starts where a document does.
+    """Fills rows of one length with whole documents, so that every row starts where a document
+    does.
 
-    The longest waiting document that fits comes next. The start of one more document fills the end of a row.
+    The longest waiting document that fits comes next. The start of one more document fills the end
+    of a row.
     """
 
     def __init__(self, draw: Callable[[], Document], waiting: int = 48) -> None:

@@ -1,10 +1,13 @@
-"""Story chats made by program: what a user says, a real or invented story as the answer, and wishes to change it.
+"""Story chats made by program: what a user says, a real or invented story as the answer, and wishes
+to change it.
 
-The words and sentences are those of storyteller.toml. Real stories get other names and nouns: exchanging nouns for
-others of their kind makes the same few thousand stories speak of hundreds of nouns in tens of thousands of pairs, so
-that a model has to look at which ones it was asked for. Invented stories come from a small grammar that can tell one
-about any two nouns. They are plain and alike on purpose: from them a model learns to use the words it was asked for, to
-keep track of a story's characters, and to change a told story when it is asked to. It learns English from real stories.
+The words and sentences are those of storyteller.toml. Real stories get other names and nouns:
+exchanging nouns for others of their kind makes the same few thousand stories speak of hundreds of
+nouns in tens of thousands of pairs, so that a model has to look at which ones it was asked for.
+Invented stories come from a small grammar that can tell one about any two nouns. They are plain and
+alike on purpose: from them a model learns to use the words it was asked for, to keep track of a
+story's characters, and to change a told story when it is asked to. It learns English from real
+stories.
 """
 
 from __future__ import annotations
@@ -18,16 +21,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-LANGUAGE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("storyteller.toml").read_text(encoding="utf-8"))
+LANGUAGE: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("storyteller.toml").read_text(encoding="utf-8")
+)
 STORY, WISHES, CHAT = (LANGUAGE[part] for part in ("story", "wishes", "chat"))
-NOUN_GROUPS: dict[str, list[str]] = {group: nouns.split() for group, nouns in LANGUAGE["nouns"].items()}
+NOUN_GROUPS: dict[str, list[str]] = {
+    group: nouns.split() for group, nouns in LANGUAGE["nouns"].items()
+}
 GIRLS, BOYS, PETS = (LANGUAGE["names"][kind].split() for kind in ("girls", "boys", "pets"))
 HELD_OUT_PAIRS = tuple(tuple(pair.split()) for pair in LANGUAGE["held_out"]["pairs"].split(", "))
 IRREGULAR_PLURALS: dict[str, str] = LANGUAGE["irregular_plurals"]
-GROUP_OF_NOUN: dict[str, str] = {noun: group for group, nouns in NOUN_GROUPS.items() for noun in nouns}
+GROUP_OF_NOUN: dict[str, str] = {
+    noun: group for group, nouns in NOUN_GROUPS.items() for noun in nouns
+}
 HERO_GROUPS = frozenset({"pet", "beast", "bird", "crawler", "water animal", "creature", "person"})
 THING_GROUPS = frozenset({"toy", "small thing", "clothing", "food", "vehicle"})
-AMBIGUOUS_NAMES = frozenset({"Ruby", "Spot", "Ivy", "Grace", "Daisy", "Kitty", "Sunny", "Ginger", "Teddy"})
+AMBIGUOUS_NAMES = frozenset(
+    {"Ruby", "Spot", "Ivy", "Grace", "Daisy", "Kitty", "Sunny", "Ginger", "Teddy"}
+)
 NAMES = frozenset((*GIRLS, *BOYS, *PETS)) - AMBIGUOUS_NAMES
 WORD = re.compile(r"[A-Za-z]+")
 SENTENCE = re.compile(r"[^.!?]+[.!?]+[\"”]?\s*")
@@ -35,7 +46,8 @@ CHOICE = re.compile(r"\[([^\[\]]*)\]")
 MAX_CHAT_STORY_BYTES = 1250
 """About 300 tokens: a chat's story ends well before the 350 tokens it may take."""
 INVENTED_SHARE = 0.55
-"""Share of invented stories. They name both nouns again and again, so that a model learns to pick them up."""
+"""Share of invented stories. They name both nouns again and again, so that a model learns to pick
+them up."""
 FOLLOW_UP_CHANCES = (0.45, 0.35, 0.2)
 """Probabilities of a first, second and third wish, each after the one before."""
 
@@ -44,7 +56,8 @@ Turn = tuple[str, str]  # role, text
 
 @dataclass(frozen=True)
 class Tale:
-    """A story, the nouns a user asks for it with, and the character that follow-up questions are about."""
+    """A story, the nouns a user asks for it with, and the character that follow-up questions are
+    about."""
 
     text: str
     nouns: tuple[str, ...]
@@ -67,7 +80,9 @@ def plural(noun: str) -> str:
     return noun + "s"
 
 
-NOUN_OF_WORD = {plural(noun): noun for noun in GROUP_OF_NOUN} | {noun: noun for noun in (*GROUP_OF_NOUN, "girl", "boy")}
+NOUN_OF_WORD = {plural(noun): noun for noun in GROUP_OF_NOUN} | {
+    noun: noun for noun in (*GROUP_OF_NOUN, "girl", "boy")
+}
 
 
 def with_article(noun: str) -> str:
@@ -90,8 +105,11 @@ def namesakes(name: str) -> list[str]:
 
 
 def replace_words(text: str, mapping: Mapping[str, str]) -> str:
-    """Exchange whole words, keeping a capital first letter and putting "a" or "an" right before the new word."""
-    pattern = re.compile(r"\b(?:([Aa])n? )?(" + "|".join(map(re.escape, mapping)) + r")\b", re.IGNORECASE)
+    """Exchange whole words, keeping a capital first letter and putting "a" or "an" right before the
+    new word."""
+    pattern = re.compile(
+        r"\b(?:([Aa])n? )?(" + "|".join(map(re.escape, mapping)) + r")\b", re.IGNORECASE
+    )
 
     def exchanged(match: re.Match[str]) -> str:
         article, old = match.groups()
@@ -108,7 +126,9 @@ def replace_words(text: str, mapping: Mapping[str, str]) -> str:
 def replace_nouns(text: str, mapping: Mapping[str, str]) -> str:
     """Exchange nouns, in the singular and the plural."""
     plurals = {old: {old: new, plural(old): plural(new)} for old, new in mapping.items()}
-    return replace_words(text, {old: new for forms in plurals.values() for old, new in forms.items()})
+    return replace_words(
+        text, {old: new for forms in plurals.values() for old, new in forms.items()}
+    )
 
 
 def find_names(text: str) -> list[str]:
@@ -119,7 +139,9 @@ def find_names(text: str) -> list[str]:
 
 def find_nouns(text: str) -> Counter[str]:
     """The nouns of the word list in a story, and "girl" and "boy", with their frequencies."""
-    return Counter(NOUN_OF_WORD[word] for word in WORD.findall(text.lower()) if word in NOUN_OF_WORD)
+    return Counter(
+        NOUN_OF_WORD[word] for word in WORD.findall(text.lower()) if word in NOUN_OF_WORD
+    )
 
 
 def rename_people(text: str, rng: Random) -> str:
@@ -127,19 +149,25 @@ def rename_people(text: str, rng: Random) -> str:
     mapping: dict[str, str] = {}
     for name in find_names(text):
         taken = mapping.values()
-        mapping[name] = rng.choice([new for new in namesakes(name) if new not in text and new not in taken])
+        mapping[name] = rng.choice(
+            [new for new in namesakes(name) if new not in text and new not in taken]
+        )
     return replace_words(text, mapping)
 
 
-def frequent_first(nouns: Iterable[str], counts: Counter[str], chance: float, most: int, rng: Random) -> list[str]:
-    """The repeated nouns, and others with this chance, by frequency; nouns that come `most` times or more are equal."""
+def frequent_first(
+    nouns: Iterable[str], counts: Counter[str], chance: float, most: int, rng: Random
+) -> list[str]:
+    """The repeated nouns, and others with this chance, by frequency; nouns that come `most` times
+    or more are equal."""
     kept = [noun for noun in nouns if counts[noun] >= 2 or rng.random() < chance]
     rng.shuffle(kept)
     return sorted(kept, key=lambda noun: -min(counts[noun], most))
 
 
 def exchange_nouns(text: str, rng: Random) -> tuple[str, list[str]]:
-    """Exchange one to three of the story's nouns for others of their kind: the new text and the new nouns."""
+    """Exchange one to three of the story's nouns for others of their kind: the new text and the new
+    nouns."""
     counts = find_nouns(text)
     candidates = frequent_first(counts, counts, 0.3, 4, rng)
     mapping: dict[str, str] = {}
@@ -149,22 +177,36 @@ def exchange_nouns(text: str, rng: Random) -> tuple[str, list[str]]:
         if old in ("girl", "boy") or rng.random() < 0.35:
             groups.update(*(mix for mix in (HERO_GROUPS, THING_GROUPS) if group in mix))
         pool = [noun for name in sorted(groups) for noun in NOUN_GROUPS[name]]
-        mapping[old] = rng.choice([noun for noun in pool if noun not in counts and noun not in mapping.values()])
+        mapping[old] = rng.choice(
+            [noun for noun in pool if noun not in counts and noun not in mapping.values()]
+        )
     return replace_nouns(text, mapping), [*mapping.values()]
 
 
 def describe(text: str, nouns: Sequence[str]) -> Tale:
-    """The tale of this text: its hero is the most frequent name if there is one, else the first noun."""
+    """The tale of this text: its hero is the most frequent name if there is one, else the first
+    noun."""
     names = find_names(text)
     words = Counter(WORD.findall(text.lower()))
     he, she = words["he"] + words["his"], words["she"] + words["her"]
-    hero = names[0] if names else next((f"the {noun}" for noun in nouns if can_be_hero(noun)), "the little one")
-    pronoun = "she" if hero in GIRLS or (hero not in BOYS and she > he) else "he" if hero in BOYS or he else "it"
+    hero = (
+        names[0]
+        if names
+        else next((f"the {noun}" for noun in nouns if can_be_hero(noun)), "the little one")
+    )
+    pronoun = (
+        "she"
+        if hero in GIRLS or (hero not in BOYS and she > he)
+        else "he"
+        if hero in BOYS or he
+        else "it"
+    )
     return Tale(text, tuple(nouns), hero, pronoun, tuple(names))
 
 
 def real_tale(text: str, rng: Random) -> Tale:
-    """A real story, most often with other names and nouns, and one to three nouns that it can be asked for with."""
+    """A real story, most often with other names and nouns, and one to three nouns that it can be
+    asked for with."""
     if rng.random() < 0.5:
         text = rename_people(text, rng)
     text, chosen = exchange_nouns(text, rng) if rng.random() < 0.65 else (text, [])
@@ -179,14 +221,20 @@ def real_tale(text: str, rng: Random) -> Tale:
 
 
 def person_slots(name: str, pronoun: str) -> dict[str, str]:
-    """The slots that speak of one person or animal: the name and its pronouns ("he", "she" or "it")."""
+    """The slots that speak of one person or animal: the name and its pronouns ("he", "she" or
+    "it")."""
     them, their = {"he": ("him", "his"), "she": ("her", "her"), "it": ("it", "its")}[pronoun]
     words = {"they": pronoun, "them": them, "their": their}
-    return {"Name": name} | words | {word.capitalize(): value.capitalize() for word, value in words.items()}
+    return (
+        {"Name": name}
+        | words
+        | {word.capitalize(): value.capitalize() for word, value in words.items()}
+    )
 
 
 def expand(template: str, slots: Mapping[str, str], rng: Random) -> str:
-    """Fill a template: choose in every bracket, look up every slot, and tidy articles, blanks and capitals."""
+    """Fill a template: choose in every bracket, look up every slot, and tidy articles, blanks and
+    capitals."""
     text = CHOICE.sub(lambda match: rng.choice(match[1].split("|")), template).format_map(slots)
     text = re.sub(r" +", " ", text).replace(" .", ".").replace(" ,", ",").replace('?".', '?"')
     text = re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
@@ -204,14 +252,24 @@ def invented_tale(rng: Random) -> Tale:
     thing = rng.choice([noun for noun in things if not is_held_out([hero, noun])])
     pronoun = {"girl": "she", "boy": "he"}.get(hero) or rng.choice(("he", "she"))
     has_pet_name = hero not in ("girl", "boy") and rng.random() < 0.5
-    person, animal, mom = rng.choice(GIRLS + BOYS), some_animal(rng), "her mom" if pronoun == "she" else "his mom"
+    person, animal, mom = (
+        rng.choice(GIRLS + BOYS),
+        some_animal(rng),
+        "her mom" if pronoun == "she" else "his mom",
+    )
     friend = rng.choice((person, "the " + animal, "the old " + animal, mom, "the wise owl"))
     place = rng.choice(NOUN_GROUPS["place"])
     name = rng.choice(PETS if has_pet_name else GIRLS if pronoun == "she" else BOYS)
     nouns = tuple(rng.sample((hero, thing), 2))
     meets = can_be_hero(thing)
     friend = "the " + thing if meets else friend
-    plots = STORY["meeting_plots" if meets else "place_plots" if GROUP_OF_NOUN[thing] == "place" else "thing_plots"]
+    plots = STORY[
+        "meeting_plots"
+        if meets
+        else "place_plots"
+        if GROUP_OF_NOUN[thing] == "place"
+        else "thing_plots"
+    ]
     template = rng.choice(STORY["openings"]) + rng.choice((" ", "\n\n", "\n\n"))
     ends = STORY["closings"]
     closings = sorted(rng.sample(ends, rng.choice((1, 1, 2))), key=ends.index)
@@ -249,8 +307,12 @@ def exchange_noun(tale: Tale, rng: Random) -> tuple[str, Tale] | None:
     if not pool:
         return None
     new = rng.choice(pool)
-    wish = rng.choice(WISHES["exchange"]).format(a_new=with_article(new), a_old=with_article(old), old=old)
-    return wish, describe(replace_nouns(tale.text, {old: new}), [new if noun == old else noun for noun in tale.nouns])
+    wish = rng.choice(WISHES["exchange"]).format(
+        a_new=with_article(new), a_old=with_article(old), old=old
+    )
+    return wish, describe(
+        replace_nouns(tale.text, {old: new}), [new if noun == old else noun for noun in tale.nouns]
+    )
 
 
 def change_feeling(tale: Tale, rng: Random) -> tuple[str, Tale] | None:
@@ -262,7 +324,10 @@ def change_feeling(tale: Tale, rng: Random) -> tuple[str, Tale] | None:
         character = tale.hero
     key = character.removeprefix("the ")
     sentences = SENTENCE.findall(tale.text)
-    place = next((index for index, sentence in enumerate(sentences) if re.search(rf"\b{key}\b", sentence)), None)
+    place = next(
+        (index for index, sentence in enumerate(sentences) if re.search(rf"\b{key}\b", sentence)),
+        None,
+    )
     if place is None or sentences[place].count('"') % 2:
         return None
     template = "{Name} was [very|so|] " + feeling + ". " + LANGUAGE["feelings"][feeling]
@@ -313,7 +378,8 @@ EDITS: tuple[Callable[[Tale, Random], tuple[str, Tale] | None], ...] = (
     *(rename_hero, exchange_noun, change_feeling, change_feeling, change_ending, change_ending),
     *(shorten, continue_tale, continue_tale),
 )
-"""Each makes the user's wish and the new tale of the tale told, or None where the tale does not lend itself."""
+"""Each makes the user's wish and the new tale of the tale told, or None where the tale does not
+lend itself."""
 
 
 def name_nouns(nouns: Sequence[str], rng: Random) -> str:
@@ -327,7 +393,11 @@ def name_nouns(nouns: Sequence[str], rng: Random) -> str:
         named = ["the " + noun for noun in nouns] if style < 0.94 else list(nouns)
     if len(named) == 1:
         return named[0]
-    return ", ".join(named[:-1]) + rng.choice((" and ", " and ", " and ", " and ", " with ", ", ")) + named[-1]
+    return (
+        ", ".join(named[:-1])
+        + rng.choice((" and ", " and ", " and ", " and ", " with ", ", "))
+        + named[-1]
+    )
 
 
 def ask_for(tale: Tale, rng: Random) -> str:
@@ -350,7 +420,8 @@ def brief_chats(rng: Random) -> list[Turn]:
 
 
 def two_part_chat(story: str, rng: Random) -> list[Turn]:
-    """A real story told in two answers: what happened next is its second half. Empty where the story is too short."""
+    """A real story told in two answers: what happened next is its second half. Empty where the
+    story is too short."""
     paragraphs = story.split("\n\n")
     middle = len(paragraphs) // 2
     start, end = ("\n\n".join(part) for part in (paragraphs[:middle], paragraphs[middle:]))
@@ -371,7 +442,8 @@ def small_talk(talks: Sequence[Mapping[str, list[str]]], rng: Random) -> list[Tu
 
 
 def story_chat(stories: Sequence[str], rng: Random) -> list[Turn]:
-    """One conversation: sometimes small talk first, a story, and often a follow-up wish or thanks."""
+    """One conversation: sometimes small talk first, a story, and often a follow-up wish or
+    thanks."""
     chat: list[Turn] = []
     if rng.random() < 0.06:
         chat.append(("system", rng.choice(CHAT["system_prompts"])))

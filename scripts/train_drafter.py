@@ -3,10 +3,10 @@
     python scripts/train_drafter.py --data DIR --kind eagle --minutes 5 --output DIR
     python scripts/train_drafter.py --data DIR --kind eagle --evaluate --output DIR
 
-Kinds: `eagle` is a layer on the storyteller's hidden states, `medusa` further heads on them, `draft` a storyteller of
-one layer. All learn the storyteller's own distributions, on answers that it has given and on stories. `--evaluate`
-prints the probability that a draft token and those before it are right, for requests with nouns that training never
-saw.
+Kinds: `eagle` is a layer on the storyteller's hidden states, `medusa` further heads on them,
+`draft` a storyteller of one layer. All learn the storyteller's own distributions, on answers that
+it has given and on stories. `--evaluate` prints the probability that a draft token and those before
+it are right, for requests with nouns that training never saw.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ import storyteller_tales as tales
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_storyteller import STORYTELLER, STORYTELLER_SHAPE, load_tokenizer, make_config, make_optimizers, write_model
+from train_storyteller import (
+    STORYTELLER,
+    STORYTELLER_SHAPE,
+    load_tokenizer,
+    make_config,
+    make_optimizers,
+    write_model,
+)
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
@@ -48,7 +55,9 @@ TRAINED_STEPS = {"eagle": 3, "medusa": 4, "draft": 1}
 FIRST_DRAFT = {"eagle": 2, "medusa": 2, "draft": 1}
 """How far the first draft token at a token is ahead of it."""
 DRAFT_TOKENS = 4
-GREEDY, SAMPLED = (SamplingParams(temperature=t, top_p=p, max_tokens=350) for t, p in ((0, 1), (0.8, 0.95)))
+GREEDY, SAMPLED = (
+    SamplingParams(temperature=t, top_p=p, max_tokens=350) for t, p in ((0, 1), (0.8, 0.95))
+)
 
 Told = tuple[list[int], int]
 """The tokens of a chat, and how many of them are of the request."""
@@ -57,11 +66,11 @@ Following = Callable[[int], Tensor]
 
 
 class RootedAttention:
-    """Attention of chains of draft tokens: one begins at each of `batch` x `length` tokens, its root. Dense,
-    differentiable.
+    """Attention of chains of draft tokens: one begins at each of `batch` x `length` tokens, its
+    root. Dense, differentiable.
 
-    The first call is causal attention over the tokens. In each later one, a root's next token sees the tokens up to the
-    root and those of its own chain.
+    The first call is causal attention over the tokens. In each later one, a root's next token sees
+    the tokens up to the root and those of its own chain.
     """
 
     def __init__(self, config: ModelConfig, batch: int, length: int) -> None:
@@ -69,11 +78,15 @@ class RootedAttention:
         self.chains: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         assert sinks is None, "the storyteller has none"
         keys, values = self.chains.setdefault(layer, ([], []))
         group, scale = self.config.group_size, self.config.head_dim**-0.5
-        query, key, value = (heads.unflatten(0, self.shape).transpose(1, 2) for heads in (query, key, value))
+        query, key, value = (
+            heads.unflatten(0, self.shape).transpose(1, 2) for heads in (query, key, value)
+        )
         keys.append(key.repeat_interleave(group, 1))  # [B, H, L, D]
         values.append(value.repeat_interleave(group, 1))
         scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(self.hidden, -torch.inf)]
@@ -86,9 +99,11 @@ class RootedAttention:
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def chains(module: nn.Module, tokens: Tensor, hidden: Tensor, steps: int, following: Following) -> Iterator[Tensor]:
-    """The logits of each draft token of the chains that begin at tokens [B, L], whose final hidden states in the
-    storyteller are hidden [B * L, hidden_size]: float32 [B * L, V]."""
+def chains(
+    module: nn.Module, tokens: Tensor, hidden: Tensor, steps: int, following: Following
+) -> Iterator[Tensor]:
+    """The logits of each draft token of the chains that begin at tokens [B, L], whose final hidden
+    states in the storyteller are hidden [B * L, hidden_size]: float32 [B * L, V]."""
     if isinstance(module, MedusaHeads):
         yield from module(hidden, steps)
         return
@@ -109,10 +124,12 @@ def think(target: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, target.compute_logits(hidden)
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
-def train(kind: str, module: nn.Module, target: Decoder, packer: data.Packer, minutes: float) -> None:
+def train(
+    kind: str, module: nn.Module, target: Decoder, packer: data.Packer, minutes: float
+) -> None:
     """Train in place for this number of minutes of processor time."""
     optimizers, began, share, step = make_optimizers(module), time.process_time(), 0.0, 0
     module.train()
@@ -133,8 +150,8 @@ def train(kind: str, module: nn.Module, target: Decoder, packer: data.Packer, mi
 
 
 def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Tensor) -> Tensor:
-    """Cross entropy of the draft tokens with the storyteller's distributions, when all draft tokens before were
-    right."""
+    """Cross entropy of the draft tokens with the storyteller's distributions, when all draft tokens
+    before were right."""
     first, (batch, length) = FIRST_DRAFT[kind], tokens.shape
     with torch.no_grad():
         hidden, logits = think(target, tokens)
@@ -144,7 +161,9 @@ def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Ten
         return tokens.roll(-(first - 1 + step), 1).flatten()
 
     loss = torch.zeros(())
-    for step, drafted in enumerate(chains(module, tokens, hidden, TRAINED_STEPS[kind], true_tokens)):
+    for step, drafted in enumerate(
+        chains(module, tokens, hidden, TRAINED_STEPS[kind], true_tokens)
+    ):
         ahead = first - 1 + step
         likelihoods = drafted.log_softmax(-1).view(batch, length, -1)[:, : length - ahead]
         loss = loss - STEP_WEIGHT**step * (wanted[:, ahead:] * likelihoods).sum(-1).mean()
@@ -152,10 +171,13 @@ def distillation_loss(kind: str, module: nn.Module, target: Decoder, tokens: Ten
 
 
 def answers(requests: Sequence[str], params: SamplingParams) -> list[Told]:
-    """Ask the storyteller. Returns all tokens of each chat, and how many of them are the request. Seeds are 0, 1,
-    ..."""
+    """Ask the storyteller. Returns all tokens of each chat, and how many of them are the request.
+    Seeds are 0, 1, ..."""
     with LLM(max_num_seqs=128, dtype="float32") as llm:
-        prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": request}]) for request in requests]
+        prompts = [
+            llm.tokenizer.encode_chat([{"role": "user", "content": request}])
+            for request in requests
+        ]
         seeded = [msgspec.structs.replace(params, seed=seed) for seed in range(len(prompts))]
         outputs = llm.generate(prompts, seeded)
     return [
@@ -188,7 +210,9 @@ def new_drafter(kind: str, target: Decoder, intermediate: int) -> nn.Module:
             nn.init.zeros_(head[0].linear.bias)
             head[1].weight.data.copy_(target.lm_head.weight)
         return heads
-    config = replace(target.config, num_layers=1, intermediate_size=intermediate, tie_word_embeddings=False)
+    config = replace(
+        target.config, num_layers=1, intermediate_size=intermediate, tie_word_embeddings=False
+    )
     head = EagleHead(config, target)
     for parameter in head.parameters():
         if parameter.requires_grad and parameter.dim() == 2:
@@ -203,14 +227,22 @@ def write(module: nn.Module, directory: Path) -> None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     parameters = dict(module.named_parameters())
-    tensors = {part.name: part.region(parameters[part.parameter]).bfloat16().contiguous() for part in module.parts()}
+    tensors = {
+        part.name: part.region(parameters[part.parameter]).bfloat16().contiguous()
+        for part in module.parts()
+    }
     name, config = "model.safetensors", {}
     if isinstance(module, MedusaHeads):
-        name, config = "medusa_lm_head.safetensors", {"medusa_num_heads": len(module.heads), "medusa_num_layers": 1}
+        name, config = (
+            "medusa_lm_head.safetensors",
+            {"medusa_num_heads": len(module.heads), "medusa_num_layers": 1},
+        )
     else:
         config = llama_config(module.config, torch.bfloat16)
     save_file(tensors, directory / name, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def load(kind: str, directory: Path, target: Decoder) -> nn.Module:
@@ -219,28 +251,35 @@ def load(kind: str, directory: Path, target: Decoder) -> nn.Module:
     return load_eagle(directory, target) if kind == "eagle" else load_medusa(directory, target)
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def acceptance(
     kind: str, module: nn.Module, target: Decoder, told: Sequence[Told], params: SamplingParams
 ) -> list[float]:
-    """The probability that the first draft token is what the storyteller says, that the first two are, and so on. It
-    said `told` with these parameters, greedy or with the seeds 0, 1, ..., and the draft tokens are drawn with the same
-    noise."""
+    """The probability that the first draft token is what the storyteller says, that the first two
+    are, and so on. It said `told` with these parameters, greedy or with the seeds 0, 1, ..., and
+    the draft tokens are drawn with the same noise."""
     first, right, roots = FIRST_DRAFT[kind], torch.zeros(DRAFT_TOKENS), 0
     for seed, (said, prompt_length) in enumerate(told):
         tokens = torch.tensor([said])
         length = len(said)
         hidden, _ = think(target, tokens)
         draft_tokens = [tokens.roll(1 - first, 1).flatten()]
-        for step, logits in enumerate(chains(module, tokens, hidden, DRAFT_TOKENS, draft_tokens.__getitem__)):
+        for step, logits in enumerate(
+            chains(module, tokens, hidden, DRAFT_TOKENS, draft_tokens.__getitem__)
+        ):
             draft_tokens.append(draw(logits, torch.arange(length) + first + step, seed, params))
         begin, end = prompt_length + 1 - first, length - first - DRAFT_TOKENS + 1
-        true = [tokens[0, first + step + begin : first + step + end] for step in range(DRAFT_TOKENS)]
+        true = [
+            tokens[0, first + step + begin : first + step + end] for step in range(DRAFT_TOKENS)
+        ]
         matches = torch.stack(
-            [draft_token[begin:end] == one for draft_token, one in zip(draft_tokens[1:], true, strict=True)]
+            [
+                draft_token[begin:end] == one
+                for draft_token, one in zip(draft_tokens[1:], true, strict=True)
+            ]
         )
         right += matches.float().cumprod(0).sum(1)
         roots += end - begin
@@ -248,11 +287,14 @@ def acceptance(
 
 
 def draw(logits: Tensor, places: Tensor, seed: int, params: SamplingParams) -> Tensor:
-    """The tokens [N] that the sampler draws from logits [N, V] for these places, int64 [N], of a sequence."""
+    """The tokens [N] that the sampler draws from logits [N, V] for these places, int64 [N], of a
+    sequence."""
     if params.temperature == 0:
         return logits.argmax(-1)
     rows, column = torch.arange(len(logits)), torch.ones(len(logits))
-    keys = row_keys(torch.full_like(rows, seed).numpy(), torch.zeros_like(rows).numpy(), places.numpy())
+    keys = row_keys(
+        torch.full_like(rows, seed).numpy(), torch.zeros_like(rows).numpy(), places.numpy()
+    )
     rule = Draw(
         rows=rows,
         keys=torch.from_numpy(keys),
@@ -269,24 +311,40 @@ def draw(logits: Tensor, places: Tensor, seed: int, params: SamplingParams) -> T
 
 def main() -> None:
     """Train or evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc."
+    )
     parser.add_argument("--kind", choices=[*FIRST_DRAFT], default="eagle", help="what to train")
-    parser.add_argument("--minutes", type=float, default=5.0, help="processor time of the training loop")
-    parser.add_argument("--answers", type=int, default=1500, help="answers of the storyteller to learn from")
-    parser.add_argument("--intermediate", type=int, default=512, help="inner size of the layer's feed-forward part")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="processor time of the training loop"
+    )
+    parser.add_argument(
+        "--answers", type=int, default=1500, help="answers of the storyteller to learn from"
+    )
+    parser.add_argument(
+        "--intermediate", type=int, default=512, help="inner size of the layer's feed-forward part"
+    )
     parser.add_argument("--output", type=Path, required=True, help="directory of the drafter")
     parser.add_argument(
-        "--evaluate", action="store_true", help="only print how many draft tokens of the output are right"
+        "--evaluate",
+        action="store_true",
+        help="only print how many draft tokens of the output are right",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the documents drawn and the first weights")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the documents drawn and the first weights"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     target, _ = load_model(STORYTELLER, "float32")
     if not options.evaluate:
         corpus, rng = data.read_corpus(options.data), Random(options.seed)
-        requests = [tales.story_chat(corpus.short_stories, rng)[0][1] for _ in range(options.answers)]
+        requests = [
+            tales.story_chat(corpus.short_stories, rng)[0][1] for _ in range(options.answers)
+        ]
         packer = training_packer(corpus, answers(requests, SAMPLED), rng)
         drafter = new_drafter(options.kind, target, options.intermediate)
         count = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
@@ -294,10 +352,16 @@ def main() -> None:
         train(options.kind, drafter, target, packer, options.minutes)
         write(drafter, options.output)
     drafter = load(options.kind, options.output, target)
-    held_out = [f"a story about {' and '.join(map(tales.with_article, pair))}" for pair in tales.HELD_OUT_PAIRS]
+    held_out = [
+        f"a story about {' and '.join(map(tales.with_article, pair))}"
+        for pair in tales.HELD_OUT_PAIRS
+    ]
     for name, params in (("greedy", GREEDY), ("temperature 0.8, top_p 0.95", SAMPLED)):
         rates = acceptance(options.kind, drafter, target, answers(held_out, params), params)
-        print(f"{name}: {' '.join(f'{rate:.3f}' for rate in rates)}: {1 + sum(rates):.2f} tokens a step")
+        print(
+            f"{name}: {' '.join(f'{rate:.3f}' for rate in rates)}: {1 + sum(rates):.2f} tokens a "
+            "step"
+        )
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     python scripts/train_storyteller.py --data DIR --minutes 10 --draft
     python scripts/train_storyteller.py --data DIR --evaluate
 
-Trains the project's own Decoder with Muon and AdamW, at rates that follow a time budget. Uses a GPU if one is at hand,
-otherwise the CPU. The sibling takes the tokenizer of the storyteller that is already there, so train that one first.
-`--evaluate` prints the validation loss of the files in the output directory.
+Trains the project's own Decoder with Muon and AdamW, at rates that follow a time budget. Uses a GPU
+if one is at hand, otherwise the CPU. The sibling takes the tokenizer of the storyteller that is
+already there, so train that one first. `--evaluate` prints the validation loss of the files in the
+output directory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
+# idle threads leave the cores to others; read when torch loads
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
@@ -43,7 +45,8 @@ ASSETS = REPOSITORY / "nanoserve" / "assets"
 STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
 MAX_POSITIONS = 1024
 DRILL_SHARE = 0.4
-"""The first share of the time, in which echoes are drilled. Without them the model learns to copy late or never."""
+"""The first share of the time, in which echoes are drilled. Without them the model learns to copy
+late or never."""
 ECHO_WEIGHT = 0.15
 BROAD_SHARE = 0.22
 """The first share of the time, in which books and talk are read beside the stories."""
@@ -51,13 +54,15 @@ WARM_UP_SHARE = 0.015
 DECAY_START = 0.25
 """From this share of the time on the learning rates fall in a straight line to zero."""
 CONTINUED_RATE = 0.3
-"""Factor of the learning rates for a model that was trained before, so that it keeps what it has learned."""
+"""Factor of the learning rates for a model that was trained before, so that it keeps what it has
+learned."""
 TOKENS_PER_STEP = 4096
 SHORT_ROW, LONG_ROW = 512, 1024
 LONG_EVERY = 4
 """Every fourth step has long rows, so that late positions are learned too."""
 DROPOUT = 0.15
-"""Dropout of the outputs of attention and feed-forward; the stories are few and soon known by heart."""
+"""Dropout of the outputs of attention and feed-forward; the stories are few and soon known by
+heart."""
 REPORT_SECONDS = 120.0
 ONE_PIECE_IN = 12
 """Share of the validation stories that are read while training."""
@@ -68,15 +73,25 @@ DRAFT_SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_head
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal (Jordan et al., 2024): the matrices of the layers learn evenly.
+    """Momentum whose update is made orthogonal (Jordan et al., 2024): the matrices of the layers
+    learn evenly.
 
-    A fused parameter is updated as the matrices it is made of, given by their rows: made orthogonal in one piece,
-    query and key would hardly move beside value, whose gradient is far larger, and the model would not learn to look
-    back. torch.optim.Muon cannot do this, and iterates in bfloat16, which is slow on most CPUs.
+    A fused parameter is updated as the matrices it is made of, given by their rows: made orthogonal
+    in one piece, query and key would hardly move beside value, whose gradient is far larger, and
+    the model would not learn to look back. torch.optim.Muon cannot do this, and iterates in
+    bfloat16, which is slow on most CPUs.
     """
 
-    def __init__(self, fused: Mapping[nn.Parameter, tuple[int, ...]], lr: float, momentum: float, weight_decay: float):
-        super().__init__(list(fused), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        fused: Mapping[nn.Parameter, tuple[int, ...]],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+    ):
+        super().__init__(
+            list(fused), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        )
         self.fused = fused
 
     @torch.no_grad()
@@ -117,7 +132,13 @@ class Progress(NamedTuple):
 
 
 def train(
-    decoder: Decoder, corpus: data.Corpus, tokenizer: Tokenizer, minutes: float, seed: int, *, continued: bool
+    decoder: Decoder,
+    corpus: data.Corpus,
+    tokenizer: Tokenizer,
+    minutes: float,
+    seed: int,
+    *,
+    continued: bool,
 ) -> Iterator[Progress]:
     """Train in place until the time is over; yields about every REPORT_SECONDS, and at the end."""
     rng = Random(seed)
@@ -125,13 +146,17 @@ def train(
 
     def draw() -> data.Document:
         mix = data.BROAD_MIX if share < BROAD_SHARE and not continued else data.STORY_MIX
-        return data.draw_document(corpus, tokenizer, mix | {"echo": ECHO_WEIGHT} if share < DRILL_SHARE else mix, rng)
+        return data.draw_document(
+            corpus, tokenizer, mix | {"echo": ECHO_WEIGHT} if share < DRILL_SHARE else mix, rng
+        )
 
     packer = data.Packer(draw)
     optimizers = make_optimizers(decoder)
     for module in decoder.modules():
         if isinstance(module, FeedForward):
-            module.register_forward_hook(lambda module, _, output: functional.dropout(output, DROPOUT, module.training))
+            module.register_forward_hook(
+                lambda module, _, output: functional.dropout(output, DROPOUT, module.training)
+            )
     compute_loss = torch.compile(sequence_loss, dynamic=False)
     decoder.train()
     started = last_report = time.monotonic()
@@ -144,7 +169,9 @@ def train(
         nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * rate_at(share) * (CONTINUED_RATE if continued else 1.0)
+                group["lr"] = (
+                    group["initial_lr"] * rate_at(share) * (CONTINUED_RATE if continued else 1.0)
+                )
             optimizer.step()
             optimizer.zero_grad()
         step += 1
@@ -175,8 +202,14 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         elif isinstance(module, FeedForward):
             fused[module.gate_up.weight] = (module.gate_up.out_features // 2,) * 2
             fused[module.down.weight] = (module.down.out_features,)
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in fused]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)]
+    others = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter not in fused
+    ]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    ]
     if fused:
         optimizers.append(Muon(fused, lr=0.01, momentum=0.95, weight_decay=0.1))
     for optimizer in optimizers:
@@ -186,7 +219,8 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tensor:
-    """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id, weight)."""
+    """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id,
+    weight)."""
     batch, length = rows.shape[0], rows.shape[1] - 1
     ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
     dense = DenseCausalAttention(decoder.config, batch, length)
@@ -196,7 +230,9 @@ def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tenso
 
     positions = torch.arange(length, device=rows.device).repeat(batch)
     hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
-    losses = functional.cross_entropy(decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none")
+    losses = functional.cross_entropy(
+        decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none"
+    )
     return (losses * weights).sum() / weights.sum()
 
 
@@ -204,9 +240,9 @@ def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tenso
 def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int = 1) -> float:
     """Validation loss: the sum of all pieces' token losses over the sum of their UTF-8 bytes.
 
-    The text is cut by `split_validation_stories`; each piece is read from a start token on, in windows of LONG_ROW
-    tokens that start without their predecessor's context. With `every`, only each n-th piece is read, from all over the
-    file: its beginning alone is easier than the rest.
+    The text is cut by `split_validation_stories`; each piece is read from a start token on, in
+    windows of LONG_ROW tokens that start without their predecessor's context. With `every`, only
+    each n-th piece is read, from all over the file: its beginning alone is easier than the rest.
     """
     pieces = data.split_validation_stories(text)[::every]
     nats: float = 0.0
@@ -242,14 +278,21 @@ def make_config(tokenizer: Tokenizer, sizes: Mapping[str, int]) -> ModelConfig:
     )
 
 
-def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> None:
+def write_model(
+    decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, directory: Path
+) -> None:
     """Everything a Hugging Face model directory holds; weights in bfloat16."""
     save_hf(decoder, config, directory, dtype=torch.bfloat16)
     tokenizer.save(str(directory / "tokenizer.json"))
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
     generation = ends | {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    for name, content in (("tokenizer", data.tokenizer_config(MAX_POSITIONS)), ("generation", generation)):
-        (directory / f"{name}_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name, content in (
+        ("tokenizer", data.tokenizer_config(MAX_POSITIONS)),
+        ("generation", generation),
+    ):
+        (directory / f"{name}_config.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -271,14 +314,28 @@ def load(directory: Path, device: torch.device) -> Model:
 
 def main() -> None:
     """Train or evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc.")
-    parser.add_argument("--minutes", type=float, default=50.0, help="time budget of the training loop")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=50.0, help="time budget of the training loop"
+    )
     parser.add_argument("--output", type=Path, help="model directory (default: the bundled one)")
-    parser.add_argument("--draft", action="store_true", help="the small sibling instead of the storyteller")
-    parser.add_argument("--start-from", type=Path, help="go on from this model directory, without the broad reading")
-    parser.add_argument("--evaluate", action="store_true", help="print the validation loss of the output directory")
-    parser.add_argument("--seed", type=int, default=1, help="of the documents drawn and the first weights")
+    parser.add_argument(
+        "--draft", action="store_true", help="the small sibling instead of the storyteller"
+    )
+    parser.add_argument(
+        "--start-from", type=Path, help="go on from this model directory, without the broad reading"
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="print the validation loss of the output directory"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the documents drawn and the first weights"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options = parser.parse_args()
     if options.threads:
@@ -292,13 +349,22 @@ def main() -> None:
             decoder, config, tokenizer = load(options.start_from, device)
             decoder.requires_grad_(True)
         else:
-            decoder, config, tokenizer = new_model(corpus, device, options.seed, draft=options.draft)
-        print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
+            decoder, config, tokenizer = new_model(
+                corpus, device, options.seed, draft=options.draft
+            )
+        print(
+            f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on "
+            f"{device}",
+            flush=True,
+        )
         continued = options.start_from is not None
-        for progress in train(decoder, corpus, tokenizer, options.minutes, options.seed, continued=continued):
+        for progress in train(
+            decoder, corpus, tokenizer, options.minutes, options.seed, continued=continued
+        ):
             loss = nats_per_byte(decoder, tokenizer, validation, every=ONE_PIECE_IN)
             print(
-                f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.step * TOKENS_PER_STEP:,} tokens, "
+                f"{progress.seconds / 60:5.1f} min, step {progress.step}, "
+                f"{progress.step * TOKENS_PER_STEP:,} tokens, "
                 f"training loss {progress.loss:.3f} nats/token, validation {loss:.4f} nats/byte",
                 flush=True,
             )

@@ -1,11 +1,13 @@
-"""Two hosts on one machine: network namespaces whose only connection is a cable, a pair of veth interfaces.
+"""Two hosts on one machine: network namespaces whose only connection is a cable, a pair of veth
+interfaces.
 
-Needs Linux, root and the command ip. Runs what torchrun would run on two machines, one process on each::
+Needs Linux, root and the command ip. Runs what torchrun would run on two machines, one process on
+each::
 
     python -m scripts.two_hosts --rate 100mbit -- -m nanoserve generate "Once upon a time" --pp 2
 
-``--rate`` shapes both directions of the cable by tc. The output of the first host is printed as it is, the errors of
-the second one behind it if it failed.
+``--rate`` shapes both directions of the cable by tc. The output of the first host is printed as it
+is, the errors of the second one behind it if it failed.
 """
 
 import argparse
@@ -36,7 +38,8 @@ class NoHosts(Exception):
 
 
 class Program(subprocess.Popen[bytes]):
-    """A running program in a session of its own. It writes to files, because a pipe that nobody reads fills up."""
+    """A running program in a session of its own. It writes to files, because a pipe that nobody
+    reads fills up."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         # Open as long as the program may write.
@@ -73,12 +76,19 @@ class Host:
 
     def processes(self, word: str = "") -> list[int]:
         """The ids of the processes that run there with this word in their command line."""
-        return [int(number) for number in _ip("netns", "pids", self.name).split() if word in _command_line(number)]
+        return [
+            int(number)
+            for number in _ip("netns", "pids", self.name).split()
+            if word in _command_line(number)
+        ]
 
     def shape(self, rate: str) -> None:
-        """Limit what leaves the host to this rate, as tc writes it: 100mbit. The burst is 5 ms at 100 Mbit/s."""
+        """Limit what leaves the host to this rate, as tc writes it: 100mbit. The burst is 5 ms at
+        100 Mbit/s."""
         bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-        _ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *bucket)
+        _ip(
+            "netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *bucket
+        )
 
 
 def _written(file: IO[bytes]) -> str:
@@ -94,10 +104,21 @@ def _command_line(process: str) -> str:
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], environments: Sequence[Mapping[str, str]] = ({}, {})
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> list[Program]:
-    """Start the same command on all hosts, one process on each; the first host is torchrun's master."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
+    """Start the same command on all hosts, one process on each; the first host is torchrun's
+    master."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(len(hosts)),
+        "--nproc-per-node",
+        "1",
+    ]
     master = ["--master-addr", hosts[0].address, "--master-port", str(MASTER_PORT)]
     return [
         host.start([*launcher, *master, "--node-rank", str(number), *words], environment)
@@ -106,7 +127,8 @@ def torchrun(
 
 
 def wait(programs: Sequence[Program], seconds: float) -> None:
-    """Wait for all of them. If some take longer, kill them and raise TimeoutError with what all have written."""
+    """Wait for all of them. If some take longer, kill them and raise TimeoutError with what all
+    have written."""
     until = time.monotonic() + seconds
     try:
         for program in programs:
@@ -116,7 +138,9 @@ def wait(programs: Sequence[Program], seconds: float) -> None:
             if program.poll() is None:
                 os.killpg(program.pid, signal.SIGKILL)
                 program.wait()
-        raise TimeoutError("\n".join(f"{program.output}\n{program.messages}" for program in programs)) from None
+        raise TimeoutError(
+            "\n".join(f"{program.output}\n{program.messages}" for program in programs)
+        ) from None
 
 
 @contextmanager
@@ -126,7 +150,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     Raises NoHosts where namespaces cannot be made.
     """
     if shutil.which("ip") is None or os.geteuid() != 0:
-        raise NoHosts("several hosts are network namespaces, which take Linux, root and the command ip")
+        raise NoHosts(
+            "several hosts are network namespaces, which take Linux, root and the command ip"
+        )
     _remove_left_overs()
     number = next(_numbers)
     first, second = hosts = [
@@ -137,7 +163,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         try:
             _join(first, second)
         except subprocess.CalledProcessError as error:
-            raise NoHosts(f"this machine makes no network namespaces: {error.stderr.strip()}") from None
+            raise NoHosts(
+                f"this machine makes no network namespaces: {error.stderr.strip()}"
+            ) from None
         yield first, second
     finally:
         for host in hosts:
@@ -176,8 +204,12 @@ def _ip(*words: str, check: bool = True) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run a command by torchrun on two hosts of this one machine.")
-    parser.add_argument("--rate", help="of the cable, as tc writes it: 100mbit; default: as fast as it goes")
+    parser = argparse.ArgumentParser(
+        description="Run a command by torchrun on two hosts of this one machine."
+    )
+    parser.add_argument(
+        "--rate", help="of the cable, as tc writes it: 100mbit; default: as fast as it goes"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which all is ended")
     parser.add_argument("words", nargs="+", help="what torchrun runs, behind --: -m nanoserve ...")
     options = parser.parse_args()

@@ -4,8 +4,8 @@ import gc
 import os
 import signal
 
-# The tests' models are tiny: one thread computes them fastest, and a busy neighbour cannot make it wait for another.
-# Read when torch is first imported, here and in the processes that tests start.
+# The tests' models are tiny: one thread computes them fastest, and a busy neighbour cannot make it
+# wait for another. Read when torch is first imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
@@ -15,24 +15,27 @@ from hypothesis import settings
 
 from nanoserve import LLM
 
-# How long an example takes says more of the machine than of us. Fifty are enough, for many tests share each property.
+# How long an example takes says more of the machine than of us. Fifty are enough, for many tests
+# share each property.
 settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
-# Triton's interpreter is switched on for a whole process: these tests have an invocation of their own.
+# Triton's interpreter is switched on for a whole process: these tests have an invocation of their
+# own.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist run files in their order. It would begin with those of the most tests, and end with one process in a
-    file of few long tests while the others have nothing to do."""
+    """Let xdist run files in their order. It would begin with those of the most tests, and end with
+    one process in a file of few long tests while the others have nothing to do."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def _keep_all_objects() -> None:
-    """Spare the garbage collector a look at all objects that are alive now. Each executor that is closed collects
-    garbage: this takes 0.4 s with all that tests import, and a few milliseconds without."""
+    """Spare the garbage collector a look at all objects that are alive now. Each executor that is
+    closed collects garbage: this takes 0.4 s with all that tests import, and a few milliseconds
+    without."""
     gc.collect()
     gc.freeze()
 
@@ -44,7 +47,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What is alive after the last test of a file was imported or compiled there, and lives until the end too."""
+    """What is alive after the last test of a file was imported or compiled there, and lives until
+    the end too."""
     yield
     if nextitem is not None and nextitem.path != item.path:
         _keep_all_objects()

@@ -18,7 +18,8 @@ def new_mark() -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """All processes with that mark but this one, the oldest first; none that is dead and only not yet waited for."""
+    """All processes with that mark but this one, the oldest first; none that is dead and only not
+    yet waited for."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -26,7 +27,9 @@ def marked(mark: str) -> list[int]:
                 continue
             after_name = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             state, started = after_name[0], int(after_name[19])
-            if state != "Z" and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if state != "Z" and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append((started, int(entry.name)))
     return [process for _, process in sorted(found)]
 
@@ -42,7 +45,9 @@ def wait_for_processes(mark: str, count: int) -> None:
 def workers(mark: str) -> list[int]:
     """The worker processes with that mark, by their number on this machine."""
     lines = {process: _command_line(process) for process in marked(mark)}
-    numbers = {process: int(line.split(b"\0")[-2]) for process, line in lines.items() if _WORKER in line}
+    numbers = {
+        process: int(line.split(b"\0")[-2]) for process, line in lines.items() if _WORKER in line
+    }
     return sorted(numbers, key=numbers.__getitem__)
 
 

@@ -45,11 +45,15 @@ def test_a_token_visits_no_more_files(tokens: tuple[Visit, Visit]) -> None:
 def test_the_core_that_the_readme_names_is_what_a_token_visits(tokens: tuple[Visit, Visit]) -> None:
     deciding = ("nanoserve/request.py", "nanoserve/engine/engine.py", "nanoserve/scheduler/")
     visited = {path for visit in tokens for path in visit.files if path.startswith(deciding)}
-    assert set(core_files()) - visited == {"nanoserve/scheduler/load.py"}, "its types run no function of their own"
+    assert set(core_files()) - visited == {"nanoserve/scheduler/load.py"}, (
+        "its types run no function of their own"
+    )
     assert visited <= set(core_files())
 
 
-def test_a_later_token_visits_no_more_functions_and_none_is_long(tokens: tuple[Visit, Visit]) -> None:
+def test_a_later_token_visits_no_more_functions_and_none_is_long(
+    tokens: tuple[Visit, Visit],
+) -> None:
     _, later = tokens
     functions = [function for function in later.functions if function.is_engine]
     assert len(functions) <= MOST_FUNCTIONS_OF_A_LATER_TOKEN, functions
@@ -57,7 +61,9 @@ def test_a_later_token_visits_no_more_functions_and_none_is_long(tokens: tuple[V
     assert 0 < len(outputs) <= MOST_FUNCTIONS_OF_OUTPUTS, outputs
     of_a_step = [function for function in functions if "/executor/step/" in function.file]
     assert 0 < len(of_a_step) <= MOST_FUNCTIONS_OF_A_STEP, of_a_step
-    assert [function for function in later.functions if function.num_lines > MOST_LINES_OF_A_FUNCTION] == []
+    assert [
+        function for function in later.functions if function.num_lines > MOST_LINES_OF_A_FUNCTION
+    ] == []
 
 
 def test_the_tour_begins_with_the_files_that_a_token_visits(tokens: tuple[Visit, Visit]) -> None:
@@ -70,4 +76,6 @@ def test_the_tour_begins_with_the_files_that_a_token_visits(tokens: tuple[Visit,
     visited = {file for visit in tokens for file in visit.files}
     assert set(listed) <= visited
     unlisted = visited - set(listed)
-    assert {file for file in unlisted if not file.startswith(("nanoserve/models/", "triton_ops/"))} == set()
+    assert {
+        file for file in unlisted if not file.startswith(("nanoserve/models/", "triton_ops/"))
+    } == set()

@@ -1,4 +1,5 @@
-"""The GPU's programs, compiled without a GPU: that all of them fit, and that what does not is reported."""
+"""The GPU's programs, compiled without a GPU: that all of them fit, and that what does not is
+reported."""
 
 import os
 import subprocess
@@ -28,15 +29,27 @@ VARIANT = next(cache_variants())
 
 def test_what_fits_is_no_breach() -> None:
     for target in TARGETS:
-        assert Build(target, VARIANT, registers=255, shared_memory=target.shared_memory).breaches() == []
+        assert (
+            Build(target, VARIANT, registers=255, shared_memory=target.shared_memory).breaches()
+            == []
+        )
 
 
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (Build(TARGETS[0], VARIANT, stack=16), "spills: 0 bytes of loads and stores, a stack of 16 bytes"),
-        (Build(TARGETS[0], VARIANT, spills=8), "spills: 8 bytes of loads and stores, a stack of 0 bytes"),
-        (Build(Target(80, 4096), VARIANT, shared_memory=4097), "needs 4097 bytes of shared memory, the limit is 4096"),
+        (
+            Build(TARGETS[0], VARIANT, stack=16),
+            "spills: 0 bytes of loads and stores, a stack of 16 bytes",
+        ),
+        (
+            Build(TARGETS[0], VARIANT, spills=8),
+            "spills: 8 bytes of loads and stores, a stack of 0 bytes",
+        ),
+        (
+            Build(Target(80, 4096), VARIANT, shared_memory=4097),
+            "needs 4097 bytes of shared memory, the limit is 4096",
+        ),
         (Build(TARGETS[0], VARIANT, failure="ValueError: no"), "does not compile: ValueError: no"),
     ],
     ids=["stack", "spills", "shared memory", "failure"],
@@ -46,7 +59,9 @@ def test_a_breach_is_one_line_that_names_the_program(build: Build, problem: str)
 
 
 def test_the_table_has_a_line_for_each_program() -> None:
-    header, line = table([Build(TARGETS[1], VARIANT, registers=96, shared_memory=2048, products="wgmma")]).splitlines()
+    header, line = table(
+        [Build(TARGETS[1], VARIANT, registers=96, shared_memory=2048, products="wgmma")]
+    ).splitlines()
     assert header.split()[:2] == ["target", "program"]
     assert line.startswith("sm_90") and line.split()[-6:] == ["1", "96", "0", "0", "2048", "wgmma"]
 
@@ -60,7 +75,9 @@ PROGRAMS = (
 def test_one_form_of_each_program_is_chosen_for_each_target() -> None:
     chosen = one_form_per_program(all_forms())
     assert len(chosen) == len(TARGETS) * len(PROGRAMS)
-    assert {(target, form.program) for target, form in chosen} == {(t, p) for t in TARGETS for p in PROGRAMS}
+    assert {(target, form.program) for target, form in chosen} == {
+        (t, p) for t in TARGETS for p in PROGRAMS
+    }
 
 
 def test_all_forms_are_compiled_when_their_sources_or_triton_have_changed(
@@ -126,7 +143,9 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
     assert found.returncode == 0, found.stderr
     spilling, large, broken = found.stdout.splitlines()
     assert spilling.startswith("sm_90 move_blocks") and "spills: " in spilling
-    assert large.startswith("sm_90 reduce_splits") and large.endswith("bytes of shared memory, the limit is 512")
+    assert large.startswith("sm_90 reduce_splits") and large.endswith(
+        "bytes of shared memory, the limit is 512"
+    )
     assert broken.startswith("sm_90 move_blocks") and "does not compile: " in broken
 
 
@@ -134,7 +153,8 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
 def test_every_program_fits_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     """In all its forms if they have changed, which the script then records."""
     found = _run("-m", "scripts.compile_kernels")
-    with capsys.disabled():  # whoever runs this wants to see the table, as the script itself shows it
+    # whoever runs this wants to see the table, as the script itself shows it
+    with capsys.disabled():
         print(f"\n{found.stdout}")
     assert found.returncode == 0, found.stderr
     for target in TARGETS:
@@ -145,4 +165,6 @@ def test_every_program_fits_every_target(capsys: pytest.CaptureFixture[str]) -> 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )

@@ -13,7 +13,9 @@ import pytest
 from nanoserve.commands.main import BENCHMARKS, COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")])
+DOCUMENTS = sorted(
+    [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")]
+)
 HEADLINES = ROOT / "docs/benchmarks.md"
 RESULTS = ROOT / "docs/results"
 NOTEBOOKS = sorted(RESULTS.glob("*-????-??-??.md"))
@@ -27,9 +29,13 @@ def name_of(document: Path) -> str:
 def test_a_link_to_a_name_leads_to_the_file_that_defines_it(document: Path) -> None:
     """Links have no line numbers: a reader searches the file for the name, and no edit moves it."""
     text = document.read_text()
-    assert not re.findall(r"\.py#L\d+", text), "link to the file; the text of the link names what to look for"
+    assert not re.findall(r"\.py#L\d+", text), (
+        "link to the file; the text of the link names what to look for"
+    )
     for symbol, path in re.findall(r"\[`([\w.]+)`\]\(([\w./]+\.py)\)", text):
-        assert defines((document.parent / path).resolve(), symbol), f"{path} does not define {symbol}"
+        assert defines((document.parent / path).resolve(), symbol), (
+            f"{path} does not define {symbol}"
+        )
 
 
 def defines(source: Path, symbol: str) -> bool:
@@ -62,9 +68,12 @@ def test_the_readme_has_exactly_two_commands() -> None:
     assert "pytest" in blocks[1]
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.parent != RESULTS], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.parent != RESULTS], ids=lambda path: path.name
+)
 def test_paths_in_the_repository_exist(document: Path) -> None:
-    """Paths that are written out, in text and in commands; one with capitals, as GPU-DATE.json, stands for many.
+    """Paths that are written out, in text and in commands; one with capitals, as GPU-DATE.json,
+    stands for many.
 
     Results keep the paths of their day.
     """
@@ -87,10 +96,14 @@ def test_the_dockerfile_builds_and_runs_what_is_here(capsys: pytest.CaptureFixtu
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     parts = {name: [rest for each, rest in steps if each == name] for name, _ in steps}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = [
+        name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
     copied = [name for words in parts["COPY"] for name in words.split()[:-1]]
     about = project["project"]
-    assert sorted(copied) == sorted(["pyproject.toml", about["readme"], *about["license-files"], *packages])
+    assert sorted(copied) == sorted(
+        ["pyproject.toml", about["readme"], *about["license-files"], *packages]
+    )
     assert all((ROOT / name).exists() for name in copied)
     (extra,) = re.findall(r"'\.\[(\w+)\]'", " ".join(parts["RUN"]))
     assert extra in about["optional-dependencies"]
@@ -113,7 +126,9 @@ def test_a_link_to_a_section_leads_to_a_heading(document: Path) -> None:
 
 def headings(document: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
-    return {anchor(title) for title in re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)}
+    return {
+        anchor(title) for title in re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
+    }
 
 
 def anchor(title: str) -> str:
@@ -126,8 +141,12 @@ def test_the_headlines_are_a_short_page() -> None:
 
 
 def test_every_file_of_the_results_is_in_the_table_of_contents() -> None:
-    listed = re.findall(r"^\| \[[^\]]*\]\(([^)]*)\) \|", (RESULTS / "README.md").read_text(), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in RESULTS.iterdir() if path.name != "README.md")
+    listed = re.findall(
+        r"^\| \[[^\]]*\]\(([^)]*)\) \|", (RESULTS / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert sorted(listed) == sorted(
+        path.name for path in RESULTS.iterdir() if path.name != "README.md"
+    )
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
@@ -138,7 +157,8 @@ def test_a_notebook_is_of_the_day_that_its_name_says(notebook: Path) -> None:
 
 
 def headline_rows() -> list[tuple[str, str]]:
-    """Find the rows of tables that have a column of results: the cell of the result, and the whole row."""
+    """Find the rows of tables that have a column of results: the cell of the result, and the whole
+    row."""
     rows, column = [], -1
     for line in HEADLINES.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -153,14 +173,22 @@ def headline_rows() -> list[tuple[str, str]]:
 
 
 def test_headlines_are_found_in_four_tables() -> None:
-    assert len(headline_rows()) == len(re.findall(r"\]\(results/[\w.-]+#", HEADLINES.read_text())) > 30
+    assert (
+        len(headline_rows()) == len(re.findall(r"\]\(results/[\w.-]+#", HEADLINES.read_text())) > 30
+    )
 
 
 @pytest.mark.parametrize(("result", "row"), headline_rows())
-def test_the_figures_of_a_headline_stand_in_the_notebook_that_it_links_to(result: str, row: str) -> None:
-    """A figure and the spread behind it stand together: in one row of a table, or in one paragraph."""
+def test_the_figures_of_a_headline_stand_in_the_notebook_that_it_links_to(
+    result: str, row: str
+) -> None:
+    """A figure and the spread behind it stand together: in one row of a table, or in one
+    paragraph."""
     ((path, section),) = re.findall(r"\]\((results/[\w.-]+)#([\w-]+)\)", row)
-    places = [set(numbers(place)) for place in rows_and_paragraphs(section_of(HEADLINES.parent / path, section))]
+    places = [
+        set(numbers(place))
+        for place in rows_and_paragraphs(section_of(HEADLINES.parent / path, section))
+    ]
     figures = re.findall(r"\d[\d.,]*(?: \([^)]*\))?", result.replace("**", ""))
     assert figures
     for figure in figures:
@@ -192,7 +220,9 @@ def rows_and_paragraphs(text: str) -> Iterator[str]:
 
 
 def test_a_headline_has_the_day_of_its_notebook() -> None:
-    links = re.findall(r"\[[^\]]*?, (\d+ [A-Z]\w+)\]\(results/[\w-]*?(\d{4}-\d\d-\d\d)\.md", HEADLINES.read_text())
+    links = re.findall(
+        r"\[[^\]]*?, (\d+ [A-Z]\w+)\]\(results/[\w-]*?(\d{4}-\d\d-\d\d)\.md", HEADLINES.read_text()
+    )
     assert links
     for day, date in links:
         assert datetime.strptime(f"{day} {date[:4]}", "%d %B %Y") == datetime.fromisoformat(date)
@@ -212,25 +242,36 @@ def test_the_page_of_costs_names_all_hardware() -> None:
     assert {*tables["devices"], *tables["machines"]} == set(re.findall(r"`([a-z][\w-]*)`", listed))
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=name_of)
-def test_commands_take_the_options_that_are_written(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=name_of
+)
+def test_commands_take_the_options_that_are_written(
+    document: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line in commands(document.read_text()):
         words = line.split()
-        name = tuple(words[:2] if words[0] == "bench" and words[1:] and words[1] in BENCHMARKS else words[:1])
+        name = tuple(
+            words[:2] if words[0] == "bench" and words[1:] and words[1] in BENCHMARKS else words[:1]
+        )
         assert name[0] in (*COMMANDS, "bench"), line
         for option in re.findall(r"(?<!\S)--?[a-z][a-z-]*", line):
             assert option in options(name, capsys), f"{option} of: nanoserve {line}"
 
 
 def commands(text: str) -> Iterator[str]:
-    """Find the words after the program's name in blocks of code and code within text, up to a pipe or an ellipsis."""
+    """Find the words after the program's name in blocks of code and code within text, up to a pipe
+    or an ellipsis."""
     fence = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     rest = fence.sub("", text)
     lines += re.findall(r"^    (nanoserve .*)", rest, re.MULTILINE)
     lines += re.findall(r"`((?:[^`\n]|\n(?!\n))+)`", rest)
     for line in lines:
-        found = re.match(r"(?:\$ )?(?:\.venv/bin/)?nanoserve ([a-z][^|&;#…]*)", " ".join(line.split()))
+        found = re.match(
+            r"(?:\$ )?(?:\.venv/bin/)?nanoserve ([a-z][^|&;#…]*)", " ".join(line.split())
+        )
         if found is not None:
             yield found[1]
 

@@ -12,12 +12,21 @@ import pytest
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import published_shapes
-from nanoserve.errors import LONGEST_MESSAGE, ModelError, NanoserveError, UsageError, first_line, one_line, shown
+from nanoserve.errors import (
+    LONGEST_MESSAGE,
+    ModelError,
+    NanoserveError,
+    UsageError,
+    first_line,
+    one_line,
+    shown,
+)
 from nanoserve.models.hub import resolve_model
 from nanoserve.text.tokenizer import load_backend, load_tokenizer
 from tests.text.building import make_byte_level, make_metaspace, make_sentencepiece, write_json
 
-LONG = "x\ny\u2028\x1b[2J" * 12_500  # 100,000 characters, with ends of lines and an escape sequence of terminals
+# 100,000 characters, with ends of lines and an escape sequence of terminals
+LONG = "x\ny\u2028\x1b[2J" * 12_500
 VALUES: tuple[Any, ...] = (LONG, [LONG, {LONG: LONG}])
 
 
@@ -27,8 +36,8 @@ def check_message(error: NanoserveError) -> None:
 
 
 def changed(value: Any, values: tuple[Any, ...] = VALUES) -> Iterator[Any]:
-    """The JSON value with each of its fields, at all depths, replaced by each of the values. Of a list, and of a
-    vocabulary, the first item stands for all."""
+    """The JSON value with each of its fields, at all depths, replaced by each of the values. Of a
+    list, and of a vocabulary, the first item stands for all."""
     yield from values
     if isinstance(value, dict):
         items: Any = list(value.items())[: 1 if len(value) > 100 else None]
@@ -56,8 +65,16 @@ def test_a_message_is_one_line_and_keeps_both_ends() -> None:
 SHAPES = {shape["model_type"]: shape for shape in published_shapes().values()}
 MORE: dict[str, Any] = {  # fields that published shapes leave out
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
-    | {"config_groups": {"0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}}}},
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+    }
+    | {
+        "config_groups": {
+            "0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}}
+        }
+    },
     "layer_types": ["full_attention"],
     "architectures": ["LlamaForCausalLM"],
     "eos_token_id": [1],
@@ -65,14 +82,24 @@ MORE: dict[str, Any] = {  # fields that published shapes leave out
     "hidden_act": "silu",
     "per_layer_config": {"0": {"head_dim": 64}},
 }
-GENERATION = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+GENERATION = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+}
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_every_field_of_a_config(family: str) -> None:
     shape, failures = SHAPES[family], 0
     ModelConfig.from_hf(shape)
-    for part in (shape, *({key: value} for key, value in MORE.items() if family in ("llama", "gemma4_text"))):
+    for part in (
+        shape,
+        *({key: value} for key, value in MORE.items() if family in ("llama", "gemma4_text")),
+    ):
         for whole in changed(part):
             if not isinstance(whole, dict):
                 continue
@@ -126,7 +153,8 @@ def test_every_field_of_a_tokenizer(tmp_path: Path) -> None:
     make_byte_level(tmp_path)
     path, failures = tmp_path / "tokenizer.json", 0
     state = json.loads(path.read_text())
-    few = [token for token in state["model"]["vocab"] if len(token) == 1]  # the bytes, without merges
+    # the bytes, without merges
+    few = [token for token in state["model"]["vocab"] if len(token) == 1]
     state["model"] |= {"vocab": {token: number for number, token in enumerate(few)}, "merges": []}
     state["added_tokens"] = [state["added_tokens"][0] | {"id": len(few)}]
     replace = {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}
@@ -150,7 +178,9 @@ def test_every_field_of_a_tokenizer(tmp_path: Path) -> None:
 def test_a_long_template_and_its_refusal(tmp_path: Path) -> None:
     make_byte_level(tmp_path, chat_template="{{ raise_exception(messages[0].content) }}")
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(UsageError, match="the model's chat template refuses these messages: x y") as refusal:
+    with pytest.raises(
+        UsageError, match="the model's chat template refuses these messages: x y"
+    ) as refusal:
         tokenizer.encode_chat([{"role": "user", "content": LONG}])
     check_message(refusal.value)
     tokenizer.close()
@@ -181,13 +211,20 @@ WORDS = ["-I/a/long/path"] * 60
 )
 def test_a_command_that_failed_is_not_repeated(program: str, expected: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        subprocess.run([sys.executable, "-ISc", f"import sys; {program}", *WORDS], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-ISc", f"import sys; {program}", *WORDS],
+            check=True,
+            capture_output=True,
+        )
     assert first_line(caught.value) == expected
 
 
 def test_nor_is_one_that_took_too_long() -> None:
     assert first_line(subprocess.TimeoutExpired(["gcc", *WORDS], 10.0)) == "gcc took more than 10 s"
-    assert first_line(subprocess.TimeoutExpired("gcc " + " ".join(WORDS), 0.5)) == "gcc took more than 0.5 s"
+    assert (
+        first_line(subprocess.TimeoutExpired("gcc " + " ".join(WORDS), 0.5))
+        == "gcc took more than 0.5 s"
+    )
 
 
 def test_a_message_is_its_first_line_and_not_too_much_of_it() -> None:

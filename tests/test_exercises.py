@@ -23,7 +23,9 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("number", PRINTED)
-def test_an_exercise_prints_what_the_tour_says(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exercise_prints_what_the_tour_says(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     EXERCISES[number]()
     printed = capsys.readouterr().out
     assert all(line in printed for line in PRINTED[number]), printed
@@ -44,7 +46,9 @@ def test_the_tour_has_the_plans_of_its_exercise(capsys: pytest.CaptureFixture[st
 
 
 def test_the_policy_of_the_tour_decides() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), flags=re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), flags=re.DOTALL
+    )
     assert len([line for line in code.splitlines() if line]) <= 12, "a dozen lines"
     module = ModuleType("gentle")
     exec(code, module.__dict__)

@@ -1,4 +1,5 @@
-"""Who may import whom (docs/tour.md, the floors), checked on the source and by importing with torch blocked."""
+"""Who may import whom (docs/tour.md, the floors), checked on the source and by importing with torch
+blocked."""
 
 import ast
 import re
@@ -11,7 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCH_FREE = ["request", "layout", "config", "engine_config", "errors", "utils", "costs", "scheduler", "record", "text"]
+TORCH_FREE = [
+    "request",
+    "layout",
+    "config",
+    "engine_config",
+    "errors",
+    "utils",
+    "costs",
+    "scheduler",
+    "record",
+    "text",
+]
 TORCH_FREE += ["engine.engine", "engine.dispatcher", "engine.outputs", "server.client", "commands"]
 TORCH_FREE += ["lab", "lab.charts", "lab.workloads", "lab.simulator", "lab.papers"]
 
@@ -30,26 +42,71 @@ FLOORS: dict[str, set[str]] = {
     "triton_ops": set(),
     "models": {"errors", "utils", "config", "layout", "costs", "engine_config", "triton_ops"},
     "executor": {
-        *("errors", "utils", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "text"),
+        *(
+            "errors",
+            "utils",
+            "request",
+            "config",
+            "layout",
+            "scheduler",
+            "costs",
+            "engine_config",
+            "record",
+            "text",
+        ),
         *("models", "triton_ops"),
     },
     "engine": {
-        *("errors", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "text", "models"),
+        *(
+            "errors",
+            "request",
+            "config",
+            "layout",
+            "scheduler",
+            "costs",
+            "engine_config",
+            "record",
+            "text",
+            "models",
+        ),
         *("executor", "triton_ops"),
     },
     "llm": {"errors", "utils", "request", "engine_config", "record", "text", "models", "engine"},
     "server": {"errors", "utils", "request", "engine_config", "record", "text", "models", "engine"},
     "commands": {
-        *("errors", "utils", "request", "config", "layout", "scheduler", "engine_config", "record", "text", "models"),
+        *(
+            "errors",
+            "utils",
+            "request",
+            "config",
+            "layout",
+            "scheduler",
+            "engine_config",
+            "record",
+            "text",
+            "models",
+        ),
         *("executor", "engine", "llm", "server"),
     },
     "lab": {
-        *("errors", "utils", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "models"),
+        *(
+            "errors",
+            "utils",
+            "request",
+            "config",
+            "layout",
+            "scheduler",
+            "costs",
+            "engine_config",
+            "record",
+            "models",
+        ),
         *("executor", "engine", "llm", "server", "commands", "triton_ops"),
     },
 }
 MOST_ENTRIES = 17
-"""Files and folders that stand side by side in the package, beside the doors and what is no code."""
+"""Files and folders that stand side by side in the package, beside the doors and what is no
+code."""
 MOST_FLOORS = 13
 NO_ROOM = {"__init__", "__main__", "py.typed", "assets", "__pycache__"}
 
@@ -61,14 +118,19 @@ CLOSURES = {
     "nanoserve.engine.engine": (LOOP, 35),
     "nanoserve.llm": (OFFLINE, 103),
 }
-"""The rooms that importing a module may load, and the most modules: deciding needs no cost model, the loop none either,
-and an engine that predicts nothing does without the laboratory."""
+"""The rooms that importing a module may load, and the most modules: deciding needs no cost model,
+the loop none either, and an engine that predicts nothing does without the laboratory."""
 
-LOOP_KNOWS_OF_RECORDS = {"nanoserve.record", "nanoserve.record.counters", "nanoserve.record.engine_observer"}
+LOOP_KNOWS_OF_RECORDS = {
+    "nanoserve.record",
+    "nanoserve.record.counters",
+    "nanoserve.record.engine_observer",
+}
 """Modules of record/ that the loop loads: its status, and the contract of those who listen."""
 
 LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/settings_chooser.py"}
-"""The files outside of the laboratory that name its modules: the table of commands, and the look-up of what chooses."""
+"""The files outside of the laboratory that name its modules: the table of commands, and the look-up
+of what chooses."""
 
 MOST_LAZY_IMPORTS = 80
 LAZY_IMPORTS: dict[str, list[str]] = {
@@ -151,7 +213,9 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "models/hub.py: models.gguf_directory",
         "models/loading.py: models.gguf_checkpoint",
     ],
-    "It makes a ModelConfig, so it imports the module that asks it.": ["config/model_config.py: config.config_reader"],
+    "It makes a ModelConfig, so it imports the module that asks it.": [
+        "config/model_config.py: config.config_reader"
+    ],
     "Its import is a part of what is timed, or a child process imports it.": [
         "lab/benchmarks/starting.py: llm",
         "lab/benchmarks/starting.py: request",
@@ -206,7 +270,8 @@ def test_no_room_imports_a_floor_above_it(room: str) -> None:
 def floors() -> dict[str, int]:
     """The floor of each room, counted from 1: above all rooms that it may import."""
     found: dict[str, int] = {}
-    for room in TopologicalSorter(FLOORS).static_order():  # raises CycleError if rooms lie above each other
+    # raises CycleError if rooms lie above each other
+    for room in TopologicalSorter(FLOORS).static_order():
         found[room] = 1 + max((found[below] for below in FLOORS[room]), default=0)
     return found
 
@@ -221,7 +286,9 @@ def test_the_tour_draws_the_rooms_on_their_floors() -> None:
     assert {room: int(floor) for floor, rooms in lines for room in rooms.split(" · ")} == floors()
     (table,) = re.findall(r"^\| room \|.*\n\|[-|]+\n((?:\|.*\n)+)", tour, flags=re.MULTILINE)
     first_cells = [row.split("|")[1] for row in table.splitlines()]
-    assert {name for cell in first_cells for name in re.findall(r"`(\w+)/?`", cell)} == FLOORS.keys()
+    assert {
+        name for cell in first_cells for name in re.findall(r"`(\w+)/?`", cell)
+    } == FLOORS.keys()
 
 
 def test_few_rooms_stand_side_by_side() -> None:
@@ -236,7 +303,11 @@ def test_the_engine_names_its_laboratory_in_two_places() -> None:
     for path in [*(ROOT / "nanoserve").rglob("*.py"), *(ROOT / "triton_ops").rglob("*.py")]:
         if _room(path) == "lab":
             continue
-        strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        strings = [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant)
+        ]
         if any(isinstance(value, str) and "nanoserve.lab" in value for value in strings):
             naming.add(path.relative_to(ROOT).as_posix())
     assert naming == LABORATORY_IS_NAMED
@@ -257,7 +328,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     sources = [*(ROOT / "nanoserve").rglob("*.py"), *(ROOT / "triton_ops").rglob("*.py")]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
-    TopologicalSorter({name: _imported_at_start(modules[name], modules) for name in modules}).prepare()
+    TopologicalSorter(
+        {name: _imported_at_start(modules[name], modules) for name in modules}
+    ).prepare()
 
 
 def _imported_in_functions(path: Path) -> Iterator[str]:
@@ -268,7 +341,9 @@ def _imported_in_functions(path: Path) -> Iterator[str]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoserve"):
                 yield node.module or ""
             elif isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names if alias.name.startswith("nanoserve"))
+                yield from (
+                    alias.name for alias in node.names if alias.name.startswith("nanoserve")
+                )
 
 
 def _imported_at_start(path: Path, modules: Mapping[str, Path]) -> set[str]:
@@ -291,8 +366,13 @@ def _imported_at_start(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 @pytest.mark.parametrize("module", CLOSURES)
 def test_a_module_loads_only_what_it_needs(module: str) -> None:
-    program = f"import sys, {module}\nprint(*[name for name in sys.modules if name.startswith('nanoserve')])"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    program = (
+        f"import sys, {module}\nprint(*[name for name in sys.modules if "
+        "name.startswith('nanoserve')])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     loaded, (rooms, most) = ran.stdout.split(), CLOSURES[module]
     names = {name.split(".")[1] for name in loaded if "." in name}
     assert names <= rooms

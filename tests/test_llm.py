@@ -20,7 +20,12 @@ from triton_ops.cpu import cpu_operators
 
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-STORY = [{"role": "user", "content": "Tell me a story about a cat and a boat, and let it end well for all."}]
+STORY = [
+    {
+        "role": "user",
+        "content": "Tell me a story about a cat and a boat, and let it end well for all.",
+    }
+]
 
 
 def _all_blocks_are_back(llm: LLM) -> bool:
@@ -34,7 +39,9 @@ def test_one_prompt_or_many_give_the_same(storyteller: LLM) -> None:
     together = storyteller.generate(prompts, GREEDY)
     assert [output.prompt for output in together] == prompts
     alone = [storyteller.generate(prompt, GREEDY)[0] for prompt in prompts]
-    assert [output.outputs[0].token_ids for output in together] == [output.outputs[0].token_ids for output in alone]
+    assert [output.outputs[0].token_ids for output in together] == [
+        output.outputs[0].token_ids for output in alone
+    ]
     ids = storyteller.generate(storyteller.tokenizer.encode("The dog"), GREEDY)
     assert ids[0].outputs[0].text == together[1].outputs[0].text
     assert _all_blocks_are_back(storyteller)
@@ -49,7 +56,11 @@ def test_a_stream_adds_up_to_what_generate_gives(storyteller: LLM) -> None:
     assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert whole.logprobs is not None
     for token, logprob in zip(whole.token_ids, whole.logprobs, strict=True):
-        assert logprob.token == token and logprob.logprob <= logprob.top[0][1] <= 0 and len(logprob.top) == 2
+        assert (
+            logprob.token == token
+            and logprob.logprob <= logprob.top[0][1] <= 0
+            and len(logprob.top) == 2
+        )
 
 
 def test_arguments_of_the_chat_template_reach_it(storyteller: LLM) -> None:
@@ -62,22 +73,34 @@ def test_arguments_of_the_chat_template_reach_it(storyteller: LLM) -> None:
 def test_a_seed_gives_the_same_story_in_any_company(storyteller: LLM) -> None:
     params = SamplingParams(temperature=0.9, seed=11, n=2, max_tokens=25)
     alone = storyteller.chat(STORY, params)[0]
-    crowd = storyteller.chat([STORY, *([STORY] * 3)], [params, *[SamplingParams(max_tokens=20)] * 3])[0]
+    crowd = storyteller.chat(
+        [STORY, *([STORY] * 3)], [params, *[SamplingParams(max_tokens=20)] * 3]
+    )[0]
     assert [sample.text for sample in alone.outputs] == [sample.text for sample in crowd.outputs]
     assert alone.outputs[0].text != alone.outputs[1].text, "samples of one request differ"
 
 
 def test_the_second_turn_finds_the_first_in_the_cache(storyteller: LLM) -> None:
     first = storyteller.chat(STORY, GREEDY)[0]
-    turns = [*STORY, {"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And then?"}]
+    turns = [
+        *STORY,
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And then?"},
+    ]
     second = storyteller.chat(turns, GREEDY)[0]
     assert second.cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
 
 
 def test_stop_strings_end_a_sample_and_the_engines_work_on_it(storyteller: LLM) -> None:
-    whole = storyteller.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].text
+    whole = (
+        storyteller.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60))[0]
+        .outputs[0]
+        .text
+    )
     stop = whole[10:14]
-    output = storyteller.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0]
+    output = storyteller.generate(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,))
+    )[0]
     assert output.outputs[0].text == whole[: whole.index(stop)]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
     assert len(output.outputs[0].token_ids) < 60
@@ -88,7 +111,8 @@ def test_prompt_logprobs_cover_all_but_the_first_token(storyteller: LLM) -> None
     prompt = storyteller.tokenizer.encode("The cat sat on the mat and the cat was happy.")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     storyteller.generate(prompt, params)
-    scored = storyteller.generate(prompt, params)[0].prompt_logprobs  # not taken from the cache the second time
+    # not taken from the cache the second time
+    scored = storyteller.generate(prompt, params)[0].prompt_logprobs
     assert scored is not None
     assert scored[0] is None
     assert [entry.token for entry in scored[1:] if entry] == prompt[1:]
@@ -99,7 +123,9 @@ def test_a_prompt_can_be_scored_without_an_answer(storyteller: LLM) -> None:
     params = SamplingParams(n=2, max_tokens=0, prompt_logprobs=0)
     for tokens in (prompt, [300] * storyteller.built.max_model_len):
         output = storyteller.generate(tokens, params)[0]
-        assert [(one.text, one.token_ids, one.finish_reason) for one in output.outputs] == [("", (), "length")] * 2
+        assert [(one.text, one.token_ids, one.finish_reason) for one in output.outputs] == [
+            ("", (), "length")
+        ] * 2
         assert [one.token for one in output.prompt_logprobs or () if one] == tokens[1:]
     assert _all_blocks_are_back(storyteller)
 
@@ -111,7 +137,11 @@ def test_nothing_listens_to_a_chat(storyteller: LLM) -> None:
 
 def test_times_are_told(storyteller: LLM) -> None:
     metrics = storyteller.generate("Once", GREEDY)[0].outputs[0].metrics
-    assert metrics.queue_time is not None and metrics.time_to_first_token is not None and metrics.latency is not None
+    assert (
+        metrics.queue_time is not None
+        and metrics.time_to_first_token is not None
+        and metrics.latency is not None
+    )
     assert 0 <= metrics.queue_time <= metrics.time_to_first_token <= metrics.latency
 
 
@@ -135,8 +165,15 @@ def test_streams_may_be_read_alternately(storyteller: LLM) -> None:
     assert got == expected
 
 
-def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(storyteller: LLM) -> None:
-    items = [("Once", SamplingParams(max_tokens=40, ignore_eos=True)), ("", None), ("Twice", GREEDY), (STORY, GREEDY)]
+def test_results_come_as_they_finish_and_a_refused_item_does_not_stop_the_rest(
+    storyteller: LLM,
+) -> None:
+    items = [
+        ("Once", SamplingParams(max_tokens=40, ignore_eos=True)),
+        ("", None),
+        ("Twice", GREEDY),
+        (STORY, GREEDY),
+    ]
     results = dict(storyteller.generate_as_completed(iter(items)))
     order = list(results)
     assert order[0] == 1, "a refusal is known at once"
@@ -149,7 +186,8 @@ def test_who_watches_sees_what_each_step_of_a_batch_gained(storyteller: LLM) -> 
     steps: list[int] = []
     items = [("Once", SamplingParams(max_tokens=12, ignore_eos=True))]
     ((_, output),) = storyteller.generate_as_completed(
-        items, on_step=lambda updates: steps.append(sum(len(update.new_tokens) for update in updates))
+        items,
+        on_step=lambda updates: steps.append(sum(len(update.new_tokens) for update in updates)),
     )
     assert not isinstance(output, Exception)
     assert sum(steps) == len(output.outputs[0].token_ids) == 12
@@ -166,7 +204,9 @@ def test_a_batch_is_read_as_far_ahead_as_prompts_wait() -> None:
 
     with LLM(max_num_seqs=2, eager=True) as llm:
         next(iter(llm.generate_as_completed(items())))
-        assert len(read) <= 6, "two run, two wait, and each of the first two may have made room for another"
+        assert len(read) <= 6, (
+            "two run, two wait, and each of the first two may have made room for another"
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,12 +214,17 @@ def test_a_batch_is_read_as_far_ahead_as_prompts_wait() -> None:
     [
         ("", "prompt is empty"),
         ([], "prompt is empty"),
-        ("word " * 3000, r"the model's own limit is 1024 with at least one for the answer; shorten the prompt$"),
+        (
+            "word " * 3000,
+            r"the model's own limit is 1024 with at least one for the answer; shorten the prompt$",
+        ),
         ([10**6], "not in the vocabulary"),
         (["a", 1], "text"),
     ],
 )
-def test_prompts_that_can_never_run_are_refused(storyteller: LLM, prompt: object, said: str) -> None:
+def test_prompts_that_can_never_run_are_refused(
+    storyteller: LLM, prompt: object, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         storyteller.generate([prompt], GREEDY)
     assert _all_blocks_are_back(storyteller)
@@ -189,14 +234,18 @@ def test_only_a_prompt_that_a_longer_context_holds_is_told_to_raise_its_limit() 
     with LLM(eager=True, max_model_len=64) as llm:
         with pytest.raises(UsageError, match=r"the context holds 64 .* raise --max-model-len"):
             llm.generate([[5] * 1023], GREEDY)
-        with pytest.raises(UsageError, match=r"the model's own limit is 1024 .* shorten the prompt$"):
+        with pytest.raises(
+            UsageError, match=r"the model's own limit is 1024 .* shorten the prompt$"
+        ):
             llm.generate([[5] * 1024], GREEDY)
 
 
 def test_prompts_run_in_the_order_of_their_priorities() -> None:
     with LLM(policy="sarathi:order=priority", max_num_seqs=1, eager=True) as llm:
         outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[3, 1, 2], user="me")
-        first, second, third = (output.outputs[0].metrics.first_scheduled_time for output in outputs)
+        first, second, third = (
+            output.outputs[0].metrics.first_scheduled_time for output in outputs
+        )
         assert second < third < first  # type: ignore[operator]
         with pytest.raises(UsageError, match="3 prompts, but a list of 2 settings"):
             llm.generate(["a", "b", "c"], GREEDY, priority=[3, 1])
@@ -208,7 +257,9 @@ def test_params_must_be_one_or_one_for_each(storyteller: LLM) -> None:
         storyteller.generate(["a", "b"], [GREEDY])
 
 
-def test_an_interrupt_waits_for_the_end_of_the_step_and_leaves_nothing_behind(storyteller: LLM) -> None:
+def test_an_interrupt_waits_for_the_end_of_the_step_and_leaves_nothing_behind(
+    storyteller: LLM,
+) -> None:
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -218,7 +269,9 @@ def test_an_interrupt_waits_for_the_end_of_the_step_and_leaves_nothing_behind(st
     assert storyteller.generate("Once", GREEDY)[0].finished
 
 
-def test_a_step_that_fails_ends_its_own_request_only(storyteller: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_ends_its_own_request_only(
+    storyteller: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collect = storyteller.engine.executor.collect
 
     def runs_out(until: float | None) -> list[StepResult]:
@@ -228,7 +281,10 @@ def test_a_step_that_fails_ends_its_own_request_only(storyteller: LLM, monkeypat
 
     monkeypatch.setattr(storyteller.engine.executor, "collect", runs_out)
     failed = storyteller.generate("Once", GREEDY)[0].outputs[0]
-    assert (failed.finish_reason, failed.error) == ("error", "out of memory: lower --max-num-batched-tokens")
+    assert (failed.finish_reason, failed.error) == (
+        "error",
+        "out of memory: lower --max-num-batched-tokens",
+    )
     assert _all_blocks_are_back(storyteller)
     assert storyteller.generate("Once", GREEDY)[0].outputs[0].finish_reason == "length"
 
@@ -264,7 +320,9 @@ def test_impossible_sampling_defaults_are_the_fault_of_the_model(tmp_path: Path)
     (model / "generation_config.json").write_text('{"repetition_penalty": 0}')
     with pytest.raises(ModelError) as caught:
         LLM(model)
-    assert str(caught.value).startswith(f"{model}/generation_config.json: repetition_penalty must be a number above 0")
+    assert str(caught.value).startswith(
+        f"{model}/generation_config.json: repetition_penalty must be a number above 0"
+    )
 
 
 def test_a_dummy_of_a_real_shape_runs() -> None:
@@ -279,9 +337,15 @@ def test_the_first_token_does_not_wait_for_torchs_compiler_to_be_imported() -> N
         "from nanoserve import LLM\n"
         "with LLM() as llm:\n"
         "    next(llm.stream('Once'))\n"
-        "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))\n"
+        "print(*(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in "
+        "sys.modules))\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )
 
 
 def test_eager_means_that_nothing_is_compiled() -> None:
@@ -300,7 +364,8 @@ def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
     with LLM(dtype="float32", kv_cache_memory=16 << 20) as llm:
         llm.built.prepare(lambda stage, done, total: stages.append((stage, done, total)))
         assert llm.built.compiled
-        assert stages in ([], [("compiling layers", 0, 1), ("compiling layers", 1, 1)])  # compiled before, or now
+        # compiled before, or now
+        assert stages in ([], [("compiling layers", 0, 1), ("compiling layers", 1, 1)])
         llm.built.prepare(lambda *_: pytest.fail("nothing is left to prepare"))
         tokens = [llm.chat(STORY, GREEDY)[0].outputs[0].token_ids]
     assert tokens == [storyteller.chat(STORY, GREEDY)[0].outputs[0].token_ids]
@@ -308,8 +373,8 @@ def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def as_others_save_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The bundled model with the end tokens of the model that it was trained from, and a tokenizer that got a token of
-    padding, for which the embedding has no row."""
+    """The bundled model with the end tokens of the model that it was trained from, and a tokenizer
+    that got a token of padding, for which the embedding has no row."""
     directory = shutil.copytree(BUNDLED, tmp_path_factory.mktemp("saved") / "storyteller")
     for name in ("config.json", "generation_config.json"):
         config = json.loads((directory / name).read_text())
@@ -336,16 +401,23 @@ def test_a_chat_ends_its_turn_whatever_the_configuration_says(as_others_save_it:
 
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(as_others_save_it: LLM) -> None:
     assert as_others_save_it.tokenizer.vocab_size == as_others_save_it.built.model.vocab_size + 1
-    with pytest.raises(UsageError, match="the prompt: token id 4096 is not in the vocabulary of 4096"):
+    with pytest.raises(
+        UsageError, match="the prompt: token id 4096 is not in the vocabulary of 4096"
+    ):
         as_others_save_it.generate("Once[PAD]", GREEDY)
     schema = SamplingParams(temperature=0, max_tokens=20, json_schema='{"type": "boolean"}')
-    assert as_others_save_it.generate("Once", schema)[0].outputs[0].text.strip() in ("true", "false")
+    assert as_others_save_it.generate("Once", schema)[0].outputs[0].text.strip() in (
+        "true",
+        "false",
+    )
 
 
 def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes would go on until somebody collects the garbage."""
     closed = []
-    monkeypatch.setattr("nanoserve.engine.engine.Engine.close", lambda engine: closed.append(engine))
+    monkeypatch.setattr(
+        "nanoserve.engine.engine.Engine.close", lambda engine: closed.append(engine)
+    )
 
     def refuse(*_: object) -> None:
         raise ModelError("the tokenizer does not fit")

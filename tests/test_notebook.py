@@ -1,4 +1,5 @@
-"""docs/explain.ipynb prints what is stored in it; python -m scripts.notebook docs/explain.ipynb stores it anew."""
+"""docs/explain.ipynb prints what is stored in it; python -m scripts.notebook docs/explain.ipynb
+stores it anew."""
 
 import json
 from pathlib import Path

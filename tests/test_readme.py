@@ -1,4 +1,5 @@
-"""The README promises what is there: sizes, simulated figures, pictures, and cells that are read at a glance."""
+"""The README promises what is there: sizes, simulated figures, pictures, and cells that are read at
+a glance."""
 
 import json
 import re
@@ -25,7 +26,9 @@ from scripts.pictures import COMMAND, QUESTION, animation, schedules
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 WORDS = " ".join(README.split())
-POLICY = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Policy)" in block)
+POLICY = next(
+    block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Policy)" in block
+)
 PICTURES = ROOT / "docs" / "pictures"
 
 
@@ -37,7 +40,8 @@ def test_no_cell_of_a_table_is_longer_than_fifteen_words() -> None:
 
 
 def core_files() -> list[str]:
-    """The files that a reader must read, one by one. `test_code_weight` compares them with what a token visits."""
+    """The files that a reader must read, one by one. `test_code_weight` compares them with what a
+    token visits."""
     (paragraph,) = re.findall(r"A reader needs to read the core: (.*?) The papers' policies", WORDS)
     return re.findall(r"\]\((nanoserve/[\w./]+)\)", paragraph)
 
@@ -50,7 +54,9 @@ def test_the_core_has_the_files_and_lines_that_are_said() -> None:
 
 
 def test_the_bundled_model_has_the_parameters_that_are_said() -> None:
-    with safe_open(ROOT / "nanoserve/assets/storyteller/model.safetensors", framework="numpy") as weights:
+    with safe_open(
+        ROOT / "nanoserve/assets/storyteller/model.safetensors", framework="numpy"
+    ) as weights:
         parameters = sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     assert f"{parameters / 1e6:.0f} million parameters" in WORDS
 
@@ -83,18 +89,28 @@ FAMILIES = {
 
 def test_the_families_are_those_that_the_loaders_read() -> None:
     by_files: dict[str, set[str]] = {}
-    for names, files in re.findall(r"^\| ([^|]*); (safetensors[^|]*) \|", README, flags=re.MULTILINE):
+    for names, files in re.findall(
+        r"^\| ([^|]*); (safetensors[^|]*) \|", README, flags=re.MULTILINE
+    ):
         for name in names.rpartition(": ")[2].split(", "):
             by_files.setdefault(files, set()).update(FAMILIES[name])
     assert set().union(*by_files.values()) == {*families.FAMILIES}
     # llama.cpp calls three families llama: with windows it is Mistral, with experts Mixtral.
-    assert by_files["safetensors and GGUF"] == {*gguf_directory._FAMILIES.values(), "mistral", "mixtral"}
+    assert by_files["safetensors and GGUF"] == {
+        *gguf_directory._FAMILIES.values(),
+        "mistral",
+        "mixtral",
+    }
 
 
 def test_the_formats_of_quantized_weights_are_read() -> None:
-    (said,) = re.findall(r"^\| ([^|]*) weights; `nanoserve quantize` \|", README, flags=re.MULTILINE)
+    (said,) = re.findall(
+        r"^\| ([^|]*) weights; `nanoserve quantize` \|", README, flags=re.MULTILINE
+    )
     for method in re.split(", | and ", said.lower()):
-        assert _refusal(method) is None or "quantization method" not in str(_refusal(method)), method
+        assert _refusal(method) is None or "quantization method" not in str(_refusal(method)), (
+            method
+        )
     assert "quantization method 'bitsandbytes' is not read" in str(_refusal("bitsandbytes"))
 
 
@@ -109,9 +125,13 @@ def _refusal(method: str) -> ModelError | None:
 
 def test_the_claims_about_gpus_are_those_of_the_results() -> None:
     first, last = (
-        json.loads((ROOT / f"docs/results/nvidia-h200-2026-11-26{part}.json").read_text()) for part in ("-first", "")
+        json.loads((ROOT / f"docs/results/nvidia-h200-2026-11-26{part}.json").read_text())
+        for part in ("-first", "")
     )
-    names = {json.loads(path.read_text())["device"]["name"] for path in (ROOT / "docs/results").glob("*.json")}
+    names = {
+        json.loads(path.read_text())["device"]["name"]
+        for path in (ROOT / "docs/results").glob("*.json")
+    }
     assert names == {"NVIDIA H200"}
     assert "| one NVIDIA H200 |" in README
     checks = first["parts"]["correctness"]["rows"]
@@ -150,7 +170,8 @@ def test_the_ratio_to_llama_cpp_is_that_of_the_benchmarks() -> None:
     )
 )
 def test_the_policy_of_twelve_lines_decides_as_token_throttling(load: Load) -> None:
-    assume(load.first_waiting_tokens <= load.waiting_tokens)  # the first prompt is one of those that wait
+    # the first prompt is one of those that wait
+    assume(load.first_waiting_tokens <= load.waiting_tokens)
     assert len([line for line in POLICY.splitlines() if line]) <= 12
     defined: dict[str, Any] = {}
     exec(POLICY, defined)
@@ -161,18 +182,26 @@ def test_the_simulated_figure_is_what_the_simulator_says() -> None:
     command = "nanoserve simulate --policy sarathi,throttling --rate 3 --requests 200"
     assert command in README
     assert schedules.__doc__ is not None and command in schedules.__doc__
-    gaps = [int(re.findall(r"p99 gap between tokens (\d+) ms", panel.title)[0]) for panel in schedules().panels]
+    gaps = [
+        int(re.findall(r"p99 gap between tokens (\d+) ms", panel.title)[0])
+        for panel in schedules().panels
+    ]
     assert f"**{gaps[1] / gaps[0]:.2f} times the gap between tokens** (p99)" in README
 
 
 def test_the_price_of_the_smaller_gap_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--policy", "sarathi,throttling", "--rate", "3", "--requests", "200"]) == 0
+    assert (
+        main(["simulate", "--policy", "sarathi,throttling", "--rate", "3", "--requests", "200"])
+        == 0
+    )
     ratios = capsys.readouterr().out.partition("over sarathi")[2]
-    heads, values = (re.split("[┃│]", line) for line in ratios.splitlines() if re.match("┃|│ throttling", line))
+    heads, values = (
+        re.split("[┃│]", line) for line in ratios.splitlines() if re.match("┃|│ throttling", line)
+    )
     found = dict(zip(map(str.strip, heads), map(str.strip, values), strict=True))
     assert (
-        f"**{found['ITL p99']} times the gap between tokens** (p99), for {found['TTFT ms']} times the mean TTFT"
-        in README
+        f"**{found['ITL p99']} times the gap between tokens** (p99), for {found['TTFT ms']} times "
+        "the mean TTFT" in README
     )
 
 

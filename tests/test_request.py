@@ -44,7 +44,10 @@ from nanoserve.request import (
         ({"seed": -2}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
-        ({"max_tokens": 0, "min_tokens": 1, "prompt_logprobs": 0}, "min_tokens must be a whole number from 0 to 0"),
+        (
+            {"max_tokens": 0, "min_tokens": 1, "prompt_logprobs": 0},
+            "min_tokens must be a whole number from 0 to 0",
+        ),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be a whole number from 0 to 3"),
@@ -83,7 +86,9 @@ def test_settings_from_json_are_read_as_they_come() -> None:
 def test_only_legal_transitions_are_made() -> None:
     for status in Status:
         for target in Status:
-            sequence = Sequence(0, Request("r", (1,), SamplingParams(), seed=0), 0, [1], status=status)
+            sequence = Sequence(
+                0, Request("r", (1,), SamplingParams(), seed=0), 0, [1], status=status
+            )
             if target in LEGAL_TRANSITIONS[status]:
                 sequence.move_to(target)
                 assert sequence.status is target
@@ -100,17 +105,24 @@ def test_only_legal_transitions_are_made() -> None:
         ((9, 6), (9, 6), None),  # too early to stop
         ((9, 9, 9), (9, 9), FinishReason.STOP),
         ((5, 6, 7, 8, 4), (5, 6, 7, 8), FinishReason.LENGTH),
-        ((5, 6, 7, 9), (5, 6, 7, 9), FinishReason.STOP),  # the end token is the reason, though the length ends it too
+        # the end token is the reason, though the length ends it too
+        ((5, 6, 7, 9), (5, 6, 7, 9), FinishReason.STOP),
     ],
 )
 def test_what_follows_the_token_that_ends_a_sequence_is_dropped(
     answered: tuple[int, ...], taken: tuple[int, ...], reason: FinishReason | None
 ) -> None:
     request = Request("r", (1, 2), SamplingParams(), seed=0)
-    sequence = Sequence(0, request, 0, [1, 2], stop_tokens=frozenset({9}), min_length=3, max_length=6)
+    sequence = Sequence(
+        0, request, 0, [1, 2], stop_tokens=frozenset({9}), min_length=3, max_length=6
+    )
     logprobs = tuple(TokenLogprob(token, -1.0, 1) for token in answered)
     assert sequence.extend(answered, logprobs) == (taken, reason)
-    assert tuple(sequence.output_tokens) == tuple(logprob.token for logprob in sequence.logprobs) == taken
+    assert (
+        tuple(sequence.output_tokens)
+        == tuple(logprob.token for logprob in sequence.logprobs)
+        == taken
+    )
     assert sequence.stop_token == (9 if reason is FinishReason.STOP else None)
 
 

@@ -1,4 +1,5 @@
-"""The bundled storyteller keeps its promises: its size and shape, its tokenizer, and the stories it tells."""
+"""The bundled storyteller keeps its promises: its size and shape, its tokenizer, and the stories it
+tells."""
 
 import json
 import random
@@ -38,7 +39,9 @@ def has_word(text: str, word: str) -> bool:
 def most_repeats(text: str) -> int:
     """How often the most frequent sequence of four words comes."""
     words = re.findall(r"[a-z']+", text.lower())
-    return max(Counter(zip(words, words[1:], words[2:], words[3:], strict=False)).values(), default=0)
+    return max(
+        Counter(zip(words, words[1:], words[2:], words[3:], strict=False)).values(), default=0
+    )
 
 
 def test_checkers_can_fail() -> None:
@@ -48,7 +51,9 @@ def test_checkers_can_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("directory", "largest"), [(STORYTELLER, 16 * 10**6), (DRAFT, 2 * 10**6)], ids=["storyteller", "draft"]
+    ("directory", "largest"),
+    [(STORYTELLER, 16 * 10**6), (DRAFT, 2 * 10**6)],
+    ids=["storyteller", "draft"],
 )
 def test_size_and_shape(directory: Path, largest: int) -> None:
     config = ModelConfig.from_directory(directory)
@@ -63,7 +68,10 @@ def test_size_and_shape(directory: Path, largest: int) -> None:
 def test_draft_speaks_the_same_tokens() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (STORYTELLER / name).read_bytes() == (DRAFT / name).read_bytes()
-    assert ModelConfig.from_directory(STORYTELLER).vocab_size == ModelConfig.from_directory(DRAFT).vocab_size
+    assert (
+        ModelConfig.from_directory(STORYTELLER).vocab_size
+        == ModelConfig.from_directory(DRAFT).vocab_size
+    )
 
 
 def test_tokenizer_round_trip() -> None:
@@ -72,7 +80,14 @@ def test_tokenizer_round_trip() -> None:
     for text in ("Once upon a time, there was a dog.\n\nThe end.", "ünï¢ødé 🐶 \t\x00", " a  b "):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids) == text
-    assert len(tokenizer.encode("Once upon a time there was a little dog", add_special_tokens=False).ids) <= 9
+    assert (
+        len(
+            tokenizer.encode(
+                "Once upon a time there was a little dog", add_special_tokens=False
+            ).ids
+        )
+        <= 9
+    )
 
 
 def test_ends_of_text_and_turn_are_both_ends() -> None:
@@ -113,7 +128,9 @@ def test_invented_chats_ask_for_no_pair_of_the_test() -> None:
     real = ["Lily had a dog and a kite.\n\nThe dog ran.\n\nLily was happy."]
     for _ in range(300):
         for role, text in story_chat(real, random_source):
-            assert role != "user" or not any(has_word(text, one) and has_word(text, two) for one, two in HELD_OUT_PAIRS)
+            assert role != "user" or not any(
+                has_word(text, one) and has_word(text, two) for one, two in HELD_OUT_PAIRS
+            )
 
 
 def test_asks_forty_different_prompts() -> None:

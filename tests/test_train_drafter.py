@@ -12,7 +12,16 @@ from nanoserve.models.decoder import Decoder
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import train_drafter
-from train_drafter import GREEDY, SAMPLED, STORYTELLER, acceptance, answers, load, new_drafter, write
+from train_drafter import (
+    GREEDY,
+    SAMPLED,
+    STORYTELLER,
+    acceptance,
+    answers,
+    load,
+    new_drafter,
+    write,
+)
 
 from nanoserve.models.loading import load_model
 
@@ -34,12 +43,18 @@ def test_a_chain_sees_the_tokens_up_to_its_root_and_its_own() -> None:
     decoder, tokens = Decoder(CONFIG), torch.randint(50, (2, 7))
     followers = [torch.randint(50, (14,)) for _ in range(3)]
     with torch.inference_mode():
-        found = [*train_drafter.chains(decoder, tokens, torch.empty(0), 4, [tokens.flatten(), *followers].__getitem__)]
+        found = [
+            *train_drafter.chains(
+                decoder, tokens, torch.empty(0), 4, [tokens.flatten(), *followers].__getitem__
+            )
+        ]
         for row in range(2):
             for root in range(7):
                 chain = [one[7 * row + root].item() for one in followers]
                 whole = torch.tensor([*tokens[row, : root + 1].tolist(), *chain])
-                hidden = decoder(whole, torch.arange(len(whole)), DenseCausalAttention(CONFIG, 1, len(whole)))
+                hidden = decoder(
+                    whole, torch.arange(len(whole)), DenseCausalAttention(CONFIG, 1, len(whole))
+                )
                 expected = decoder.compute_logits(hidden)[root:]
                 for logits, one in zip(found, expected, strict=True):
                     torch.testing.assert_close(logits[7 * row + root], one, atol=1e-5, rtol=1e-4)

@@ -1,9 +1,11 @@
-"""The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies of its blocks, the
-product of a few rows with 16-bit weights, experts that each get as many tokens as the router says, and sampling.
+"""The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies
+of its blocks, the product of a few rows with 16-bit weights, experts that each get as many tokens
+as the router says, and sampling.
 
-Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs a few microseconds
-a call and torch.compile treats it as opaque on every device. Each has an implementation in plain torch; the CPU's own,
-in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs (`triton_ops.gpu`).
+Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs
+a few microseconds a call and torch.compile treats it as opaque on every device. Each has an
+implementation in plain torch; the CPU's own, in C++, are built on first use (`triton_ops.cpu`), and
+NVIDIA GPUs have theirs (`triton_ops.gpu`).
 """
 
 from triton_ops.attention import dense_attention, paged_attention
@@ -11,7 +13,15 @@ from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_bl
 from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
-from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, packed_rows, round_to_nearest, unpack
+from triton_ops.packed import (
+    GroupQuantized,
+    PackedFormat,
+    pack,
+    packed_linear,
+    packed_rows,
+    round_to_nearest,
+    unpack,
+)
 from triton_ops.registration import OPERATORS
 from triton_ops.sampling import allow_tokens, draw_tokens, token_logprobs
 

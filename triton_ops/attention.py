@@ -22,29 +22,33 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal attention for R rows of tokens, whatever their number per row (prefill, chunk or decode); fills `out`.
+    """Causal attention for R rows of tokens, whatever their number per row (prefill, chunk or
+    decode); fills `out`.
 
     out: [T, num_heads * value_dim]; query: [T, num_heads, head_dim];
     key_cache: [num_blocks, num_kv_heads, block_size, head_dim], the new tokens already written;
-    value_cache: [num_blocks, num_kv_heads, block_size, value_dim], which may be a view of the keys' first columns
-    (multi-head latent attention, arXiv 2405.04434);
-    block_tables: int32 [R, max_blocks], the row's blocks in order, anything behind its last block;
-    query_starts: int32 [R + 1], row r's queries are query_starts[r] to query_starts[r + 1];
-    context_lengths: int32 [R], the row's tokens in the cache, its queries (the last of them) included;
-    scale: what the products of queries and keys are multiplied by;
-    sliding_window: positions a query sees, itself included; 0 means all;
-    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118); 0 leaves them;
-    sinks: float32 [num_heads], one more score of each head that takes weight and has no value (gpt-oss, arXiv
-    2508.10925). Slots that no row uses are never read into a result, whatever they hold.
+    value_cache: [num_blocks, num_kv_heads, block_size, value_dim], which may be a view of the keys'
+    first columns (multi-head latent attention, arXiv 2405.04434); block_tables: int32 [R,
+    max_blocks], the row's blocks in order, anything behind its last block; query_starts: int32 [R +
+    1], row r's queries are query_starts[r] to query_starts[r + 1]; context_lengths: int32 [R], the
+    row's tokens in the cache, its queries (the last of them) included; scale: what the products of
+    queries and keys are multiplied by; sliding_window: positions a query sees, itself included; 0
+    means all; soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv
+    2408.00118); 0 leaves them; sinks: float32 [num_heads], one more score of each head that takes
+    weight and has no value (gpt-oss, arXiv 2508.10925). Slots that no row uses are never read into
+    a result, whatever they hold.
     """
-    # Rows of one token (decode) are attended together, padded by less than a factor of two; other rows one by one.
+    # Rows of one token (decode) are attended together, padded by less than a factor of two; other
+    # rows one by one.
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
     block_size = key_cache.shape[2]
     decode_rows: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         length = starts[row + 1] - starts[row]
         if length == 1:
-            decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(row)
+            decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(
+                row
+            )
         elif length > 1:
             first = max(0, context - length + 1 - sliding_window) if sliding_window else 0
             _prefill_attention(
@@ -83,13 +87,20 @@ def dense_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [B, H, L, head_dim], key [B, num_kv_heads, S, head_dim], value [B, num_kv_heads, S, value_dim] ->
-    [B, H, L, value_dim]. `seen` says which keys a query sees, bool, broadcast to [B, H, L, S]; None: causal, S = L.
-    `sinks` is broadcast to [B, H, L]. The rest is as in `paged_attention`."""
+    """query [B, H, L, head_dim], key [B, num_kv_heads, S, head_dim], value [B, num_kv_heads, S,
+    value_dim] -> [B, H, L, value_dim]. `seen` says which keys a query sees, bool, broadcast to [B,
+    H, L, S]; None: causal, S = L. `sinks` is broadcast to [B, H, L]. The rest is as in
+    `paged_attention`."""
     group = query.shape[1] // key.shape[1]
     if not soft_cap and sinks is None:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=group > 1
+            query,
+            key,
+            value,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=scale,
+            enable_gqa=group > 1,
         )
     key, value = (heads.float().repeat_interleave(group, dim=1) for heads in (key, value))
     scores = query.float() @ key.mT * scale
@@ -105,7 +116,8 @@ def dense_attention(
 
 
 def _padded_blocks(context: int, block_size: int, sliding_window: int) -> int:
-    """How many blocks a decode row's query looks at, rounded up to a power of two: rows of one number share a batch."""
+    """How many blocks a decode row's query looks at, rounded up to a power of two: rows of one
+    number share a batch."""
     first_seen = max(0, context - sliding_window) if sliding_window else 0
     blocks = (context - 1) // block_size - first_seen // block_size + 1
     return 1 << (blocks - 1).bit_length()
@@ -124,23 +136,33 @@ def _decode_attention(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [B, num_heads, head_dim], one per row -> [B, num_heads * value_dim], over `blocks` blocks of each row.
+    """query [B, num_heads, head_dim], one per row -> [B, num_heads * value_dim], over `blocks`
+    blocks of each row.
 
-    The query heads of a key-value head are treated as its queries: one batched product with no repeated keys.
+    The query heads of a key-value head are treated as its queries: one batched product with no
+    repeated keys.
     """
     batch, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
-    first_seen = (context_lengths - sliding_window).clamp(min=0) if sliding_window else 0 * context_lengths
+    first_seen = (
+        (context_lengths - sliding_window).clamp(min=0) if sliding_window else 0 * context_lengths
+    )
     first_block = first_seen // block_size
     columns = first_block[:, None] + torch.arange(blocks, device=query.device)
     table = block_tables.gather(1, columns.clamp(max=block_tables.shape[1] - 1))
     last_block = (context_lengths - 1) // block_size
-    # Columns behind the row's last block may hold anything; any block of the row does in their place, masked below.
-    table = torch.where(columns <= last_block[:, None], table, block_tables.gather(1, last_block[:, None]))
-    position = first_block[:, None] * block_size + torch.arange(blocks * block_size, device=query.device)
+    # Columns behind the row's last block may hold anything; any block of the row does in their
+    # place, masked below.
+    table = torch.where(
+        columns <= last_block[:, None], table, block_tables.gather(1, last_block[:, None])
+    )
+    position = first_block[:, None] * block_size + torch.arange(
+        blocks * block_size, device=query.device
+    )
     seen = (position >= first_seen[:, None]) & (position < context_lengths[:, None])
     seen = seen[:, None, :, None]
-    # A masked NaN would still be NaN after the product with a zero weight, so what is not seen is cleared.
+    # A masked NaN would still be NaN after the product with a zero weight, so what is not seen is
+    # cleared.
     key = _gather_rows(key_cache, table).masked_fill_(~seen, 0.0)
     value = _gather_rows(value_cache, table).masked_fill_(~seen, 0.0)
     attended = dense_attention(
@@ -156,7 +178,8 @@ def _decode_attention(
 
 
 def _gather_rows(cache: Tensor, table: Tensor) -> Tensor:
-    """The blocks of table [B, blocks] -> [B, num_kv_heads, blocks * block_size, head_dim], a fresh copy."""
+    """The blocks of table [B, blocks] -> [B, num_kv_heads, blocks * block_size, head_dim], a fresh
+    copy."""
     batch, blocks = table.shape
     _, num_kv_heads, block_size, head_dim = cache.shape
     return cache[table].transpose(1, 2).reshape(batch, num_kv_heads, blocks * block_size, head_dim)
@@ -165,8 +188,9 @@ def _gather_rows(cache: Tensor, table: Tensor) -> Tensor:
 def _gather_row(
     key_cache: Tensor, value_cache: Tensor, block_table: Tensor, first: int, context: int
 ) -> tuple[Tensor, Tensor]:
-    """One row's keys and values, exactly from the `first` position that it sees to the end of its context, L of them:
-    [num_kv_heads, L, head_dim] and [..., value_dim]. Blocks before may hold anything."""
+    """One row's keys and values, exactly from the `first` position that it sees to the end of its
+    context, L of them: [num_kv_heads, L, head_dim] and [..., value_dim]. Blocks before may hold
+    anything."""
     size = key_cache.shape[2]
     table = block_table[None, first // size : (context - 1) // size + 1].long()
     key, value = _gather_rows(key_cache, table)[0], _gather_rows(value_cache, table)[0]
@@ -185,7 +209,8 @@ def _prefill_attention(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> None:
-    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, context, ...]."""
+    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads,
+    context, ...]."""
     length, context = query.shape[0], key.shape[1]
     mask = None
     if context > length or 0 < sliding_window < context:

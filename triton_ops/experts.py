@@ -12,8 +12,8 @@ from triton_ops.packed import PackedFormat, packed_linear
 from triton_ops.registration import OPERATORS
 
 ExpertStyle = Literal["swiglu", "gpt_oss"]
-"""SwiGLU (arXiv 2002.05202); or as in gpt-oss (arXiv 2508.10925): gate and up are bounded, up is increased by 1, and
-their rows take turns."""
+"""SwiGLU (arXiv 2002.05202); or as in gpt-oss (arXiv 2508.10925): gate and up are bounded, up is
+increased by 1, and their rows take turns."""
 _BOUND, _STEEPNESS = 7.0, 1.702
 
 
@@ -29,9 +29,9 @@ def sparse_experts(
     """Send every token through its experts and add up what they say, weighted.
 
     hidden: [T, hidden_size]; weights: [T, experts_per_token], float32; experts: int64, same shape;
-    gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size, intermediate_size];
-    biases: those of gate_up [num_experts, 2 * intermediate_size] and of down [num_experts, hidden_size].
-    Returns [T, hidden_size].
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size]; down: [num_experts, hidden_size,
+    intermediate_size]; biases: those of gate_up [num_experts, 2 * intermediate_size] and of down
+    [num_experts, hidden_size]. Returns [T, hidden_size].
     """
     inputs = (hidden, weights, experts, gate_up, down, *(biases or (None, None)), style)
     if gate_up.requires_grad:  # an operator cannot be differentiated
@@ -50,12 +50,22 @@ def sparse_packed_experts(
     biases: tuple[Tensor, Tensor] | None = None,
     style: ExpertStyle = "swiglu",
 ) -> Tensor:
-    """Compute `sparse_experts` with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes], of these two
-    formats; `inner` is the intermediate size."""
+    """Compute `sparse_experts` with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes],
+    of these two formats; `inner` is the intermediate size."""
     gate_up_bias, down_bias = biases or (None, None)
     first, second = list(forms[0]), list(forms[1])
     return _sparse_packed_experts(
-        hidden, weights, experts, gate_up, down, inner, first, second, gate_up_bias, down_bias, style
+        hidden,
+        weights,
+        experts,
+        gate_up,
+        down,
+        inner,
+        first,
+        second,
+        gate_up_bias,
+        down_bias,
+        style,
     )
 
 
@@ -96,7 +106,9 @@ def _sparse_packed_experts(
 
     def compute(share: Tensor, expert: int) -> Tensor:
         inside = packed_linear(share, gate_up[expert], _of(gate_up_bias, expert), 2 * inner, first)
-        return packed_linear(gated(inside, style), down[expert], _of(down_bias, expert), hidden.shape[1], second)
+        return packed_linear(
+            gated(inside, style), down[expert], _of(down_bias, expert), hidden.shape[1], second
+        )
 
     return share_among_experts(hidden, weights, experts, len(gate_up), compute)
 
@@ -132,10 +144,14 @@ def share_out(
 
 
 def share_among_experts(
-    hidden: Tensor, weights: Tensor, experts: Tensor, num_experts: int, compute: Callable[[Tensor, int], Tensor]
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    compute: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert once, and each
-    expert computes its contiguous share."""
+    """The loop goes over experts, never over tokens: the pairs (token, expert) are sorted by expert
+    once, and each expert computes its contiguous share."""
     order = experts.flatten().argsort(stable=True)
     tokens = order // experts.shape[1]
     share_sizes = torch.bincount(experts.flatten(), minlength=num_experts).tolist()

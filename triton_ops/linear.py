@@ -12,14 +12,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype.
 
-    On a CPU its own implementation reads 16-bit weights once, at the speed of memory, for few rows of input.
+    On a CPU its own implementation reads 16-bit weights once, at the speed of memory, for few rows
+    of input.
     """
-    return _linear(input.reshape(-1, input.shape[-1]), weight, bias).view(*input.shape[:-1], weight.shape[0])
+    return _linear(input.reshape(-1, input.shape[-1]), weight, bias).view(
+        *input.shape[:-1], weight.shape[0]
+    )
 
 
 def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply as `linear` does: by it where it is faster, else by torch's own product. On a CPU, torch's product is
-    slow for 16-bit weights, but only it can be differentiated."""
+    """Multiply as `linear` does: by it where it is faster, else by torch's own product. On a CPU,
+    torch's product is slow for 16-bit weights, but only it can be differentiated."""
     if weight.device.type == "cpu" and weight.dtype in _HALVES and not weight.requires_grad:
         return linear(rows, weight, bias)
     return functional.linear(rows, weight, bias)

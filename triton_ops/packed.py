@@ -1,14 +1,15 @@
-"""Matrices of small integers with a scale for each group of columns, and a linear layer that computes from them.
+"""Matrices of small integers with a scale for each group of columns, and a linear layer that
+computes from them.
 
-`GroupQuantized` is the form that every quantized format is decoded into. `pack` brings it into the order that the
-kernels read: 16 rows together, so that each has a lane of a vector.
+`GroupQuantized` is the form that every quantized format is decoded into. `pack` brings it into the
+order that the kernels read: 16 rows together, so that each has a lane of a vector.
 
-Packed, 16 rows are one row of bytes: one cell after another, each of the columns of a group, or of 256 columns where
-groups share a number. A cell holds scales, offsets, and the codes of 32 columns after another. Codes of 4 bits lie in 4
-lines of 64 bytes: byte ``4 * row + i`` of line j has column ``4 * j + i`` in its lower half and column
-``16 + 4 * j + i`` in its upper half. A fifth bit lies in one more line, where bit q of a byte belongs to column
-``4 * q + i``. A fifth and a sixth lie in two more lines, one for each 16 columns, two bits for each 4 columns. Codes of
-8 bits take 8 lines.
+Packed, 16 rows are one row of bytes: one cell after another, each of the columns of a group, or of
+256 columns where groups share a number. A cell holds scales, offsets, and the codes of 32 columns
+after another. Codes of 4 bits lie in 4 lines of 64 bytes: byte ``4 * row + i`` of line j has column
+``4 * j + i`` in its lower half and column ``16 + 4 * j + i`` in its upper half. A fifth bit lies in
+one more line, where bit q of a byte belongs to column ``4 * q + i``. A fifth and a sixth lie in two
+more lines, one for each 16 columns, two bits for each 4 columns. Codes of 8 bits take 8 lines.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,11 @@ class PackedFormat(NamedTuple):
     group: int
     """Columns that share a scale: 16 of 6 bits, else a multiple of 32."""
     scale: int
-    """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256 columns."""
+    """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256
+    columns."""
     offset: int
-    """Kind of offset to subtract. 0: `zero` scales; 1: a uint8 number of scales; 2: a float16 number; 3: uint8, times a
-    float16 of 256 columns."""
+    """Kind of offset to subtract. 0: `zero` scales; 1: a uint8 number of scales; 2: a float16
+    number; 3: uint8, times a float16 of 256 columns."""
     zero: int
 
     @property
@@ -64,13 +66,15 @@ class PackedFormat(NamedTuple):
 
 
 SIX_BITS = PackedFormat(6, 16, _SUPER_SCALES, _ONE_ZERO, zero=32)
-"""Codes of 6 bits in groups of 16, as in GGUF's Q6_K: each group has an int8, times a float16 of 256 columns."""
+"""Codes of 6 bits in groups of 16, as in GGUF's Q6_K: each group has an int8, times a float16 of
+256 columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantized:
-    """A matrix [N, K] of integers in G groups of K / G columns: ``(code - zero) * scale - minimum``, or with a `zero`
-    for each group. Where S is given, its groups have integers that are multiplied by a number of 256 columns."""
+    """A matrix [N, K] of integers in G groups of K / G columns: ``(code - zero) * scale -
+    minimum``, or with a `zero` for each group. Where S is given, its groups have integers that are
+    multiplied by a number of 256 columns."""
 
     codes: Tensor
     """uint8 [N, K]; int8 if they have 8 bits."""
@@ -95,17 +99,22 @@ class GroupQuantized:
         offset = _ZEROS if self.zeros is not None else _ONE_ZERO
         if self.minimums is not None:
             offset = _MINIMUMS if self.super_minimums is None else _SUPER_MINIMUMS
-        return PackedFormat(self.bits, self.codes.shape[1] // self.scales.shape[1], scale, offset, self.zero)
+        return PackedFormat(
+            self.bits, self.codes.shape[1] // self.scales.shape[1], scale, offset, self.zero
+        )
 
     def dequantize(self) -> Tensor:
-        """float32 [N, K]. The operations and their order are those of the formats' reference implementations."""
+        """float32 [N, K]. The operations and their order are those of the formats' reference
+        implementations."""
         rows, groups = self.scales.shape
         codes = self.codes.view(rows, groups, -1).float()
         scales = _multiplied(self.scales, self.super_scales)[:, :, None]
         if self.minimums is not None:
             values = codes * scales - _multiplied(self.minimums, self.super_minimums)[:, :, None]
         else:
-            values = (codes - (self.zero if self.zeros is None else self._zero_codes()[:, :, None])) * scales
+            values = (
+                codes - (self.zero if self.zeros is None else self._zero_codes()[:, :, None])
+            ) * scales
         values = values.view(rows, -1)
         return values if self.order is None else values[:, self.order.argsort()]
 
@@ -134,7 +143,9 @@ class GroupQuantized:
 
     def _parts(self, change: Callable[[Tensor], Tensor]) -> "GroupQuantized":
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        changed: dict[str, Any] = {
+            name: change(part) for name, part in parts.items() if isinstance(part, Tensor)
+        }
         return replace(self, **changed)
 
 
@@ -146,9 +157,9 @@ def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
-    """weight [N, K], any float dtype, as codes of 4, 6 or 8 bits. Each group of columns has a float16 scale; with 6
-    bits scales are those of SIX_BITS. With 4 and 6 bits, the value of the largest size gets the lowest code, which no
-    other sign has."""
+    """weight [N, K], any float dtype, as codes of 4, 6 or 8 bits. Each group of columns has a
+    float16 scale; with 6 bits scales are those of SIX_BITS. With 4 and 6 bits, the value of the
+    largest size gets the lowest code, which no other sign has."""
     groups, half = weight.float().view(len(weight), -1, group), 1 << bits - 1
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
@@ -185,10 +196,18 @@ def pack(matrix: GroupQuantized) -> Tensor:
             .reshape(-(-len(part) // ROWS), cells, -1)
         )
 
-    numbers = (matrix.super_scales, matrix.scales, matrix.super_minimums, matrix.zeros, matrix.minimums)
+    numbers = (
+        matrix.super_scales,
+        matrix.scales,
+        matrix.super_minimums,
+        matrix.zeros,
+        matrix.minimums,
+    )
     parts = [laid_out(part) for part in numbers if part is not None]
     codes = torch.cat((matrix.codes, matrix.codes.new_zeros(missing, matrix.codes.shape[1])))
-    quads = codes.view(torch.uint8).view(-1, ROWS, cells, span // _COLUMNS, _COLUMNS // _QUAD, _QUAD)
+    quads = codes.view(torch.uint8).view(
+        -1, ROWS, cells, span // _COLUMNS, _COLUMNS // _QUAD, _QUAD
+    )
     lines = _lines(quads.permute(0, 2, 3, 4, 1, 5).flatten(-2), matrix.bits)
     return torch.cat((*parts, lines.flatten(2)), dim=2).flatten(1)
 
@@ -203,7 +222,10 @@ def _lines(quads: Tensor, bits: int) -> Tensor:
     if bits == 5:
         lines.append(((quads >> 4) << shifts).sum(-2, keepdim=True, dtype=torch.uint8))
     if bits == 6:
-        lines += [((half >> 4) << 2 * shifts[:4]).sum(-2, keepdim=True, dtype=torch.uint8) for half in (first, last)]
+        lines += [
+            ((half >> 4) << 2 * shifts[:4]).sum(-2, keepdim=True, dtype=torch.uint8)
+            for half in (first, last)
+        ]
     return torch.cat(lines, dim=-2)
 
 
@@ -218,7 +240,8 @@ def unpack(packed: Tensor, rows: int, form: PackedFormat) -> GroupQuantized:
 
 
 def _views(packed: Tensor, form: PackedFormat) -> dict[str, Tensor]:
-    """Each kind of numbers, [N / 16, C, n, 16, 1], and the codes as "lines", bytes [N / 16, C, lines, 16, 4]."""
+    """Each kind of numbers, [N / 16, C, n, 16, 1], and the codes as "lines", bytes [N / 16, C,
+    lines, 16, 4]."""
     bits, group, scale, offset, _ = form
     groups = form.span // group
     # Bytes of a row's numbers in a cell, in their order.
@@ -239,7 +262,9 @@ def _views(packed: Tensor, form: PackedFormat) -> dict[str, Tensor]:
     for name, (dtype, count) in widths.items():
         after = first + dtype.itemsize * count * ROWS
         if count:
-            views[name] = cells[:, :, first:after].view(dtype).view(*cells.shape[:2], count, ROWS, 1)
+            views[name] = (
+                cells[:, :, first:after].view(dtype).view(*cells.shape[:2], count, ROWS, 1)
+            )
         first = after
     return views
 
@@ -248,9 +273,13 @@ def _matrix(views: dict[str, Tensor], form: PackedFormat) -> GroupQuantized:
     """The matrix of views whose rows are in order, [N, C, n, 1] and [N, C, lines, 4]."""
     lines = views.pop("lines")
     each = lines.shape[2] * _COLUMNS // form.span
-    codes = _codes(lines.view(*lines.shape[:2], form.span // _COLUMNS, each, _QUAD), form.bits).flatten(1)
+    codes = _codes(
+        lines.view(*lines.shape[:2], form.span // _COLUMNS, each, _QUAD), form.bits
+    ).flatten(1)
     parts = {name: view.flatten(1) for name, view in views.items()}
-    return GroupQuantized(codes.view(torch.int8) if form.bits == 8 else codes, form.bits, zero=form.zero, **parts)
+    return GroupQuantized(
+        codes.view(torch.int8) if form.bits == 8 else codes, form.bits, zero=form.zero, **parts
+    )
 
 
 def _codes(lines: Tensor, bits: int) -> Tensor:
@@ -267,8 +296,11 @@ def _codes(lines: Tensor, bits: int) -> Tensor:
     return low
 
 
-def packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None, columns: int, form: PackedFormat) -> Tensor:
-    """input [..., K] times a packed matrix [columns, K] transposed, plus bias [columns] -> [..., columns]."""
+def packed_linear(
+    input: Tensor, packed: Tensor, bias: Tensor | None, columns: int, form: PackedFormat
+) -> Tensor:
+    """input [..., K] times a packed matrix [columns, K] transposed, plus bias [columns] -> [...,
+    columns]."""
     out = _packed_linear(input.reshape(-1, input.shape[-1]), packed, bias, columns, *form)
     return out.view(*input.shape[:-1], columns)
 
@@ -303,7 +335,9 @@ def _packed_linear(
     return multiply_unpacked(rows, packed, bias, columns, bits, group, scale, offset, zero)
 
 
-def multiply_unpacked(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
+def multiply_unpacked(
+    rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int
+) -> Tensor:
     """Multiply by the unpacked matrix, in the dtype of the rows."""
     weight = unpack(packed, columns, PackedFormat(*form)).dequantize()
     return functional.linear(rows, weight.to(rows.dtype), bias)
@@ -312,5 +346,7 @@ def multiply_unpacked(rows: Tensor, packed: Tensor, bias: Tensor | None, columns
 def packed_rows(packed: Tensor, indices: Tensor, form: PackedFormat) -> Tensor:
     """Some rows of a packed matrix: int64 [n] -> float32 [n, K]."""
     blocks, lanes = indices // ROWS, indices % ROWS
-    taken = {name: view.movedim(_LANES, 1)[blocks, lanes] for name, view in _views(packed, form).items()}
+    taken = {
+        name: view.movedim(_LANES, 1)[blocks, lanes] for name, view in _views(packed, form).items()
+    }
     return _matrix(taken, form).dequantize()

@@ -1,7 +1,8 @@
 """Drawing a token for each row of logits, and log probabilities, without sorting a vocabulary.
 
-Here in tensor operations that never wait for a device: shapes depend on no tensor's content. What is drawn for a row is
-a function of that row alone, so the same logits give the same token alone, in a batch, and at any place in it.
+Here in tensor operations that never wait for a device: shapes depend on no tensor's content. What
+is drawn for a row is a function of that row alone, so the same logits give the same token alone, in
+a batch, and at any place in it.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from triton_ops.registration import OPERATORS
 
-# Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63 bits.
+# Probabilities are added as integers: 2^44 times a weight of at most 1, and 2^18 tokens fit into 63
+# bits.
 _FIXED_POINT = 2.0**44
 _MIX32_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # as int32 takes them
 _BELOW_ONE = 1.0 - 2.0**-24
 _CACHED_LOGITS = 1 << 17
-"""Logits that a CPU looks at together: numbers of 8 bytes for each, several times over, stay in its cache."""
+"""Logits that a CPU looks at together: numbers of 8 bytes for each, several times over, stay in its
+cache."""
 _TOKEN_BITS = 20
 _MAX_TOKEN = (1 << _TOKEN_BITS) - 1
 _DIGIT_BITS = 11
@@ -24,7 +27,9 @@ _DIGITS = 1 << _DIGIT_BITS
 _SHIFTS = (22, 11, 0)  # three digits hold the 32 bits of a key
 
 
-def _fake_draw_tokens(logits: Tensor, maxima: Tensor, rows: Tensor, *settings: Tensor, **used: object) -> Tensor:
+def _fake_draw_tokens(
+    logits: Tensor, maxima: Tensor, rows: Tensor, *settings: Tensor, **used: object
+) -> Tensor:
     return torch.empty_like(rows)
 
 
@@ -45,18 +50,26 @@ def draw_tokens(
 ) -> Tensor:
     """Draw a token from each of G rows of logits that are drawn in one way -> int64 [G].
 
-    The Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of logit - log(noise) over the tokens kept
-    is distributed as their softmax. A row whose maximum is not finite gets any token.
+    The Gumbel-max trick (Gumbel 1954), as a race of exponentials: the argmax of logit - log(noise)
+    over the tokens kept is distributed as their softmax. A row whose maximum is not finite gets any
+    token.
 
-    logits: float32 [R, V], with `maxima` [R]; rows: int64 [G], places in the batch; keys: int32 [G, 2] for the noise;
-    temperature: float32 [G], above 0; top_k: int64 [G]; top_p, min_p: float64 [G]; `largest_top_k` is 0 if no row has a
-    top_k, and `uses_top_p` and `uses_min_p` tell whether one has a top_p below 1 or a min_p above 0.
+    logits: float32 [R, V], with `maxima` [R]; rows: int64 [G], places in the batch; keys: int32 [G,
+    2] for the noise; temperature: float32 [G], above 0; top_k: int64 [G]; top_p, min_p: float64
+    [G]; `largest_top_k` is 0 if no row has a top_k, and `uses_top_p` and `uses_min_p` tell whether
+    one has a top_p below 1 or a min_p above 0.
     """
     tokens = list[Tensor]()
     for part in _pieces(len(rows), logits):
         scaled = (logits[rows[part]] - maxima[rows[part], None]) / temperature[part, None]
         values, ids = keep_likely(
-            scaled, top_k[part], top_p[part], min_p[part], largest_top_k, uses_top_p=uses_top_p, uses_min_p=uses_min_p
+            scaled,
+            top_k[part],
+            top_p[part],
+            min_p[part],
+            largest_top_k,
+            uses_top_p=uses_top_p,
+            uses_min_p=uses_min_p,
         )
         winners = (values - exponential(keys[part], ids).log_()).argmax(dim=1, keepdim=True)
         tokens.append(ids.expand_as(values).gather(1, winners)[:, 0])
@@ -71,14 +84,17 @@ def _fake_allow_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
 def allow_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
     """Copy logits, float32 [R, V], with -inf for what may not come.
 
-    rows: int64 [G], places in the batch; allowed: uint8 [G, ceil(V / 8)], a bit for each token, the lowest first.
+    rows: int64 [G], places in the batch; allowed: uint8 [G, ceil(V / 8)], a bit for each token, the
+    lowest first.
     """
     each = (allowed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
     forbidden = each.flatten(1)[:, : logits.shape[1]] == 0
     return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 
 
-def _fake_token_logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_token_logprobs(
+    logits: Tensor, tokens: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count = min(most, logits.shape[1])
     return (
         logits.new_empty(len(tokens)),
@@ -89,20 +105,27 @@ def _fake_token_logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Ten
 
 
 @OPERATORS.define(fake=_fake_token_logprobs)
-def token_logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tell what logits, float32 [N, V], say of tokens, int64 [N]: their log probabilities, float32 [N], and ranks from
-    1, int64 [N]; then the K = min(most, V) likeliest tokens, best first, int64 [N, K], and theirs, float32 [N, K].
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tell what logits, float32 [N, V], say of tokens, int64 [N]: their log probabilities, float32
+    [N], and ranks from 1, int64 [N]; then the K = min(most, V) likeliest tokens, best first, int64
+    [N, K], and theirs, float32 [N, K].
 
     Of a row whose maximum is not finite they may be anything.
     """
-    rows = [_logprobs_of_rows(logits[part], tokens[part], most) for part in _pieces(len(tokens), logits)]
+    rows = [
+        _logprobs_of_rows(logits[part], tokens[part], most) for part in _pieces(len(tokens), logits)
+    ]
     if not rows:
         return _fake_token_logprobs(logits, tokens, most)
     logprobs, ranks, best, best_logprobs = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return logprobs, ranks, best, best_logprobs
 
 
-def _logprobs_of_rows(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _logprobs_of_rows(
+    logits: Tensor, tokens: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     normalizer = logits.logsumexp(dim=1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None])
     best = top_tokens(logits, most) if most else tokens[:, None][:, :0]
@@ -111,8 +134,11 @@ def _logprobs_of_rows(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor
 
 
 def _pieces(count: int, logits: Tensor) -> Iterator[slice]:
-    """Cut `count` rows into those that are looked at together: on a CPU as many as stay in its cache."""
-    at_a_time = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, count)
+    """Cut `count` rows into those that are looked at together: on a CPU as many as stay in its
+    cache."""
+    at_a_time = (
+        max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, count)
+    )
     return (slice(start, start + at_a_time) for start in range(0, count, at_a_time))
 
 
@@ -128,8 +154,8 @@ def keep_likely(
 ) -> tuple[Tensor, Tensor]:
     """Apply top_k, top_p and min_p: what is left to draw from.
 
-    scaled: logits over temperature, float32 [G, V], the largest 0. Returns K values per row [G, K], -inf where a token
-    is dropped, and their token ids, [G, K] or [1, K].
+    scaled: logits over temperature, float32 [G, V], the largest 0. Returns K values per row [G, K],
+    -inf where a token is dropped, and their token ids, [G, K] or [1, K].
     """
     if largest_top_k:
         tokens = top_tokens(scaled, largest_top_k)
@@ -154,15 +180,17 @@ def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
     else:
         keys = order_keys(scaled)
         dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
-    # A row without top_p keeps what weighs nothing too, whether or not another row of the group has one.
+    # A row without top_p keeps what weighs nothing too, whether or not another row of the group has
+    # one.
     return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)
 
 
 def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Exponentially distributed numbers of rate 1, float32 [R, K], for keys [R, 2] and token ids [R, K] or [1, K].
+    """Exponentially distributed numbers of rate 1, float32 [R, K], for keys [R, 2] and token ids
+    [R, K] or [1, K].
 
-    Small ones are exact to a relative 2^-24 down to 2^-33: in a race it is the small ones that win, and a coarser grid
-    would never draw the unlikely tokens of a large vocabulary.
+    Small ones are exact to a relative 2^-24 down to 2^-33: in a race it is the small ones that win,
+    and a coarser grid would never draw the unlikely tokens of a large vocabulary.
     """
     hashed = _mix32(_mix32(tokens.to(torch.int32) ^ keys[:, :1]) ^ keys[:, 1:])
     high, low = ((hashed >> 16) & 0xFFFF).float(), (hashed & 0xFFFF).float()
@@ -171,7 +199,8 @@ def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _mix32(value: Tensor) -> Tensor:
-    """A 32-bit bijection in which every input bit moves every output bit (xor-shift-multiply; Wellons 2018)."""
+    """A 32-bit bijection in which every input bit moves every output bit (xor-shift-multiply;
+    Wellons 2018)."""
     value = (value ^ _shift_right(value, 16)) * _MIX32_MULTIPLIERS[0]
     value = (value ^ _shift_right(value, 15)) * _MIX32_MULTIPLIERS[1]
     return value ^ _shift_right(value, 16)
@@ -183,13 +212,15 @@ def _shift_right(value: Tensor, count: int) -> Tensor:
 
 
 def order_keys(values: Tensor) -> Tensor:
-    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN gets any of them."""
+    """Integers ordered as the float32 values are: int64 of the same shape, 0 to 2^32 - 1. NaN gets
+    any of them."""
     bits = values.contiguous().view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
 
 
 def top_tokens(values: Tensor, count: int) -> Tensor:
-    """The token ids of the `count` largest values of each row, best first, equal values by lower id.
+    """The token ids of the `count` largest values of each row, best first, equal values by lower
+    id.
 
     values: float32 [R, V], V at most 2^20; result int64 [R, min(count, V)].
     """
@@ -200,17 +231,21 @@ def top_tokens(values: Tensor, count: int) -> Tensor:
 
 
 def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """The largest key such that everything at or above it weighs at least `needed`; found digit by digit, no sort.
+    """The largest key such that everything at or above it weighs at least `needed`; found digit by
+    digit, no sort.
 
-    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1 to the row's sum.
-    Integer sums do not depend on the order of adding, so neither does the result: int64 [R]. A row whose arguments
-    break these rules (its logits were NaN) gets some key, and never an index out of range.
+    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1
+    to the row's sum. Integer sums do not depend on the order of adding, so neither does the result:
+    int64 [R]. A row whose arguments break these rules (its logits were NaN) gets some key, and
+    never an index out of range.
     """
     prefix = torch.zeros_like(needed)
     for shift in _SHIFTS:
         in_prefix = (keys >> (shift + _DIGIT_BITS)) == prefix[:, None]
         digit = (keys >> shift) & (_DIGITS - 1)
-        histogram = weights.new_zeros(keys.shape[0], _DIGITS).scatter_add_(1, digit, weights * in_prefix)
+        histogram = weights.new_zeros(keys.shape[0], _DIGITS).scatter_add_(
+            1, digit, weights * in_prefix
+        )
         at_or_above = histogram.flip(1).cumsum(1).flip(1)
         chosen = (at_or_above >= needed[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
         above = at_or_above.gather(1, chosen) - histogram.gather(1, chosen)

@@ -27,16 +27,23 @@ class AnswerUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
     prompt_tokens: int | None  # None where a server has not told (yet)
-    cached_tokens: int | None  # prompt tokens whose KV came from the prefix cache; None where a server does not tell
+    # prompt tokens whose KV came from the prefix cache; None where a server does not tell
+    cached_tokens: int | None
     completion_tokens: int
     metrics: RequestMetrics  # times of the first sample
-    steps: int | None = None  # in which the tokens came; None where each is a step's only one, or nobody can tell
+    # in which the tokens came; None where each is a step's only one, or nobody can tell
+    steps: int | None = None
 
     @classmethod
-    def of(cls, output: RequestOutput, completion_tokens: int, steps: int | None = None) -> "AnswerUsage":
-        """The usage of a whole output, or of the last delta of a stream, with the tokens of all samples or deltas."""
+    def of(
+        cls, output: RequestOutput, completion_tokens: int, steps: int | None = None
+    ) -> "AnswerUsage":
+        """The usage of a whole output, or of the last delta of a stream, with the tokens of all
+        samples or deltas."""
         metrics = output.outputs[0].metrics
-        return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, metrics, steps)
+        return cls(
+            len(output.prompt_token_ids), output.cached_tokens, completion_tokens, metrics, steps
+        )
 
     @property
     def total_tokens(self) -> int | None:
@@ -47,7 +54,8 @@ class AnswerUsage:
 
     @property
     def prefill_rate(self) -> float | None:
-        """Prompt tokens computed (not cached) per second, from the first plan to the first token."""
+        """Prompt tokens computed (not cached) per second, from the first plan to the first
+        token."""
         start, end = self.metrics.first_scheduled_time, self.metrics.first_token_time
         if start is None or end is None or end <= start or self.prompt_tokens is None:
             return None
@@ -78,14 +86,17 @@ class ChatAnswer:
 
     text: str
     reasoning: (
-        str  # told apart from the text already; while the answer goes on, ``text`` may hold more of it between tags
+        # told apart from the text already; while the answer goes on, ``text`` may hold more of it
+        # between tags
+        str
     )
     usage: AnswerUsage  # until now
     finish_reason: str | None  # None while it goes on, and when it was interrupted
     marks: tuple[tuple[int, int], ...] = ()  # see `CompletionOutput`
 
     def line(self, context: int | None) -> str:
-        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
+        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer
+        together, if known."""
         usage = self.usage
         prompt, new, whole = "{} prompt", "{} new", "context {}"
         if usage.cached_tokens is not None:
@@ -128,32 +139,39 @@ class ChatAnswer:
 
 
 Answers = Generator[ChatAnswer, None, None]
-"""Pieces of an answer, each with its new text; closing the generator ends the work on the answer."""
+"""Pieces of an answer, each with its new text; closing the generator ends the work on the
+answer."""
 
 
 class ContextFull(RuntimeFailure):
-    """The conversation does not fit into the context; only a server of which no context is known finds out so late."""
+    """The conversation does not fit into the context; only a server of which no context is known
+    finds out so late."""
 
 
 class LocalModel:
     """An LLM in this process, opened when it is first asked for, or by `start` in a thread before.
 
-    ``open_llm`` opens it, with a function for the progress or one of its own. The seeds of answers are drawn from the
-    user's ``seed``. ``notify`` gets the LLM's notice once it is open.
+    ``open_llm`` opens it, with a function for the progress or one of its own. The seeds of answers
+    are drawn from the user's ``seed``. ``notify`` gets the LLM's notice once it is open.
     """
 
     def __init__(
-        self, name: str, open_llm: "Callable[..., nanoserve.LLM]", notify: Callable[[str], None], seed: int | None
+        self,
+        name: str,
+        open_llm: "Callable[..., nanoserve.LLM]",
+        notify: Callable[[str], None],
+        seed: int | None,
     ) -> None:
         self.name, self.seed, self._open, self._notify = name, seed, open_llm, notify
-        self.thinking: bool | None = None  # None leaves it to the model's chat template whether it reasons
+        # None leaves it to the model's chat template whether it reasons
+        self.thinking: bool | None = None
         self._opening: Future[nanoserve.LLM] | None = None
         self._stage: tuple[str, int, int] | None = None
         self._is_closed = False
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
-        """Open the LLM in a thread, and begin there to compile what makes answers faster. Starting again does nothing.
-        If it cannot be opened, the thread calls ``failed``."""
+        """Open the LLM in a thread, and begin there to compile what makes answers faster. Starting
+        again does nothing. If it cannot be opened, the thread calls ``failed``."""
         if self._opening is None and "llm" not in vars(self):
             self._opening = ThreadPoolExecutor(1).submit(self._open_ahead)
             self._opening.add_done_callback(partial(_tell_failure, failed))
@@ -166,11 +184,13 @@ class LocalModel:
     def _note(self, what: str, done: int, total: int) -> None:
         self._stage = what, done, total
         if self._is_closed:
-            raise KeyboardInterrupt  # loading frees everything, as it does when Ctrl-C interrupts it
+            # loading frees everything, as it does when Ctrl-C interrupts it
+            raise KeyboardInterrupt
 
     @cached_property
     def llm(self) -> "nanoserve.LLM":
-        """The open LLM; its progress is shown while it is waited for. Raises NanoserveError if it cannot be opened."""
+        """The open LLM; its progress is shown while it is waited for. Raises NanoserveError if it
+        cannot be opened."""
         if self._opening is None:
             llm = self._open()
         else:
@@ -204,7 +224,9 @@ class LocalModel:
         """The most tokens of prompt and answer."""
         return self.llm.built.max_model_len
 
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
+    def count_tokens(
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> int | None:
         """Count the conversation's tokens as the model sees it; None if the count is unknown."""
         return len(self._encode(conversation, add_generation_prompt=add_generation_prompt))
 
@@ -225,9 +247,13 @@ class LocalModel:
             return switch.on
         return switch.off
 
-    def _encode(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
+    def _encode(
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> list[int]:
         return self.llm.tokenizer.encode_chat(
-            conversation, add_generation_prompt=add_generation_prompt, template_arguments=self._template_arguments()
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            template_arguments=self._template_arguments(),
         )
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:

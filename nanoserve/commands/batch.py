@@ -1,4 +1,5 @@
-"""Offline batches: all rows of a file at once through the engine, each result written as it finishes."""
+"""Offline batches: all rows of a file at once through the engine, each result written as it
+finishes."""
 
 import sys
 import time
@@ -26,17 +27,26 @@ from nanoserve.engine.settings_chooser import settings_chooser
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import CompletionOutput, RequestOutput, RequestShape, SamplingParams, SequenceUpdate
+from nanoserve.request import (
+    CompletionOutput,
+    RequestOutput,
+    RequestShape,
+    SamplingParams,
+    SequenceUpdate,
+)
 from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
 
-_SAMPLED_ROWS = 200  # the most rows whose prompts are tokenized; the others are taken to be like them
+# the most rows whose prompts are tokenized; the others are taken to be like them
+_SAMPLED_ROWS = 200
 _USUAL_ANSWER = 256  # tokens of an answer without a limit, to choose a layout by
-_MOVING = -1  # a phase is its layout's number, or this while an engine changes from one layout to another
+# a phase is its layout's number, or this while an engine changes from one layout to another
+_MOVING = -1
 
 
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> None:
-    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail."""
+    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not
+    make it fail."""
     rows = read_rows(source)
     if target.exists() and source.samefile(target):
         raise UsageError("--file and --output are the same file")
@@ -45,13 +55,18 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
         if not open_rows:
             say(f"all {len(rows)} rows are in {target} already")
             return
-        batch = _Batch(results, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic())
+        batch = _Batch(
+            results, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic()
+        )
         try:
             batch.answer(open_rows)
         except (KeyboardInterrupt, WorkersFailed) as error:
             state = batch.summary(target)
             state += "," if batch.phases is None else ";"
-            state += f" {len(open_rows) - batch.written} rows are left; the same command goes on from here"
+            state += (
+                f" {len(open_rows) - batch.written} rows are left; the same command goes on from "
+                "here"
+            )
             if isinstance(error, WorkersFailed):
                 state = f"{error}; {state}"
             raise type(error)(state) from None
@@ -62,16 +77,18 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
 class Phases:
     """The phases of engines with two layouts, and their rates, as seen between their steps.
 
-    Where there are several engines, a second that one of them spends in a phase counts as its part of a second, so
-    rates are those of all engines in that phase.
+    Where there are several engines, a second that one of them spends in a phase counts as its part
+    of a second, so rates are those of all engines in that phase.
     """
 
     layouts: Sequence[ParallelLayout]  # for prompts and for decodes, of all engines together
-    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # in each phase
+    # in each phase
+    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     prompts: int = 0  # prompts with a known first token
     prompt_tokens: int = 0
     answer_tokens: int = 0  # generated tokens without these first ones
-    pool_share: float = 0.0  # the share of the blocks in host memory that are in use, and the largest that was seen
+    # the share of the blocks in host memory that are in use, and the largest that was seen
+    pool_share: float = 0.0
     fullest: float = 0.0
     _seen: float = 0.0
     _transitions: int = 0
@@ -79,7 +96,8 @@ class Phases:
     _begun: set[tuple[str, int]] = field(default_factory=set)
 
     def observe(self, now: float, updates: Sequence[SequenceUpdate], status: EngineStatus) -> None:
-        """Count what sequences gained until now, and the time since the last call to the phase that was then seen."""
+        """Count what sequences gained until now, and the time since the last call to the phase that
+        was then seen."""
         for update in updates:
             self.answer_tokens += len(update.new_tokens)
             sample = update.request_id, update.index
@@ -88,7 +106,9 @@ class Phases:
                 self.answer_tokens -= 1
                 if update.index == 0:  # further samples of a prompt begin with the KV of the first
                     self.prompts += 1
-                    self.prompt_tokens += update.sequence.prompt_length - update.sequence.cached_tokens
+                    self.prompt_tokens += (
+                        update.sequence.prompt_length - update.sequence.cached_tokens
+                    )
         for update in updates:
             if update.finished:
                 self._begun.discard((update.request_id, update.index))
@@ -103,11 +123,14 @@ class Phases:
 
     @property
     def state(self) -> str:
-        """Phase, rates, host memory and transitions, for now; if phases differ, the number of engines in each."""
+        """Phase, rates, host memory and transitions, for now; if phases differ, the number of
+        engines in each."""
         prefill, decode = self.layouts
         phases = {0: f"prefill {prefill.name}", 1: f"decode {decode.name}", _MOVING: "moving"}
         counts = Counter(self._phases or [0])
-        names = [f"{number} {phases[phase]}" for phase, number in sorted(counts.items(), reverse=True)]
+        names = [
+            f"{number} {phases[phase]}" for phase, number in sorted(counts.items(), reverse=True)
+        ]
         if len(counts) == 1:
             names = [phases[phase] for phase in counts]
         return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
@@ -117,7 +140,8 @@ class Phases:
         return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
-        """Seconds until ``rows`` are done, at the pace of the ``finished`` ones with ``tokens``; None before any."""
+        """Seconds until ``rows`` are done, at the pace of the ``finished`` ones with ``tokens``;
+        None before any."""
         if not finished or not self.prompts:
             return None
         prompts_left = max(0, rows - self.prompts)
@@ -125,13 +149,18 @@ class Phases:
         if tokens_left and not self.answer_tokens:
             return None
         prefill, decode = self.seconds[0], self.seconds[1]
-        seconds = prompts_left * prefill / self.prompts + tokens_left * decode / max(1, self.answer_tokens)
+        seconds = prompts_left * prefill / self.prompts + tokens_left * decode / max(
+            1, self.answer_tokens
+        )
         return seconds * (1 + self.seconds[_MOVING] / max(prefill + decode, 1e-9))
 
     @property
     def _rates(self) -> str:
         prefill, decode = self.layouts
-        return f"{prefill.name} {self._rate(0, self.prompt_tokens)}, {decode.name} {self._rate(1, self.answer_tokens)}"
+        return (
+            f"{prefill.name} {self._rate(0, self.prompt_tokens)}, {decode.name} "
+            f"{self._rate(1, self.answer_tokens)}"
+        )
 
     def _rate(self, phase: int, tokens: int) -> str:
         if not self.seconds[phase]:
@@ -196,14 +225,17 @@ class _Batch:
                     if isinstance(outcome, NanoserveError) or result.get("error") not in failures:
                         self._write(items[position][0], result)
                         continue
-                    # An engine failed, not the row. Its rows are left for the next run; other engines go on.
+                    # An engine failed, not the row. Its rows are left for the next run; other
+                    # engines go on.
                     lost = result["error"]
                     if engine.failure is not None:
                         raise WorkersFailed(engine.failure)
         if lost is not None:
             raise WorkersFailed(lost)
 
-    def _expected(self, rows: Sequence[PromptRow], tokenizer: Tokenizer, longest: int) -> list[RequestShape]:
+    def _expected(
+        self, rows: Sequence[PromptRow], tokenizer: Tokenizer, longest: int
+    ) -> list[RequestShape]:
         """The lengths of the rows to come, before anything is loaded."""
         usual, items = SamplingParams(max_tokens=_USUAL_ANSWER), []
         for row in rows:
@@ -211,10 +243,13 @@ class _Batch:
                 items.append((row.prompt, sampling_params(usual, self.settings, row.settings)))
         return _shapes(tokenizer, longest, items)
 
-    def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> Iterator[tuple[PromptRow, SamplingParams]]:
+    def _items(
+        self, rows: Sequence[PromptRow], defaults: SamplingParams
+    ) -> Iterator[tuple[PromptRow, SamplingParams]]:
         """The rows with their settings; rows whose settings are wrong end as errors."""
         for row in rows:
-            # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
+            # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats
+            # what it began.
             seed = {}
             if self.engine.seed is not None:
                 seed["seed"] = (self.engine.seed + row.index) % 2**63
@@ -250,14 +285,21 @@ class _Batch:
 
     @contextmanager
     def _progress_bar(self) -> Iterator[Callable[[], None]]:
-        """Yield a function that draws rows, tokens/s, time left and phases on a terminal; most calls draw nothing."""
+        """Yield a function that draws rows, tokens/s, time left and phases on a terminal; most
+        calls draw nothing."""
         if not is_terminal(sys.stderr):
             yield lambda: None
             return
-        left_column = TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
+        left_column = (
+            TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
+        )
         rate_column = TextColumn("{task.fields[rate]} tokens/s, left")
-        bars = Progress(BarColumn(), MofNCompleteColumn(), rate_column, left_column, auto_refresh=False)
-        task = bars.add_task("rows", total=self.total, completed=self.done_before + self.written, rate="-", left="-")
+        bars = Progress(
+            BarColumn(), MofNCompleteColumn(), rate_column, left_column, auto_refresh=False
+        )
+        task = bars.add_task(
+            "rows", total=self.total, completed=self.done_before + self.written, rate="-", left="-"
+        )
         with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
             drawn = 0.0
 
@@ -268,7 +310,12 @@ class _Batch:
                     return
                 drawn = now
                 rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
-                bars.update(task, completed=self.done_before + self.written, rate=rate, left=self._time_left())
+                bars.update(
+                    task,
+                    completed=self.done_before + self.written,
+                    rate=rate,
+                    left=self._time_left(),
+                )
                 shown: RenderableType = bars
                 if self.phases is not None:
                     shown = Group(bars, Text(self.phases.state, no_wrap=True, overflow="ellipsis"))
@@ -278,7 +325,8 @@ class _Batch:
             draw(at_end=True)  # all rows are done
 
     def _time_left(self) -> str:
-        """The time until all rows are done, by the pace of the phases; a dash where it is unknown."""
+        """The time until all rows are done, by the pace of the phases; a dash where it is
+        unknown."""
         if self.phases is None:
             return "-"
         rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
@@ -289,7 +337,8 @@ class _Batch:
 
 
 def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The row written for an outcome. The answer to a conversation needs the ``tokenizer``, which knows its form."""
+    """The row written for an outcome. The answer to a conversation needs the ``tokenizer``, which
+    knows its form."""
     if isinstance(outcome, NanoserveError):
         return {"error": str(outcome)}
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)
@@ -300,7 +349,9 @@ def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None
     pieces = [_pieces(sample, outcome.prompt_token_ids, tokenizer) for sample in samples]
     columns: dict[str, list[Any]] = {
         "text": ["".join(text for part, text in each if part == "answer") for each in pieces],
-        "reasoning": ["".join(text for part, text in each if part == "thinking") for each in pieces],
+        "reasoning": [
+            "".join(text for part, text in each if part == "thinking") for each in pieces
+        ],
         "finish_reason": [sample.finish_reason for sample in samples],
     }
     if not any(columns["reasoning"]):
@@ -310,7 +361,9 @@ def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None
     return {**{name: values[0] for name, values in columns.items()}, "usage": usage}
 
 
-def _pieces(sample: CompletionOutput, prompt: Sequence[int], tokenizer: Tokenizer | None) -> list[Piece]:
+def _pieces(
+    sample: CompletionOutput, prompt: Sequence[int], tokenizer: Tokenizer | None
+) -> list[Piece]:
     """The reasoning and the text of a sample."""
     if tokenizer is None:
         return [("answer", sample.text)]
@@ -318,17 +371,25 @@ def _pieces(sample: CompletionOutput, prompt: Sequence[int], tokenizer: Tokenize
 
 
 def advice_for(
-    llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
+    llm: "nanoserve.LLM",
+    layouts: Sequence[ParallelLayout],
+    items: Sequence[tuple[Any, SamplingParams]],
 ) -> str | None:
-    """The planner's prediction for prompts with their settings, and a faster choice; None without speeds."""
+    """The planner's prediction for prompts with their settings, and a faster choice; None without
+    speeds."""
     speeds, shapes = llm.built.speeds, _shapes(llm.tokenizer, llm.built.max_model_len, items)
     if speeds is None or not shapes:
         return None
-    return settings_chooser().advise_on_batch(llm.built.model, llm.built.config, speeds, llm.status, layouts, shapes)
+    return settings_chooser().advise_on_batch(
+        llm.built.model, llm.built.config, speeds, llm.status, layouts, shapes
+    )
 
 
-def _shapes(tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
-    """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
+def _shapes(
+    tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]
+) -> list[RequestShape]:
+    """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as
+    they may become."""
     count, shapes = min(len(items), _SAMPLED_ROWS), []
     for place in range(count):
         prompt, params = items[place * len(items) // count]

@@ -1,7 +1,7 @@
 """The two files of an offline batch: rows of prompts going in, rows of results coming out.
 
-A result file only ever grows, a whole line at a time. What a killed run left is read back: finished rows are not
-computed again, and a torn last line is cut off.
+A result file only ever grows, a whole line at a time. What a killed run left is read back: finished
+rows are not computed again, and a torn last line is cut off.
 """
 
 import fcntl
@@ -40,13 +40,17 @@ class PromptRow(msgspec.Struct, frozen=True):
     @property
     def repeated(self) -> "PromptRow":
         """The row as an error, where one before it has the same id."""
-        return PromptRow(self.index, self.id, error=f"the id {shown(self.id)} appears a second time")
+        return PromptRow(
+            self.index, self.id, error=f"the id {shown(self.id)} appears a second time"
+        )
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows. Raises UsageError."""
+    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
+    Raises UsageError."""
     try:
-        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()  # Windows' editors begin files with the mark
+        # Windows' editors begin files with the mark
+        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row
@@ -98,22 +102,29 @@ def _json_row(index: int, line: bytes) -> PromptRow:
 class ResultFile:
     """Appends result rows. Use it as a context manager.
 
-    Raises UsageError if it is no regular file or holds anything but results, and RuntimeFailure if it cannot be
-    written, or another run is writing it.
+    Raises UsageError if it is no regular file or holds anything but results, and RuntimeFailure if
+    it cannot be written, or another run is writing it.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self._answered: set[tuple[str, str | int]] = set()
-        self._errors: dict[tuple[int, str | int | None], str] = {}  # by line, as two lines may have one id
+        # by line, as two lines may have one id
+        self._errors: dict[tuple[int, str | int | None], str] = {}
         with unwritable_as_failure(path), ExitStack() as opened:
             if path.exists() and not path.is_file():
-                raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
-            # Opened or made in one step: asking first whether the file is there would let two runs make it twice.
+                raise UsageError(
+                    f"{path} is no regular file; --output is one, because the next run reads it "
+                    "back"
+                )
+            # Opened or made in one step: asking first whether the file is there would let two runs
+            # make it twice.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             self._file = opened.enter_context(open(descriptor, "r+b"))
             with suppress(OSError):  # a file system that knows no locks
-                try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
+                # two runs would write over each other's rows; the lock ends with the process,
+                # however it ends
+                try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     hint = "wait for it, or choose another --output"
@@ -129,7 +140,8 @@ class ResultFile:
             self._file.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Add one row; it is with the operating system when this returns. Raises RuntimeFailure if the disk is full."""
+        """Add one row; it is with the operating system when this returns. Raises RuntimeFailure if
+        the disk is full."""
         with unwritable_as_failure(self._path):
             self._file.write(msgspec.json.encode(result) + b"\n")
             self._file.flush()
@@ -139,7 +151,8 @@ class ResultFile:
         if row.error is None and row.key in self._answered:
             return True
         error = self._errors.get((row.index, row.id))
-        # That an id is taken depends on other lines. When they have changed, the row is still to be answered.
+        # That an id is taken depends on other lines. When they have changed, the row is still to be
+        # answered.
         return error is not None and (row.error is not None or error != row.repeated.error)
 
     def _read_back(self) -> None:
@@ -148,7 +161,9 @@ class ResultFile:
             try:
                 result = msgspec.json.decode(line, type=PromptRow)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                if not line.endswith(b"\n") and (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
+                if not line.endswith(b"\n") and (
+                    line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)
+                ):
                     break  # a killed run left half of its last row
                 what = f"{self._path} line {number} is not a result of a batch"
                 raise UsageError(f"{what}; choose another --output") from None
@@ -157,7 +172,8 @@ class ResultFile:
             else:
                 self._errors[result.index, result.id] = result.error
             end += len(line)
-            if not line.endswith(b"\n"):  # cut off just before the line break: the row itself is whole
+            # cut off just before the line break: the row itself is whole
+            if not line.endswith(b"\n"):
                 self._file.seek(0, os.SEEK_END)
                 self._file.write(b"\n")
                 end += 1

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
-from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, WorkersOptions, check_utf8
+from nanoserve.commands.engine_options import (
+    SamplingOptions,
+    ServerOptions,
+    WorkersOptions,
+    check_utf8,
+)
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
 from nanoserve.commands.terminal import (
@@ -36,10 +41,14 @@ if TYPE_CHECKING:
 
 class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
     message: str | None = argument(None, "Answer this and exit. Piped input is added to it.")
-    system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
+    system: str | None = option(
+        None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT"
+    )
     json: bool = option(False, "One JSON object instead of text.")
     plain: bool = option(False, "Do not render markdown on a terminal.")
-    thinking: str | None = option(None, "Whether the model reasons, if it has a switch.", choices=("on", "off"))
+    thinking: str | None = option(
+        None, "Whether the model reasons, if it has a switch.", choices=("on", "off")
+    )
     hide_thinking: bool = option(False, "Do not show reasoning.")
     continue_: bool = option(False, "Continue the last conversation.", variables=())
     no_history: bool = option(False, "Log no conversations and no input lines.")
@@ -64,7 +73,8 @@ def run(options: ChatOptions) -> None:
         check_utf8(options.system, "the system prompt")
     model: LocalModel | RemoteModel
     if options.url is None:
-        EngineConfig(**options.settings())  # wrong settings are refused before anything is downloaded
+        # wrong settings are refused before anything is downloaded
+        EngineConfig(**options.settings())
         found = options.find_model()
         model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
     else:
@@ -88,7 +98,9 @@ def run(options: ChatOptions) -> None:
         pieces = session.ask(question)
         if not options.json:
             hide_thinking = options.hide_thinking or options.thinking == "off"
-            return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=hide_thinking))
+            return _show_answer(
+                session, pieces, _printer(plain=options.plain, hide_thinking=hide_thinking)
+            )
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
@@ -101,7 +113,8 @@ def _remote_model(options: ChatOptions) -> "RemoteModel":
 
 
 def _question(message: str | None) -> str | None:
-    """The message to answer, or None if there is a terminal to talk on. Raises UsageError for no text and no UTF-8."""
+    """The message to answer, or None if there is a terminal to talk on. Raises UsageError for no
+    text and no UTF-8."""
     if message is not None:
         check_utf8(message, "the message")
     watched = sys.stdin is not None and sys.stdin.isatty()
@@ -122,7 +135,8 @@ _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # names in other c
 
 
 class Conversation:
-    """An interactive chat: lines that begin with a slash are commands, the others go to the model."""
+    """An interactive chat: lines that begin with a slash are commands, the others go to the
+    model."""
 
     def __init__(self, session: ChatSession, options: ChatOptions):
         self._session, self._options = session, options
@@ -132,13 +146,25 @@ class Conversation:
             "help": (self._help, "", "this list"),
             "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
             "system": (self._system, "[TEXT]", "set the system prompt; without text, remove it"),
-            "set": (self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
+            "set": (
+                self._set,
+                "NAME=VALUE",
+                f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it",
+            ),
             "show": (self._show, "", "model, system prompt and settings"),
             "stats": (self._stats, "", "tokens and times of the last answer"),
-            "think": (self._think, "[on|off]", "let the model reason or not; alone, show its last reasoning"),
+            "think": (
+                self._think,
+                "[on|off]",
+                "let the model reason or not; alone, show its last reasoning",
+            ),
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
             "load": (self._load, "FILE", "go on with a saved conversation"),
-            "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
+            "regen": (
+                lambda _: self._answer(session.regenerate),
+                "",
+                "answer the last message again",
+            ),
             "undo": (self._undo, "", "take back the last message and its answer"),
             "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
             "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
@@ -197,11 +223,15 @@ class Conversation:
     def _help(self, argument: str) -> str:
         rows = {}
         for name, (_, usage, help) in self._table.items():
-            calls = [f"/{name}"] + [f"/{alias}" for alias, command in _ALIASES.items() if command == name]
+            calls = [f"/{name}"] + [
+                f"/{alias}" for alias, command in _ALIASES.items() if command == name
+            ]
             rows[f"{', '.join(calls)} {usage}".rstrip()] = help
         width = max(map(len, rows))
         lines = [f"  {call:<{width}}  {help}" for call, help in rows.items()]
-        lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')
+        lines.append(
+            '  """ begins and ends a message of several lines; a paste may have several lines, too'
+        )
         lines.append("  Ctrl-C stops an answer (what there is of it is kept), Ctrl-D leaves")
         return "\n".join(lines)
 
@@ -227,7 +257,11 @@ class Conversation:
         context = "1 turn" if turns == 1 else f"{turns} turns"
         if used is not None:
             context = f"{used} of {most or 'unknown'} tokens, {context}"
-        lines = [f"model    {session.model.name}", f"context  {context}", f"system   {session.system or '(none)'}"]
+        lines = [
+            f"model    {session.model.name}",
+            f"context  {context}",
+            f"system   {session.system or '(none)'}",
+        ]
         lines += [f"  {self._setting(name)}" for name in CHANGEABLE]
         return "\n".join(lines)
 
@@ -240,7 +274,8 @@ class Conversation:
         if not given and session.model.defaults is None:
             return f"{name} = (the server's default)"
         value = getattr(session.sampling_params(), name)
-        shown = "none" if value is None else json.dumps(value, ensure_ascii=False)  # as ``/set`` would take it
+        # as ``/set`` would take it
+        shown = "none" if value is None else json.dumps(value, ensure_ascii=False)
         if given:
             return f"{name} = {shown}"
         return f"{name} = {shown}  (the model's default)"
@@ -251,7 +286,8 @@ class Conversation:
         return self._session.last_answer.line(self._session.model.context)
 
     def _think(self, argument: str) -> str:
-        """Set the template's own switch; reasoning that a model without one writes is at least not shown."""
+        """Set the template's own switch; reasoning that a model without one writes is at least not
+        shown."""
         if not argument:
             return self._last_reasoning()
         if argument not in ("on", "off"):
@@ -305,7 +341,8 @@ class Conversation:
         self._has_ended = True
 
     def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
-        """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
+        """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing
+        else."""
         printer = _printer(plain=self._options.plain, hide_thinking=not self._thinking)
         before = self._session.last_answer
         with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
@@ -326,7 +363,8 @@ def _path(argument: str, command: str) -> Path:
 
 
 def _name_and_value(argument: str) -> tuple[str, Any]:
-    """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``, ``seed=none``."""
+    """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``,
+    ``seed=none``."""
     separator = "=" if "=" in argument else " "
     name, _, text = argument.partition(separator)
     name, text = name.strip().replace("-", "_"), text.strip()
@@ -340,7 +378,9 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
         return name, json.loads(text)
     except ValueError:
         if name == "stop":
-            raise UsageError(f'stop takes a text or a JSON list of texts, as ["a", "b"], not {text:.60}') from None
+            raise UsageError(
+                f'stop takes a text or a JSON list of texts, as ["a", "b"], not {text:.60}'
+            ) from None
         return name, text  # whoever checks it knows the values
 
 
@@ -362,7 +402,8 @@ def _printer(*, plain: bool, hide_thinking: bool) -> "AnswerPrinter":
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter") -> None:
-    """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
+    """Show an answer as it comes. A notice ends the text above it: the printer may not find its
+    lines again."""
 
     def notify(notice: str) -> None:
         printer.finish()

@@ -1,4 +1,5 @@
-"""A conversation with a model, without any terminal: turns, settings, and dropping old turns from a full context."""
+"""A conversation with a model, without any terminal: turns, settings, and dropping old turns from a
+full context."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from nanoserve.commands.answers import LocalModel
     from nanoserve.commands.remote_model import RemoteModel
 
-_ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
+# the oldest turns make room until a quarter of the context is left for the answer
+_ANSWER_SHARE = 4
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)  # by /set
+# by /set
+CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
 
 _MOST_LOGS = 100
 
@@ -32,7 +35,8 @@ Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of one side. ``interrupted`` marks an answer that Ctrl-C cut short; the model does not see the mark."""
+    """One turn of one side. ``interrupted`` marks an answer that Ctrl-C cut short; the model does
+    not see the mark."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -40,7 +44,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class SavedTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a saved conversation: its newest turns. ``/save`` writes all in one line, a log a line per answer."""
+    """One line of a saved conversation: its newest turns. ``/save`` writes all in one line, a log a
+    line per answer."""
 
     messages: list[Message]
     position: int = 0  # how many of the messages before them stay
@@ -50,13 +55,17 @@ class SavedTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 @dataclass(slots=True)
 class ChatSession:
-    """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
+    """Turns and settings; whatever the model needs the caller's thread for is done while an answer
+    is iterated."""
 
     model: "LocalModel | RemoteModel"
-    notify: Callable[[str], None]  # called with one line when something happens that the user should know
+    # called with one line when something happens that the user should know
+    notify: Callable[[str], None]
     system: str | None = None  # the system prompt, always kept
-    settings: dict[str, Any] = field(default_factory=dict)  # changes of the model's defaults, by /set and flags
-    turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
+    # changes of the model's defaults, by /set and flags
+    settings: dict[str, Any] = field(default_factory=dict)
+    # user and assistant in alternation, a user's first
+    turns: list[Message] = field(default_factory=list)
     last_answer: ChatAnswer | None = None  # also when it was interrupted
     answers: int = 0
     logs: Path | None = None  # the directory of conversations; None logs nothing
@@ -66,8 +75,9 @@ class ChatSession:
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So it is
-        if the model fails in the midst, with NanoserveError; without any answer the history is as before.
+        ``steps`` goes through the model's steps and may end early: what there is of the answer is
+        kept then. So it is if the model fails in the midst, with NanoserveError; without any answer
+        the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)
@@ -104,13 +114,16 @@ class ChatSession:
             failure = error
         yield from collected(parser.push("", ended=True))
         if last is not None:
-            last = self.last_answer = replace(last, text=texts["answer"], reasoning=texts["thinking"])
+            last = self.last_answer = replace(
+                last, text=texts["answer"], reasoning=texts["thinking"]
+            )
         self._conclude(message, last)
         if failure is not None:
             raise failure
 
     def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
-        """Ask for the last answer again; the old one stays if there is no new one. Raises UsageError without one."""
+        """Ask for the last answer again; the old one stays if there is no new one. Raises
+        UsageError without one."""
         old = self.turns[-2:]
         question = self.undo()
         count = self.answers
@@ -122,7 +135,8 @@ class ChatSession:
                 self._record(len(old))
 
     def undo(self) -> str:
-        """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
+        """Take back the last question and its answer; returns the question. Raises UsageError if
+        there is none."""
         if not self.turns:
             raise UsageError("there is no answer yet")
         question, _answer = self.turns[-2:]
@@ -134,10 +148,13 @@ class ChatSession:
         self.turns, self.last_answer, self._log = [], None, None
 
     def change(self, name: str, value: object) -> None:
-        """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
+        """Change one setting; None puts the default back. Raises UsageError for a wrong name or
+        value."""
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
-            raise UsageError(f"unknown setting {shown(name)}{guess}; there are {', '.join(CHANGEABLE)}")
+            raise UsageError(
+                f"unknown setting {shown(name)}{guess}; there are {', '.join(CHANGEABLE)}"
+            )
         settings = self.settings | {name: value}
         if value is None:
             del settings[name]
@@ -145,7 +162,8 @@ class ChatSession:
         self.settings = settings
 
     def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
-        """The model's defaults, or neutral ones, with settings over them, by default this session's, checked."""
+        """The model's defaults, or neutral ones, with settings over them, by default this
+        session's, checked."""
         if settings is None:
             settings = self.settings
         return sampling_params(self.model.defaults or SamplingParams(), settings)
@@ -169,10 +187,16 @@ class ChatSession:
 
     def _line(self, first: int, position: int) -> bytes:
         """A line of a saved conversation, with the turns from ``first`` on."""
-        return msgspec.json.encode(SavedTurns(self.turns[first:], position, self.system, self.settings)) + b"\n"
+        return (
+            msgspec.json.encode(
+                SavedTurns(self.turns[first:], position, self.system, self.settings)
+            )
+            + b"\n"
+        )
 
     def _record(self, new: int) -> None:
-        """Log the newest turns; a new file begins with all. Turns that were taken back are overwritten on reading."""
+        """Log the newest turns; a new file begins with all. Turns that were taken back are
+        overwritten on reading."""
         if self.logs is None or (new == 0 and self._log is None):
             return
         first = len(self.turns) - new
@@ -182,13 +206,17 @@ class ChatSession:
             with self._log.open("ab") as file:
                 file.write(self._line(first, self._dropped + first))
         except OSError as error:
-            self.notify(f"the conversation is not logged: cannot write to {self.logs}: {error.strerror}")
+            self.notify(
+                f"the conversation is not logged: cannot write to {self.logs}: {error.strerror}"
+            )
             self.logs = None
 
     def load(self, path: Path) -> None:
-        """Take over a saved conversation and its settings. Raises UsageError, and stays as it was, for other files."""
+        """Take over a saved conversation and its settings. Raises UsageError, and stays as it was,
+        for other files."""
         content = read_bytes(path, UsageError)
-        whole = content[: content.rfind(b"\n") + 1] or content  # a full disk may have cut a log's last line
+        # a full disk may have cut a log's last line
+        whole = content[: content.rfind(b"\n") + 1] or content
         try:
             lines = msgspec.json.Decoder(SavedTurns).decode_lines(whole)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -204,23 +232,32 @@ class ChatSession:
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
         SamplingParams.from_mapping(settings)
         if [turn.role for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
-            raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
+            raise UsageError(
+                f"{path} is not a saved chat: user and assistant must take turns, the user first"
+            )
         self.reset()
         self.system, self.turns, self.settings = lines[-1].system, turns, settings
 
     def context_used(self) -> int | None:
-        """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
+        """Tokens of the conversation so far, as the model would see it; None where nobody can
+        tell."""
         messages = self._for_model(self.turns)
         if not messages:
             return 0
         return self.model.count_tokens(messages, add_generation_prompt=False)
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
-        return [{"role": message.role, "content": message.content} for message in self.messages(turns)]
+        return [
+            {"role": message.role, "content": message.content} for message in self.messages(turns)
+        ]
 
     def _make_room(self, message: Message) -> None:
-        """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""
-        context, length = self.model.context, self.model.count_tokens(self._for_model(self.turns + [message]))
+        """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is
+        left to drop."""
+        context, length = (
+            self.model.context,
+            self.model.count_tokens(self._for_model(self.turns + [message])),
+        )
         if context is None or length is None:
             return
         room = min(context // _ANSWER_SHARE, self.sampling_params().max_tokens or context)
@@ -230,7 +267,9 @@ class ChatSession:
             kept = self.turns[2 * dropped :] + [message]
             length = self.model.count_tokens(self._for_model(kept)) or 0
         if length >= context:
-            raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
+            raise UsageError(
+                f"the message makes {length} tokens, the context holds {context}: shorten it"
+            )
         if dropped:
             self._drop(2 * dropped)
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
@@ -245,11 +284,19 @@ class ChatSession:
         if answer is None or not answer.text:  # some templates refuse an answer without text
             self.notify(f"{_why_without_text(answer)}; the message was taken back")
             return
-        self.turns += [message, Message("assistant", answer.text, interrupted=answer.finish_reason is None)]
+        self.turns += [
+            message,
+            Message("assistant", answer.text, interrupted=answer.finish_reason is None),
+        ]
         self._record(2)
         self.answers += 1
         total, context = answer.usage.total_tokens, self.model.context
-        if answer.finish_reason == "length" and total is not None and context is not None and total >= context:
+        if (
+            answer.finish_reason == "length"
+            and total is not None
+            and context is not None
+            and total >= context
+        ):
             self.notify("the answer was cut where the context ends")
 
 
@@ -265,7 +312,9 @@ def last_log(directory: Path) -> Path:
     """The newest conversation. Raises UsageError if there is none."""
     newest = max(directory.glob("*.jsonl"), default=None)
     if newest is None:
-        raise UsageError(f"there is no conversation to continue in {directory}; leave out --continue")
+        raise UsageError(
+            f"there is no conversation to continue in {directory}; leave out --continue"
+        )
     return newest
 
 

@@ -1,4 +1,5 @@
-"""Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
+"""Options about the model, the engine, its workers, sampling, and a server: most can be set by
+variables as well."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -37,7 +38,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def engine_option(name: str, **settings: Any) -> Any:
-    """The option of one setting of the engine, with the default and the help of EngineConfig's field."""
+    """The option of one setting of the engine, with the default and the help of EngineConfig's
+    field."""
     declared = EngineConfig.__dataclass_fields__[name]
     return option(declared.default, declared.metadata["help"], **settings)
 
@@ -47,7 +49,8 @@ _degree = partial(engine_option, minimum=1, maximum=MOST_PARALLEL)
 
 
 def _checked_policy(name: str, flag: str) -> str:
-    """The name, before anything is loaded. Raises UsageError if there is no such policy; a file is executed."""
+    """The name, before anything is loaded. Raises UsageError if there is no such policy; a file is
+    executed."""
     if name != AUTO:
         make_policy(name, token_budget=2**31)  # the engine checks again, with its own
     return name
@@ -56,7 +59,8 @@ def _checked_policy(name: str, flag: str) -> str:
 class EngineOptions(Options, panel="Engine", has_variables=True):
     model: str | None = option(
         None,
-        "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled storyteller.",
+        "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled "
+        "storyteller.",
         "-m",
         metavar="MODEL",
         panel=MODEL_PANEL,
@@ -65,16 +69,22 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     quantization: str | None = quantization_option()
     dtype: str = engine_option("dtype", choices=DTYPES, panel=MODEL_PANEL)
     device: str = engine_option("device", metavar="DEVICE")
-    offline: bool = engine_option("offline", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"])
+    offline: bool = engine_option(
+        "offline", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"]
+    )
     max_model_len: int | None = engine_option("max_model_len")
     kv_cache_memory: str | None = engine_option("kv_cache_memory", metavar="SIZE")
     block_size: int = engine_option("block_size")
     max_num_seqs: int = engine_option("max_num_seqs")
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
-    policy: str | None = engine_option("policy", metavar="NAME", suggestions=(*POLICIES, AUTO), parse=_checked_policy)
+    policy: str | None = engine_option(
+        "policy", metavar="NAME", suggestions=(*POLICIES, AUTO), parse=_checked_policy
+    )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = engine_option("eager")
-    speculate: str | None = engine_option("speculate", metavar="DRAFTER", suggestions=tuple(DRAFTERS))
+    speculate: str | None = engine_option(
+        "speculate", metavar="DRAFTER", suggestions=tuple(DRAFTERS)
+    )
     batch_invariant: bool = engine_option("batch_invariant")
     threads: int | None = option(
         None,
@@ -85,9 +95,14 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     seed: int | None = engine_option("seed", minimum=0, panel=SAMPLING_PANEL)
 
     def settings(self) -> dict[str, Any]:
-        """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
+        """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is
+        none."""
         known = {field.name for field in fields(EngineConfig)}
-        settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
+        settings = {
+            field.name: getattr(self, field.name)
+            for field in self._declared()
+            if field.name in known
+        }
         if self.seed is None:
             del settings["seed"]
         for name in ("kv_cache_memory", "host_kv_memory"):
@@ -102,14 +117,17 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         return fields(EngineOptions)
 
     def check_is_for_cpu(self) -> None:
-        """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
+        """Raise UsageError for a GPU: the command compares the engine with the best that this CPU
+        can do."""
         if self.device != "cpu":
             raise UsageError(
-                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
+                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve "
+                "bench gpu"
             )
 
     def flags(self) -> list[str]:
-        """All options of the engine as they are typed, so that environment variables have no effect on a child."""
+        """All options of the engine as they are typed, so that environment variables have no effect
+        on a child."""
         words = []
         for field in self._declared():
             value = getattr(self, field.name)
@@ -126,14 +144,18 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
             return resolve_model(self.model, offline=self.offline, progress=progress)
 
     def open_llm(
-        self, model: ResolvedModel | None = None, progress: Progress | None = None, expected: Any = None
+        self,
+        model: ResolvedModel | None = None,
+        progress: Progress | None = None,
+        expected: Any = None,
     ) -> "nanoserve.LLM":
-        """Load the model, by default the one that --model names; the caller closes it. Its progress is shown, unless
-        there is a function that takes it, and so is what was chosen, by the requests that LLM is told to expect. Raises
-        NanoserveError."""
+        """Load the model, by default the one that --model names; the caller closes it. Its progress
+        is shown, unless there is a function that takes it, and so is what was chosen, by the
+        requests that LLM is told to expect. Raises NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
-        with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+        # libraries go on half imported, and fail later in their own words
+        with deferred_interrupts():
             from nanoserve.llm import LLM
         with show_progress() if progress is None else nullcontext(progress) as told:
             llm = LLM(model or self.model, progress=told, expected=expected, **settings)
@@ -143,7 +165,8 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
 
 class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
-    """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
+    """An engine whose model may be divided over several worker processes, and whose run can be
+    recorded."""
 
     parallel: str | None = engine_option("parallel", choices=(AUTO,))
     devices: int | None = _degree("devices")
@@ -153,11 +176,14 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
     pp_split: str | None = engine_option("pipeline_split", metavar="N,N")
     prefill_parallel: str | None = option(
         None,
-        "Layout for prompts, such as p4 or d2t2p2; with --decode-parallel, instead of --pp and --tp.",
+        "Layout for prompts, such as p4 or d2t2p2; with --decode-parallel, instead of --pp and "
+        "--tp.",
         metavar="NAME",
     )
     decode_parallel: str | None = option(
-        None, "Layout for decodes, such as t4: the same workers with other shares of the weights.", metavar="NAME"
+        None,
+        "Layout for decodes, such as t4: the same workers with other shares of the weights.",
+        metavar="NAME",
     )
     host_kv_memory: str | None = engine_option("host_kv_memory", metavar="SIZE")
     host_threads: int | None = engine_option("host_threads", minimum=1, maximum=MOST_THREADS)
@@ -169,34 +195,49 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
         return settings | {"pipeline_split": parsed_split(self.pp_split), "trace": self.record}
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """The only layout of all engines together, or the layouts of prompts and of decodes. Raises UsageError."""
+        """The only layout of all engines together, or the layouts of prompts and of decodes. Raises
+        UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
-            return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
+            return (
+                ParallelLayout(
+                    data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp
+                ),
+            )
         if (self.dp, self.pp, self.tp, self.pp_split) != (1, 1, 1, None):
             both = " and ".join(PAIR_OPTIONS)
             raise UsageError(f"{both} replace --dp, --pp, --tp and --pp-split: leave these out")
         if names[0].data_parallel != names[1].data_parallel:
-            both = " and ".join(f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, names, strict=True))
-            raise UsageError(f"{both} differ in D, the number of whole engines: give both layouts the same D")
+            both = " and ".join(
+                f"{option} {layout.name}"
+                for option, layout in zip(PAIR_OPTIONS, names, strict=True)
+            )
+            raise UsageError(
+                f"{both} differ in D, the number of whole engines: give both layouts the same D"
+            )
         return names
 
 
 class ServerOptions(Options, panel="Server", has_variables=True):
     url: str | None = option(
         None,
-        "An OpenAI-compatible server, such as http://127.0.0.1:8000; --model is then a name that it knows.",
+        "An OpenAI-compatible server, such as http://127.0.0.1:8000; --model is then a name that "
+        "it knows.",
         metavar="URL",
     )
     api_key: str | None = option(
-        None, "API key of the server.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
+        None,
+        "API key of the server.",
+        metavar="KEY",
+        variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"],
     )
 
     def client(self, engine: WorkersOptions) -> ApiClient:
-        """A client of the server at --url. The user is told which options of an ``engine`` of this process are given
-        and have no effect there. Raises UsageError for a wrong URL or key."""
+        """A client of the server at --url. The user is told which options of an ``engine`` of this
+        process are given and have no effect there. Raises UsageError for a wrong URL or key."""
         client = ApiClient(parse_url(self.url or ""), self.api_key)
-        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
+        # people set the last two once for all commands
+        effective = ("model", "seed", "offline", "threads")
         idle = []
         for field in fields(WorkersOptions):
             if field.name not in effective and getattr(engine, field.name) != field.default:
@@ -215,7 +256,9 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
     min_p: float | None = option(None, "Drop tokens below this share of the likeliest one.")
     max_tokens: int | None = option(None, "Longest answer; default: what fits.", "-n")
     # No environment variable: the parser would cut it at blanks, which stop texts often hold.
-    stop: list[str] | None = option(None, "Text that ends the answer (may be repeated).", metavar="TEXT", variables=())
+    stop: list[str] | None = option(
+        None, "Text that ends the answer (may be repeated).", metavar="TEXT", variables=()
+    )
     repetition_penalty: float | None = option(None, "Above 1 discourages seen tokens.")
     presence_penalty: float | None = option(None, "Subtracted once per seen token.")
     frequency_penalty: float | None = option(None, "Subtracted per occurrence.")
@@ -232,15 +275,19 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 
 
 def sampling_params(defaults: SamplingParams, *settings: Mapping[str, Any]) -> SamplingParams:
-    """The defaults with each mapping laid over them in turn. Raises UsageError for wrong names and values."""
+    """The defaults with each mapping laid over them in turn. Raises UsageError for wrong names and
+    values."""
     merged = msgspec.structs.asdict(defaults)
     for layer in settings:
         merged |= layer
     return SamplingParams.from_mapping(merged)
 
 
-def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayout, ParallelLayout] | None:
-    """The layouts of --prefill-parallel and --decode-parallel; None without both. Raises UsageError for one alone."""
+def parallel_pair(
+    prefill: str | None, decode: str | None
+) -> tuple[ParallelLayout, ParallelLayout] | None:
+    """The layouts of --prefill-parallel and --decode-parallel; None without both. Raises UsageError
+    for one alone."""
     if prefill is None and decode is None:
         return None
     if prefill is None or decode is None:
@@ -249,7 +296,8 @@ def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayo
 
 
 def parsed_split(layers: str | None) -> tuple[int, ...] | None:
-    """The layers of each stage, as --pp-split names them. Raises UsageError for what is no list of numbers."""
+    """The layers of each stage, as --pp-split names them. Raises UsageError for what is no list of
+    numbers."""
     if layers is None:
         return None
     words = layers.split(",")
@@ -259,7 +307,8 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
 
 
 def check_utf8(text: str, what: str) -> str:
-    """The text. Raises UsageError for lone surrogates, which stand for arguments that were no valid UTF-8."""
+    """The text. Raises UsageError for lone surrogates, which stand for arguments that were no valid
+    UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,5 @@
-"""The start of the command. From here on, Ctrl-C ends it with one line, even while the rest is imported.
+"""The start of the command. From here on, Ctrl-C ends it with one line, even while the rest is
+imported.
 
 So this module imports only what Python has loaded at its start.
 """
@@ -15,10 +16,12 @@ def run(*first: str) -> None:
 
 
 def interrupted(number: int, frame: object) -> None:
-    """End with one line; `nanoserve.commands.main` gives Ctrl-C back to Python once it can say that line itself."""
+    """End with one line; `nanoserve.commands.main` gives Ctrl-C back to Python once it can say that
+    line itself."""
     os.write(2, b"nanoserve: interrupted\n")
     os._exit(130)
 
 
-if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # otherwise it is ignored, as under nohup
+# otherwise it is ignored, as under nohup
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, interrupted)

@@ -16,9 +16,13 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 
 
-class GenerateOptions(WorkersOptions, SamplingOptions, panel="Input and output", has_variables=True):
+class GenerateOptions(
+    WorkersOptions, SamplingOptions, panel="Input and output", has_variables=True
+):
     prompt: str | None = argument(None, "Text to continue; - reads it from stdin.")
-    file: Path | None = file_option("Many prompts: a text file with one per line, or .jsonl rows.", "-f")
+    file: Path | None = file_option(
+        "Many prompts: a text file with one per line, or .jsonl rows.", "-f"
+    )
     output: Path | None = file_option("Results of --file, one JSON row per prompt.", "-o")
     json: bool = option(False, "One JSON object instead of text.")
 
@@ -47,8 +51,11 @@ def run(options: GenerateOptions) -> None:
         if options.output is None:
             raise UsageError("--file needs --output, the file for the results")
         if options.json:
-            raise UsageError("--json is for a single prompt: the rows of --output are JSON in any case")
-        from nanoserve.commands.batch import run_batch  # and the planner, which a single prompt does not need
+            raise UsageError(
+                "--json is for a single prompt: the rows of --output are JSON in any case"
+            )
+        # and the planner, which a single prompt does not need
+        from nanoserve.commands.batch import run_batch
 
         return run_batch(options.file, options.output, options, settings)
     if options.output is not None:

@@ -1,8 +1,9 @@
-"""The command ``nanoserve``: its sub-commands, and how a failure becomes a line on stderr and an exit code.
+"""The command ``nanoserve``: its sub-commands, and how a failure becomes a line on stderr and an
+exit code.
 
-Each sub-command is a module with a ``run(options)``, imported when it is asked for. Exit codes: 0 is success, 1 a
-failure while running, 2 a request that makes no sense, 3 a model that cannot be used, 130 Ctrl-C. A reader that closes
-the pipe early (``| head``) got what it wanted: exit 0.
+Each sub-command is a module with a ``run(options)``, imported when it is asked for. Exit codes: 0
+is success, 1 a failure while running, 2 a request that makes no sense, 3 a model that cannot be
+used, 130 Ctrl-C. A reader that closes the pipe early (``| head``) got what it wanted: exit 0.
 """
 
 import gc
@@ -70,31 +71,80 @@ COMMANDS = {
     "chat": "Talk with a model: on a terminal a conversation, else one answer to what is piped in.",
     "generate": "Go on with a text exactly as given, without a chat template.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
-    "quantize": "Write a model's weights in 3, 4 or 8 bits, as a checkpoint that nanoserve and vLLM load.",
-    "analyze": "Count a model's operations and bytes, and say what each takes on hardware that need not be here.",
-    "profile": "Time a model's layers, attention, head and the work around them on this machine, over their sizes.",
+    "quantize": (
+        "Write a model's weights in 3, 4 or 8 bits, as a checkpoint that nanoserve and vLLM load."
+    ),
+    "analyze": (
+        "Count a model's operations and bytes, and say what each takes on hardware that need not "
+        "be here."
+    ),
+    "profile": (
+        "Time a model's layers, attention, head and the work around them on this machine, over "
+        "their sizes."
+    ),
     "models": "List the models on this machine, with their sizes.",
-    "policies": "List the scheduling policies: where each comes from, what it is good for, its parameters.",
-    "explain": "Go through a run step by step: what the policy saw and decided, the rows, the blocks, the tokens.",
-    "simulate": "Run the scheduler in virtual time: the engine's own classes, over a model of hardware and links.",
-    "plan": "Rank all ways to spread a model over devices, with data, tensor and pipeline parallelism (D2T2P2).",
+    "policies": (
+        "List the scheduling policies: where each comes from, what it is good for, its parameters."
+    ),
+    "explain": (
+        "Go through a run step by step: what the policy saw and decided, the rows, the blocks, the "
+        "tokens."
+    ),
+    "simulate": (
+        "Run the scheduler in virtual time: the engine's own classes, over a model of hardware and "
+        "links."
+    ),
+    "plan": (
+        "Rank all ways to spread a model over devices, with data, tensor and pipeline parallelism "
+        "(D2T2P2)."
+    ),
     "bench": BENCH_HELP.partition("\n")[0],
 }
 LABORATORY = ("analyze", "profile", "explain", "simulate", "plan")
 """Commands, beside `bench`, that belong to the laboratory."""
 BENCHMARKS = {
-    "latency": "Time batches of equal requests: first token, each token after it, tokens per second.",
+    "latency": (
+        "Time batches of equal requests: first token, each token after it, tokens per second."
+    ),
     "throughput": "Give the engine all requests at once and see how fast it gets through them.",
-    "serve": "Send requests to a server, ours or any that speaks OpenAI's API, and see how long its clients wait.",
-    "pipeline": "Run the same requests under several policies on the same workers, in interleaved rounds.",
-    "reshard": "Run the same requests in two layouts in turn, as three policies have it, and in each layout alone.",
-    "hybrid": "Run the same requests on the device alone and with attention on the CPU, by several policies.",
-    "compare": "Run the same batches on every engine in turn and print the ratios with their spread.",
-    "operators": "Time attention, attention in host memory and linear layers beside stock torch doing the same.",
-    "gpu": "Check every kernel and model family on this GPU, time the kernels beside their peers, time the engine.",
-    "startup": "Time each stage from the start of a process: imports, loading, first token, and the two after it.",
-    "scheduler": "Time the scheduler alone: planning a step of decoding sequences, and taking its result back.",
-    "quality": "Compare perplexity and exact-match accuracy with transformers on the same checkpoint, in one run.",
+    "serve": (
+        "Send requests to a server, ours or any that speaks OpenAI's API, and see how long its "
+        "clients wait."
+    ),
+    "pipeline": (
+        "Run the same requests under several policies on the same workers, in interleaved rounds."
+    ),
+    "reshard": (
+        "Run the same requests in two layouts in turn, as three policies have it, and in each "
+        "layout alone."
+    ),
+    "hybrid": (
+        "Run the same requests on the device alone and with attention on the CPU, by several "
+        "policies."
+    ),
+    "compare": (
+        "Run the same batches on every engine in turn and print the ratios with their spread."
+    ),
+    "operators": (
+        "Time attention, attention in host memory and linear layers beside stock torch doing the "
+        "same."
+    ),
+    "gpu": (
+        "Check every kernel and model family on this GPU, time the kernels beside their peers, "
+        "time the engine."
+    ),
+    "startup": (
+        "Time each stage from the start of a process: imports, loading, first token, and the two "
+        "after it."
+    ),
+    "scheduler": (
+        "Time the scheduler alone: planning a step of decoding sequences, and taking its result "
+        "back."
+    ),
+    "quality": (
+        "Compare perplexity and exact-match accuracy with transformers on the same checkpoint, in "
+        "one run."
+    ),
     "paper": "Simulate a paper's figures and put what it claims beside what comes out.",
     "diff": "Compare two reports of the same benchmark, with bootstrap confidence intervals.",
 }
@@ -114,13 +164,16 @@ class _LazyGroup(TyperGroup):
 
     @staticmethod
     def module_of(name: str) -> str:
-        """The module of a command. The laboratory's are named here, and imported only when they are asked for."""
+        """The module of a command. The laboratory's are named here, and imported only when they are
+        asked for."""
         folder = "nanoserve.lab.commands" if name in LABORATORY else "nanoserve.commands"
         return f"{folder}.{name}"
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: TyperCommand(name=name, help=summary) for name, summary in self.summaries.items()}
+        self.commands = {
+            name: TyperCommand(name=name, help=summary) for name, summary in self.summaries.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -131,9 +184,11 @@ class _LazyGroup(TyperGroup):
     def load(self, name: str) -> Any:
         if name == "bench":
             return _group(_bench, name=name, cls=_Benchmarks, help=BENCH_HELP, add_completion=False)
-        with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
+        # libraries go on half imported, and fail later in their own words
+        with deferred_interrupts():
             run = import_module(self.module_of(name)).run
-        # Paragraphs of help break where the terminal ends, not where the source does; examples stay as they are.
+        # Paragraphs of help break where the terminal ends, not where the source does; examples stay
+        # as they are.
         paragraphs = [self.summaries[name]]
         for written in inspect.cleandoc(run.__doc__).split("\n\n"):
             paragraphs.append(written if _INDENTED.search(written) else " ".join(written.split()))
@@ -151,8 +206,8 @@ class _Benchmarks(_LazyGroup):
 
 
 def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
-    """Entry point of the console script; ``first`` are words put before the process's arguments. Ctrl-C has called
-    ``early_handler`` until now."""
+    """Entry point of the console script; ``first`` are words put before the process's arguments.
+    Ctrl-C has called ``early_handler`` until now."""
     gc.set_threshold(100_000)  # imports make many objects and little garbage
     code = EXIT_INTERRUPTED
     try:
@@ -160,7 +215,9 @@ def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
         _ignore_signals()
     except KeyboardInterrupt:  # one that comes when the last line is written already
         _ignore_signals()
-    gc.freeze()  # Python would go through all that is loaded once more: with torch this takes a third of a second
+    # Python would go through all that is loaded once more: with torch this takes a third of a
+    # second
+    gc.freeze()
     sys.exit(code)
 
 
@@ -170,9 +227,12 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def main(arguments: Sequence[str] | None = None, early_handler: InterruptHandler | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, early_handler: InterruptHandler | None = None
+) -> int:
     """Parse ``arguments`` (default: the process's), run the command, return the exit code."""
-    # A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail to print.
+    # A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail
+    # to print.
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -198,7 +258,9 @@ def _group(callback: Callable[..., Any], **settings: Any) -> Any:
 def _top_level(
     context: typer.Context,
     *,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)
+    ] = False,
 ) -> None:
     if version:
         print(f"nanoserve {__version__}")
@@ -223,7 +285,8 @@ def _parse_and_act(words: list[str], early_handler: InterruptHandler | None) -> 
     try:
         parsed: Any = application().main(args=words, prog_name="nanoserve", standalone_mode=False)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # the parser's answer to ``--help | head``; ours is another
+        # the parser's answer to ``--help | head``; ours is another
+        if isinstance(error.__context__, BrokenPipeError):
             raise error.__context__ from None
         raise
     if callable(parsed):
@@ -236,7 +299,8 @@ def _parse_and_act(words: list[str], early_handler: InterruptHandler | None) -> 
 
 
 def guarded(action: Callable[[], int | None]) -> int:
-    """Run ``action`` and return the exit code: its own, 0 where it names none, or that of the error."""
+    """Run ``action`` and return the exit code: its own, 0 where it names none, or that of the
+    error."""
     try:
         code = action()
         sys.stdout.flush()
@@ -246,7 +310,8 @@ def guarded(action: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         silence_stdout()
         return EXIT_OK
-    except (Exception, KeyboardInterrupt) as error:  # everything ends here, in a line and a code; nothing goes on
+    # everything ends here, in a line and a code; nothing goes on
+    except (Exception, KeyboardInterrupt) as error:
         with deferred_interrupts():  # a second Ctrl-C does not take the line away
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
@@ -265,18 +330,27 @@ def describe(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if hasattr(error, "format_message"):  # a usage error of typer, whichever click it stands on
         command = getattr(getattr(error, "ctx", None), "command_path", "nanoserve")
-        return f"{error.format_message()} ({command} --help lists what there is)", getattr(error, "exit_code", 2)
+        return f"{error.format_message()} ({command} --help lists what there is)", getattr(
+            error, "exit_code", 2
+        )
     if isinstance(error, MemoryError):
-        return "out of memory: choose a smaller --max-model-len, --max-num-seqs or --kv-cache-memory", EXIT_FAILURE
+        return (
+            "out of memory: choose a smaller --max-model-len, --max-num-seqs or --kv-cache-memory",
+            EXIT_FAILURE,
+        )
     if isinstance(error, OSError) and error.strerror:
         if error.filename:
             return f"{error.strerror}: {error.filename}", EXIT_FAILURE
         return error.strerror, EXIT_FAILURE
-    return f"unexpected {type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 to see where)", EXIT_FAILURE
+    return (
+        f"unexpected {type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 to see where)",
+        EXIT_FAILURE,
+    )
 
 
 def _came_from_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C lies behind it: libraries turn a KeyboardInterrupt in the midst of an import into ImportError."""
+    """Whether Ctrl-C lies behind it: libraries turn a KeyboardInterrupt in the midst of an import
+    into ImportError."""
     if error is None:
         return False
     if isinstance(error, KeyboardInterrupt):

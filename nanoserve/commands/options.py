@@ -1,8 +1,8 @@
 """Declarations of options: each is one field of a dataclass, from which typer's parameter is made.
 
-The options of a command are one class, put together from groups: ``class ChatOptions(ServerOptions, EngineOptions)``.
-Parsing only prepares: it yields a callable that does the work, so that no frame of the parser, with its own ideas of
-errors and exits, lies below the running command.
+The options of a command are one class, put together from groups: ``class ChatOptions(ServerOptions,
+EngineOptions)``. Parsing only prepares: it yields a callable that does the work, so that no frame
+of the parser, with its own ideas of errors and exits, lies below the running command.
 """
 
 import inspect
@@ -24,7 +24,8 @@ class Options:
     """A group of options, or all options of a command; subclasses are frozen dataclasses."""
 
     panel: ClassVar[str]  # where help lists the fields that a class declares
-    has_variables: ClassVar[bool]  # whether each of these is also read from an environment variable: NANOSERVE_NAME
+    # whether each of these is also read from an environment variable: NANOSERVE_NAME
+    has_variables: ClassVar[bool]
 
     def __init_subclass__(cls, *, panel: str = "Work", has_variables: bool = False) -> None:
         cls.panel, cls.has_variables = panel, has_variables
@@ -64,10 +65,10 @@ def option(
 ) -> Any:
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
-    Help shows ``metavar`` for the value and the ``minimum``, but not the ``maximum``, which leaves too little room for
-    other columns. The shell completes ``suggestions``, but other values are taken too. By default its group decides on
-    ``panel`` and environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of
-    the flag.
+    Help shows ``metavar`` for the value and the ``minimum``, but not the ``maximum``, which leaves
+    too little room for other columns. The shell completes ``suggestions``, but other values are
+    taken too. By default its group decides on ``panel`` and environment ``variables``. ``parse``
+    makes the field's value of a text, also of ``default``, and of the flag.
     """
 
     def check(value: Any) -> Any:
@@ -89,7 +90,8 @@ def option(
         help = f"{help} One of {', '.join(choices)}."
         metavar = "NAME"
     callback = autocompletion = None
-    if choices or maximum is not None:  # older typers fail at the callback of a list that is not given
+    # older typers fail at the callback of a list that is not given
+    if choices or maximum is not None:
         callback = check
     if choices or suggestions:
         autocompletion = complete
@@ -123,7 +125,8 @@ def flag_of(name: str) -> str:
 
 
 def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
-    """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
+    """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an
+    Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     hints = get_type_hints(group)
     parameters = {}
@@ -141,8 +144,8 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
 
 
 def _in_order(group: type[Options]) -> list[Field[Any]]:
-    """The fields as help lists them: first the fields that the command declares itself, then its groups, left to
-    right."""
+    """The fields as help lists them: first the fields that the command declares itself, then its
+    groups, left to right."""
     places: dict[str, int] = {}
     for base in group.__bases__:
         if is_dataclass(base):
@@ -166,8 +169,11 @@ def _parameter(group: type[Options], declared: Field[Any], hint: Any) -> inspect
 
 
 def _option(group: type[Options], name: str, hint: Any, settings: dict[str, Any]) -> Any:
-    """The option of a field, whose panel and variables the class that declares it first may decide."""
-    first: type[Options] = [each for each in group.__mro__ if name in inspect.get_annotations(each)][-1]
+    """The option of a field, whose panel and variables the class that declares it first may
+    decide."""
+    first: type[Options] = [
+        each for each in group.__mro__ if name in inspect.get_annotations(each)
+    ][-1]
     variables = settings["envvar"]
     if variables is None:
         variables = first.variables(name)

@@ -1,7 +1,8 @@
-"""Show an answer while it streams: as it is, or on a terminal with every finished markdown block rendered in its place.
+"""Show an answer while it streams: as it is, or on a terminal with every finished markdown block
+rendered in its place.
 
-On a terminal, the unfinished block (without markdown, the unfinished line) is drawn again with each piece of text. It
-never grows beyond the window, so that it can always be erased.
+On a terminal, the unfinished block (without markdown, the unfinished line) is drawn again with each
+piece of text. It never grows beyond the window, so that it can always be erased.
 """
 
 from itertools import pairwise
@@ -18,7 +19,8 @@ from nanoserve.commands.terminal import is_terminal, visible
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
 _HEADING, _PARAGRAPH, _TEXT = "heading_open", "paragraph_open", "text"
 _OVER_AT_ONCE = (_HEADING, "hr")
-_OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")  # they go on behind blank lines
+# they go on behind blank lines
+_OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")
 
 
 class Block(NamedTuple):
@@ -27,7 +29,8 @@ class Block(NamedTuple):
 
 
 class BlockSplitter:
-    """Cuts streamed markdown into blocks as soon as each is complete; they do not depend on how the text comes."""
+    """Cuts streamed markdown into blocks as soon as each is complete; they do not depend on how the
+    text comes."""
 
     def __init__(self) -> None:
         self.pending = ""  # the source of the block that is not finished yet
@@ -50,7 +53,11 @@ class BlockSplitter:
             return []
         from rich.markdown import Markdown  # here and below: late, because it is large
 
-        tops = [token for token in Markdown(self.pending).parsed if token.level == 0 and token.nesting >= 0]
+        tops = [
+            token
+            for token in Markdown(self.pending).parsed
+            if token.level == 0 and token.nesting >= 0
+        ]
         if ended and not tops:  # it has only what other blocks would refer to
             rest, self.pending = self.pending.rstrip(), ""
             return [Block(_TEXT, rest)]
@@ -59,7 +66,9 @@ class BlockSplitter:
         if not ended and tops and not _is_over(tops[-1], lines):
             finished = tops[:-1]
         starts = [token.map[0] for token in tops[1:] if token.map]
-        sources = ["\n".join(lines[start:end]) for start, end in pairwise([0] + starts + [len(lines)])]
+        sources = [
+            "\n".join(lines[start:end]) for start, end in pairwise([0] + starts + [len(lines)])
+        ]
         self.pending = "\n".join(sources[len(finished) :])
         blocks = []
         for token, source in zip(finished, sources, strict=False):
@@ -68,7 +77,8 @@ class BlockSplitter:
 
 
 def _is_over(token: Any, lines: list[str]) -> bool:
-    """Whether nothing more can come to the last block; ``lines`` end with the part behind the last line break."""
+    """Whether nothing more can come to the last block; ``lines`` end with the part behind the last
+    line break."""
     last = lines[-2].strip()
     if token.type == "fence":
         closes = last.startswith(token.markup) and not last.strip(token.markup[0])
@@ -102,12 +112,15 @@ class _ThoughtSplitter(BlockSplitter):
 
 
 class AnswerPrinter:
-    """Shows one answer: raw where nobody watches, else in whole words, and rendered if it is markdown.
+    """Shows one answer: raw where nobody watches, else in whole words, and rendered if it is
+    markdown.
 
     The reasoning goes to another terminal or the same, and is folded when it ends; None hides it.
     """
 
-    def __init__(self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False) -> None:
+    def __init__(
+        self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False
+    ) -> None:
         self._file, self._markdown = answers.file, markdown
         self._answer = self._thoughts = None
         if markdown:
@@ -134,7 +147,8 @@ class AnswerPrinter:
         self._last = text[-1:] or self._last
 
     def finish(self) -> None:
-        """End the line: the answer has ended, was interrupted, or something else is to be said below it."""
+        """End the line: the answer has ended, was interrupted, or something else is to be said
+        below it."""
         self._end_thoughts()
         if self._answer is not None:
             self._answer.finish()
@@ -158,7 +172,12 @@ class _Redrawn:
     """Text on a terminal: finished blocks stay, and what is pending is drawn again in its place."""
 
     def __init__(self, console: Console, splitter: BlockSplitter, style: str = "") -> None:
-        self._console, self._splitter, self._style, self._size = console, splitter, style, console.size
+        self._console, self._splitter, self._style, self._size = (
+            console,
+            splitter,
+            style,
+            console.size,
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -196,8 +215,10 @@ class _Redrawn:
         self._console.file.flush()
 
     def _erased(self) -> str:
-        """Codes that take the cursor back to the start of the region; if its place is unknown, the region stays."""
-        fills_window = self._rows >= self._size.height  # not all of the text is there to be left as it is
+        """Codes that take the cursor back to the start of the region; if its place is unknown, the
+        region stays."""
+        # not all of the text is there to be left as it is
+        fills_window = self._rows >= self._size.height
         was_resized = self._console.size != self._size
         self._size = self._console.size
         if not self.lost and (fills_window or not was_resized):
@@ -218,11 +239,15 @@ class _Redrawn:
             return self._plain(source) + "\n"
         if block.kind == _PARAGRAPH:  # lines of a poem stay lines
             source = source.replace("\n", "  \n")
-        if block.kind == _HEADING and source.lstrip().startswith("#"):  # rich would centre it in a box
+        # rich would centre it in a box
+        if block.kind == _HEADING and source.lstrip().startswith("#"):
             source = f"**{source.strip().strip('#').strip()}**"
         from rich.markdown import Markdown
 
-        return self._ansi(Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)).strip("\n") + "\n\n"
+        return (
+            self._ansi(Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)).strip("\n")
+            + "\n\n"
+        )
 
     def _rendered_rest(self, block: Block) -> str:
         """The end of a block whose beginning stays as it is."""

@@ -1,4 +1,5 @@
-"""Progress on stderr: bars on a terminal, elsewhere a line now and then. Both say how much time is left."""
+"""Progress on stderr: bars on a terminal, elsewhere a line now and then. Both say how much time is
+left."""
 
 import sys
 import time
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
-_LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
+# of the time passed lies between two lines: long runs have no more lines than they need
+_LINE_SHARE = 0.1
 
-Progress = Callable[[str, int, int], None]  # called with a stage's name, how much of it is done, and how much there is
+# called with a stage's name, how much of it is done, and how much there is
+Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
@@ -30,8 +33,8 @@ class _Stage:
 
 
 class _Bars(ExitStack):
-    """Bars on a terminal, one for each stage. They are drawn, and rich is imported, when the first stage begins: most
-    commands find their model at once."""
+    """Bars on a terminal, one for each stage. They are drawn, and rich is imported, when the first
+    stage begins: most commands find their model at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +46,9 @@ class _Bars(ExitStack):
             self._drawn = self.enter_context(self._make())
         if what not in self._tasks:
             self._tasks[what] = self._drawn.add_task(what, left="")
-        self._drawn.update(self._tasks[what], completed=done, total=total, left=left, visible=done < total)
+        self._drawn.update(
+            self._tasks[what], completed=done, total=total, left=left, visible=done < total
+        )
 
     def refresh(self) -> None:
         if self._drawn is not None:
@@ -54,13 +59,19 @@ class _Bars(ExitStack):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
         return Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
 
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
+    """Yield a function that shows how far each stage is; most calls show nothing. A thread would
+    disturb the work."""
     is_watched, stages, bars = is_terminal(sys.stderr), dict[str, _Stage](), _Bars()
 
     def show(what: str, done: int, total: int) -> None:
@@ -78,7 +89,9 @@ def show_progress() -> Iterator[Progress]:
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
                 bars.refresh()
-        elif not is_over and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
+        elif not is_over and now - stage.shown >= max(
+            _LINE_SECONDS, _LINE_SHARE * (now - stage.began)
+        ):
             stage.shown = now
             remark(f"{what}: {done / total:.0%}, about {left} left")
 

@@ -1,4 +1,5 @@
-"""The chat's input line: editing, history in a private file, pastes and messages of several lines."""
+"""The chat's input line: editing, history in a private file, pastes and messages of several
+lines."""
 
 import os
 import shlex
@@ -16,7 +17,8 @@ BLOCK_QUOTES = '"""'
 
 
 def state_directory() -> Path:
-    """The directory of our state in the platform's place: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
+    """The directory of our state in the platform's place: XDG_STATE_HOME, or ~/.local/state;
+    ~/Library on macOS."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "nanoserve"
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -32,7 +34,8 @@ def private_file(path: Path) -> Path:
 
 
 class ChatPrompt:
-    """Reads messages from a terminal; the tabulator key completes ``commands``. Without a file, memory has history."""
+    """Reads messages from a terminal; the tabulator key completes ``commands``. Without a file,
+    memory has history."""
 
     def __init__(self, history: Path | None, commands: Sequence[str]):
         from prompt_toolkit import PromptSession
@@ -71,7 +74,8 @@ class ChatPrompt:
             app.loop.call_soon_threadsafe(end)
 
     def read(self) -> str:
-        """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D in an empty line."""
+        """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D
+        in an empty line."""
         text = self._session.prompt(PROMPT)
         if not text.startswith(BLOCK_QUOTES):
             return text
@@ -83,7 +87,8 @@ class ChatPrompt:
 
 
 def edit_text(text: str) -> str:
-    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards. Raises RuntimeFailure if that fails."""
+    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards. Raises RuntimeFailure if
+    that fails."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with temporary_directory() as directory:
         path = directory / "message.txt"

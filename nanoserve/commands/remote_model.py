@@ -1,4 +1,5 @@
-"""A model that answers behind a server that speaks OpenAI's API, with the interface of `LocalModel`."""
+"""A model that answers behind a server that speaks OpenAI's API, with the interface of
+`LocalModel`."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +7,14 @@ from contextlib import closing
 from http import HTTPStatus
 from typing import Any
 
-from nanoserve.commands.answers import Answers, AnswerUsage, ChatAnswer, ContextFull, Conversation, Settings
+from nanoserve.commands.answers import (
+    Answers,
+    AnswerUsage,
+    ChatAnswer,
+    ContextFull,
+    Conversation,
+    Settings,
+)
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.server.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
 from nanoserve.server.client.events import ChunkChoice, ServerUsage
@@ -16,10 +24,12 @@ _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 class RemoteModel:
-    """A model behind an OpenAI-compatible server; if none is named, the first that the server lists.
+    """A model behind an OpenAI-compatible server; if none is named, the first that the server
+    lists.
 
-    ``notify`` gets a line if there are several to choose from, and when the server is waited for. Times are those that
-    the user sees, the network included. Raises NanoserveError if the server cannot be reached or lists no model.
+    ``notify`` gets a line if there are several to choose from, and when the server is waited for.
+    Times are those that the user sees, the network included. Raises NanoserveError if the server
+    cannot be reached or lists no model.
     """
 
     defaults: SamplingParams | None = None  # only the server knows them, and its seed
@@ -48,11 +58,17 @@ class RemoteModel:
     def close(self) -> None:
         """Nothing stays open."""
 
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
+    def count_tokens(
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> int | None:
         """By /tokenize, which ours and vLLM have."""
         if not self._can_count or self.context is None:
             return None
-        body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+        body = {
+            "model": self._id,
+            "messages": conversation,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             counted = self._client.ask(f"{self._client.address.root}/tokenize", body)
         except ServerRefused as error:
@@ -63,15 +79,21 @@ class RemoteModel:
         return int(counted["count"])
 
     def answer_parser(self, _: Conversation) -> AnswerParser:
-        """A parser for an answer whose reasoning the server has told apart, or left between the usual tags."""
+        """A parser for an answer whose reasoning the server has told apart, or left between the
+        usual tags."""
         return AnswerParser(answer_form(""), {})
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        """Send only what the user has set; ask a server again that is loading and says when to come again."""
+        """Send only what the user has set; ask a server again that is loading and says when to come
+        again."""
         body = {"model": self._id, "messages": conversation, "stream": True, **settings}
         body["stream_options"] = {"include_usage": True}
-        if self.thinking is not None:  # the names of Qwen, GLM and Gemma, and of Granite and DeepSeek
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking, "thinking": self.thinking}
+        # the names of Qwen, GLM and Gemma, and of Granite and DeepSeek
+        if self.thinking is not None:
+            body["chat_template_kwargs"] = {
+                "enable_thinking": self.thinking,
+                "thinking": self.thinking,
+            }
         waited = 0
         while True:
             try:
@@ -84,7 +106,9 @@ class RemoteModel:
             except ServerRefused as error:
                 if error.context_full:
                     raise ContextFull(str(error)) from None
-                is_loading = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
+                is_loading = (
+                    error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
+                )
                 if not is_loading or waited >= _LONGEST_WAIT_SECONDS:
                     raise
                 if not waited:
@@ -94,12 +118,15 @@ class RemoteModel:
                 waited += pause
 
     def _answer(self, body: dict[str, Any]) -> Answers:
-        """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
+        """Times are by our clock. Until the server tells how many tokens there are, chunks stand
+        for them."""
         asked, counted = self._clock(), ServerUsage()
         times: list[float] = []  # of the chunks with text
         ended: float | None = None
         reason: str | None = None
-        with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
+        with closing(
+            self._client.stream(f"{self._client.address.api}/chat/completions", body)
+        ) as chunks:
             for chunk in chunks:
                 choice = chunk.choices[0] if chunk.choices else ChunkChoice()
                 has_text = bool(choice.answer or choice.thinking)
@@ -110,7 +137,9 @@ class RemoteModel:
                 elif not has_text and not chunk.usage:
                     continue
                 counted = chunk.usage or counted
-                tokens = len(times) if counted.completion_tokens is None else counted.completion_tokens
+                tokens = (
+                    len(times) if counted.completion_tokens is None else counted.completion_tokens
+                )
                 first = last = None
                 if times:
                     first, last = times[0], times[-1]

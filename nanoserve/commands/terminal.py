@@ -21,17 +21,28 @@ T = TypeVar("T")
 
 def is_terminal(stream: IO[str] | None) -> bool:
     """Whether someone watches this stream and it understands cursor movements."""
-    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+    return (
+        stream is not None
+        and not stream.closed
+        and stream.isatty()
+        and os.environ.get("TERM") != "dumb"
+    )
 
 
 def visible(text: str) -> str:
-    """Text without characters that would steer a terminal; a model's answer may hold escape sequences."""
+    """Text without characters that would steer a terminal; a model's answer may hold escape
+    sequences."""
     text = text.replace("\t", "    ")
-    return "".join(char for char in text if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp"))
+    return "".join(
+        char
+        for char in text
+        if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp")
+    )
 
 
 def wrapped(text: str, stream: IO[str]) -> str:
-    """Text for a terminal: lines break between words, and go on below the second column of a list of commands."""
+    """Text for a terminal: lines break between words, and go on below the second column of a list
+    of commands."""
     width = shutil.get_terminal_size().columns
     is_narrow = all(line.isascii() and line.isprintable() for line in text.split("\n"))
     most = width if is_narrow else width // 2  # no character is wider than two
@@ -59,8 +70,10 @@ def remark(text: str) -> None:
 
 
 def say(message: str) -> None:
-    """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
-    line = one_line(message)  # it may quote a model's files, and those may hold what steers a terminal
+    """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no
+    reason to fail."""
+    # it may quote a model's files, and those may hold what steers a terminal
+    line = one_line(message)
     try:
         sys.stdout.flush()
     except OSError:
@@ -70,7 +83,8 @@ def say(message: str) -> None:
 
 
 def silence_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush cannot fail on a pipe that is closed."""
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail on a pipe that is
+    closed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError):  # a stdout without a descriptor has no pipe that could be closed
         os.dup2(nowhere, sys.stdout.fileno())
@@ -78,7 +92,8 @@ def silence_stdout() -> None:
 
 
 def read_stdin() -> str:
-    """All that was piped in, without the line break at its end. Raises UsageError if it is not UTF-8."""
+    """All that was piped in, without the line break at its end. Raises UsageError if it is not
+    UTF-8."""
     if sys.stdin is None:
         return ""
     try:
@@ -89,7 +104,8 @@ def read_stdin() -> str:
 
 
 class StopOnInterrupt:
-    """While active, a first Ctrl-C ends the steps that are gone through; a second one interrupts the program."""
+    """While active, a first Ctrl-C ends the steps that are gone through; a second one interrupts
+    the program."""
 
     def __enter__(self) -> "StopOnInterrupt":
         self._requested = False
@@ -100,7 +116,8 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def steps(self, stream: Iterator[T]) -> Iterator[T]:
-        """The stream until it ends or Ctrl-C is pressed. The engine defers the default handler to a step's end."""
+        """The stream until it ends or Ctrl-C is pressed. The engine defers the default handler to a
+        step's end."""
         while not self._requested:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -122,7 +139,8 @@ class StopOnInterrupt:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor under an answer."""
+    """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor
+    under an answer."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -139,7 +157,8 @@ def without_echo() -> Iterator[None]:
 
 @contextmanager
 def when_continued(action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
+    """Call ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the
+    terminal meanwhile."""
     before = signal.signal(signal.SIGCONT, lambda *_: action())
     try:
         yield

@@ -1,1 +1,2 @@
-"""A model, read from its files: configuration and families, quantization, names in checkpoints. No torch here."""
+"""A model, read from its files: configuration and families, quantization, names in checkpoints. No
+torch here."""

@@ -1,11 +1,12 @@
 """Cache groups: which layers share a block table, and which tensors hold their keys and values.
 
-Layers of one kind see the same positions, all or a window of the last W, and cache as many numbers of each. Layers of a
-kind are dealt to groups of equal size. A block holds some positions of all layers of one group, so blocks of all groups
-have the same bytes and come from one pool: layer i of every group uses the same tensor i. Where a layer of one kind
-caches half of what one of another does, its groups have twice as many, and two of them share each tensor. This is how
-vLLM holds layers that are alike; the size of a group, and sharing tensors, is ours. A third kind, with a state in place
-of keys and values, would be a kind here and have a pool of its own.
+Layers of one kind see the same positions, all or a window of the last W, and cache as many numbers
+of each. Layers of a kind are dealt to groups of equal size. A block holds some positions of all
+layers of one group, so blocks of all groups have the same bytes and come from one pool: layer i of
+every group uses the same tensor i. Where a layer of one kind caches half of what one of another
+does, its groups have twice as many, and two of them share each tensor. This is how vLLM holds
+layers that are alike; the size of a group, and sharing tensors, is ours. A third kind, with a state
+in place of keys and values, would be a kind here and have a pool of its own.
 """
 
 from bisect import bisect
@@ -15,7 +16,8 @@ from itertools import accumulate
 from math import lcm
 
 MOST_GROUPS = 12
-"""More groups than that would waste less memory, but the host fills a block table for each of them in every step."""
+"""More groups than that would waste less memory, but the host fills a block table for each of them
+in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class _Division:
         return counts
 
     def stage_tensors(self, counts: list[int]) -> list[int]:
-        """The number of tensors in each stage: as many as the kind takes that needs most of them there."""
+        """The number of tensors in each stage: as many as the kind takes that needs most of them
+        there."""
         most = [0] * len(self._kinds[0].stages)
         for kind, groups in zip(self._kinds, counts, strict=True):
             for stage, layers in enumerate(kind.stages):
@@ -66,7 +69,8 @@ class _Division:
         return unused
 
     def best_counts(self, longest: int) -> list[int]:
-        """The number of groups of each kind that wastes least, with at most MOST_GROUPS in all, or one of each kind."""
+        """The number of groups of each kind that wastes least, with at most MOST_GROUPS in all, or
+        one of each kind."""
         largest = max(kind.num_layers for kind in self._kinds)
         most = max(len(self._kinds), MOST_GROUPS)
         possible = [self.group_counts(tensors) for tensors in range(largest, 0, -1)]
@@ -95,14 +99,16 @@ class CacheGroups:
         numbers: tuple[int, ...],
         starts: tuple[int, ...] = (0,),
     ) -> "CacheGroups":
-        """Cut layers with these windows, which cache these numbers of a token, into groups. ``sources`` names for each
-        layer the one whose keys and values it reads; empty if each has its own. Sequences have at most ``longest``
-        tokens: wider windows show all. A stage of a pipeline begins at each of the ``starts``.
+        """Cut layers with these windows, which cache these numbers of a token, into groups.
+        ``sources`` names for each layer the one whose keys and values it reads; empty if each has
+        its own. Sequences have at most ``longest`` tokens: wider windows show all. A stage of a
+        pipeline begins at each of the ``starts``.
 
-        There are as many groups as waste least in a sequence of that length, with at most MOST_GROUPS or, if there are
-        more kinds, one for each. Layers are dealt stage by stage, and in turn, so a stage's layers have tensors of
-        their own, which are neighbours. So whatever pipeline has its stages begin there, each stage's part of a block
-        is the same part in all groups.
+        There are as many groups as waste least in a sequence of that length, with at most
+        MOST_GROUPS or, if there are more kinds, one for each. Layers are dealt stage by stage, and
+        in turn, so a stage's layers have tensors of their own, which are neighbours. So whatever
+        pipeline has its stages begin there, each stage's part of a block is the same part in all
+        groups.
         """
         owners = sources or tuple(range(len(windows)))
         kinds = _kinds_of(windows, owners, longest, numbers, starts)
@@ -125,8 +131,9 @@ class CacheGroups:
         )
 
     def of_layers(self, layers: range, numbers: tuple[int, ...]) -> "CacheGroups":
-        """The groups as a shard with these layers has them; ``numbers`` says for every layer of the model how many it
-        caches there. A block table is the same in all stages of a pipeline. A stage has only its own layers' tensors.
+        """The groups as a shard with these layers has them; ``numbers`` says for every layer of the
+        model how many it caches there. A block table is the same in all stages of a pipeline. A
+        stage has only its own layers' tensors.
         """
         first_tensor = self.tensors(layers).start
         places = []
@@ -155,7 +162,8 @@ class CacheGroups:
         return tuple(self.tensor_numbers // number for number in self.numbers)
 
     def tensor_of(self, layer: int) -> tuple[int, int]:
-        """The tensor that holds the layer's keys and values, and the number of the layer's part of each block there."""
+        """The tensor that holds the layer's keys and values, and the number of the layer's part of
+        each block there."""
         group, place = self.places[layer]
         return divmod(place, self.shares[group])
 
@@ -187,7 +195,8 @@ def _kinds_of(
     numbers: tuple[int, ...],
     starts: tuple[int, ...],
 ) -> list[_LayerKind]:
-    """The kinds of layers that have keys and values of their own, in the order of their first layers."""
+    """The kinds of layers that have keys and values of their own, in the order of their first
+    layers."""
     kinds: dict[tuple[int, int], _LayerKind] = {}
     for layer, owner in enumerate(owners):
         if owner != layer:

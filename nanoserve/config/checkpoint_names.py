@@ -1,4 +1,5 @@
-"""The names of a family's tensors in a Hugging Face checkpoint, and in a GGUF file. No torch here."""
+"""The names of a family's tensors in a Hugging Face checkpoint, and in a GGUF file. No torch
+here."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,8 @@ from nanoserve.config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """A family's names for the tensors of a layer, relative to the layer. Fused matrices have one name."""
+    """A family's names for the tensors of a layer, relative to the layer. Fused matrices have one
+    name."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -54,7 +56,8 @@ class CheckpointNames:
 
 
 _AFTER = LayerNames(
-    attention_output_norm="post_attention_layernorm", feed_forward_output_norm="post_feedforward_layernorm"
+    attention_output_norm="post_attention_layernorm",
+    feed_forward_output_norm="post_feedforward_layernorm",
 )
 """Norms behind both parts of a layer, as Gemma and Olmo call them."""
 _GEMMA = CheckpointNames(layer=replace(_AFTER, feed_forward_norm="pre_feedforward_layernorm"))
@@ -66,7 +69,9 @@ _MIXTRAL = CheckpointNames(
         expert_down="block_sparse_moe.experts.{}.w2",
     )
 )
-_GPT_OSS = CheckpointNames(layer=LayerNames(router="mlp.router", expert_gate_up=("mlp.experts.{}.gate_up_proj",)))
+_GPT_OSS = CheckpointNames(
+    layer=LayerNames(router="mlp.router", expert_gate_up=("mlp.experts.{}.gate_up_proj",))
+)
 """All experts of a layer are one tensor, whose name is without the number."""
 _CHATGLM = CheckpointNames(
     layer=LayerNames(

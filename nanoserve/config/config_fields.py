@@ -25,7 +25,9 @@ class ConfigFields:
         return value
 
     def _fail(self, key: str, wanted: str) -> ModelError:
-        return ModelError(f"{self.source}: {key} must be {wanted}, found {shown(self.values.get(key))}")
+        return ModelError(
+            f"{self.source}: {key} must be {wanted}, found {shown(self.values.get(key))}"
+        )
 
     def section(self, key: str) -> dict[str, Any] | None:
         value = self.get(key)
@@ -43,7 +45,11 @@ class ConfigFields:
 
     def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) <= _MAX_NUMBER
+        ):
             raise self._fail(key, "a number")
         if value < least:
             raise self._fail(key, f"at least {least:g}")

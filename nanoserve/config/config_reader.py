@@ -37,7 +37,8 @@ _NULLABLE = (
 )
 """Keys whose explicit null switches off what the family has by default."""
 _MULTIMODAL = ("gemma3", "gemma4", "mistral3")
-"""Models whose text_config is one of the families; what they have for images and sound is left alone."""
+"""Models whose text_config is one of the families; what they have for images and sound is left
+alone."""
 _CHATGLM_KEYS: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
     "multi_query_group_num": "num_key_value_heads",
@@ -48,15 +49,20 @@ _CHATGLM_KEYS: Mapping[str, str] = {
     "padded_vocab_size": "vocab_size",
     "add_qkv_bias": "attention_bias",
 }
-"""The key of `glm` for each key of the older GLM checkpoints (`chatglm`), which are `glm` under other names."""
+"""The key of `glm` for each key of the older GLM checkpoints (`chatglm`), which are `glm` under
+other names."""
 
 
-def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str) -> ModelConfig:
+def read_config(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str
+) -> ModelConfig:
     """`ModelConfig.from_hf`."""
     values, name = _normalize(_text_config(config, source), source)
     fields = ConfigFields(values, source)
     family = FAMILIES[name]
-    generation = ConfigFields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
+    generation = ConfigFields(
+        generation_config or {}, str(Path(source).with_name("generation_config.json"))
+    )
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
     mla = None
     if family.is_latent:
@@ -109,7 +115,8 @@ def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]:
-    """Fill in the family's defaults and translate `chatglm` keys. Return the values and the family's name."""
+    """Fill in the family's defaults and translate `chatglm` keys. Return the values and the
+    family's name."""
     name = _family_name(config, source)
     family = FAMILIES[name]
     values = family.defaults | {key: value for key, value in config.items() if value is not None}
@@ -117,7 +124,11 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     if config.get("model_type") == "chatglm":
         _translate_chatglm(values, config, source)
         values["tensor_names"] = "chatglm"
-    if config.get("rope_parameters") is None and not config.get("rope_scaling") and family.rope.parameters:
+    if (
+        config.get("rope_parameters") is None
+        and not config.get("rope_scaling")
+        and family.rope.parameters
+    ):
         values["rope_parameters"] = family.rope.parameters
     key = "hidden_act"
     accepted = ["silu", "swish"]
@@ -126,19 +137,25 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         accepted = ["gelu_pytorch_tanh"]
     found = values.get(key, "silu")
     if found not in accepted:
-        raise ModelError(f"{source}: hidden_act {shown(found)} is not supported; only {accepted[0]} is")
+        raise ModelError(
+            f"{source}: hidden_act {shown(found)} is not supported; only {accepted[0]} is"
+        )
     if config.get("per_layer_config") and not family.has_layer_shapes:
-        raise ModelError(f"{source}: per_layer_config is not supported for {name}: its layers must be alike")
+        raise ModelError(
+            f"{source}: per_layer_config is not supported for {name}: its layers must be alike"
+        )
     # "vision" is about images, which are not read.
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError(
-            f"{source}: use_bidirectional_attention is not supported: a text is written from left to right"
+            f"{source}: use_bidirectional_attention is not supported: a text is written from left "
+            "to right"
         )
     return values, name
 
 
 def _family_name(config: Mapping[str, Any], source: str) -> str:
-    """The family of a config.json. Raises ModelError if it is unknown, or the model does not generate text."""
+    """The family of a config.json. Raises ModelError if it is unknown, or the model does not
+    generate text."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     named = ""
     if isinstance(architectures, list):
@@ -149,7 +166,8 @@ def _family_name(config: Mapping[str, Any], source: str) -> str:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join([*FAMILIES, "chatglm"])
         raise ModelError(
-            f"{source}: architecture {listed or 'unnamed'} (model_type {shown(model_type)}) is not supported;"
+            f"{source}: architecture {listed or 'unnamed'} (model_type {shown(model_type)}) is not "
+            "supported;"
             f" supported model types: {supported}"
         )
     if named and "ForCausalLM" not in named:
@@ -164,7 +182,9 @@ def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source
     if not config.get("multi_query_attention", True):
         values["num_key_value_heads"] = config.get("num_attention_heads")
     if config.get("add_bias_linear") or not config.get("rmsnorm", True):
-        raise ModelError(f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported")
+        raise ModelError(
+            f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported"
+        )
     values["rope_theta"] = 10000.0 * ConfigFields(config, source).number("rope_ratio", 1.0)
 
 
@@ -193,7 +213,9 @@ def _heads(fields: ConfigFields, mla: MlaConfig | None) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
 
 
-def _rotated_dims(head_dim: int, mla: MlaConfig | None, layers: LayerDifferences) -> tuple[int, int]:
+def _rotated_dims(
+    head_dim: int, mla: MlaConfig | None, layers: LayerDifferences
+) -> tuple[int, int]:
     """Dimensions of a head that RoPE sees, in layers with a window and in the others."""
     if mla is not None:
         return mla.qk_rope_head_dim, mla.qk_rope_head_dim
@@ -206,13 +228,17 @@ def _rotated_dims(head_dim: int, mla: MlaConfig | None, layers: LayerDifferences
     return sliding_dim, full_dim
 
 
-def _attention(fields: ConfigFields, family: Family, mla: MlaConfig | None, rope: RopeConfig) -> AttentionConfig:
+def _attention(
+    fields: ConfigFields, family: Family, mla: MlaConfig | None, rope: RopeConfig
+) -> AttentionConfig:
     attention = replace(family.attention, mla=mla)
     scale = _attention_scale(fields, mla, rope)
     if attention.scale is None:
         attention = replace(attention, scale=scale)
     if family.caps_attention_scores:
-        attention = replace(attention, soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0))
+        attention = replace(
+            attention, soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0)
+        )
     if fields.flag("attention_bias", default=False):
         if family.attention_bias in ("qkv", "all"):
             attention = replace(attention, qkv_bias=True)
@@ -245,9 +271,9 @@ def _logits(fields: ConfigFields) -> LogitConfig:
 
 
 def _attention_scale(fields: ConfigFields, mla: MlaConfig | None, rope: RopeConfig) -> float | None:
-    """The factor of attention scores; None for the usual one. Gemma scales scores as if heads had another size. Latent
-    attention has the scale of heads before they are absorbed; a stretched context sharpens its scores by YaRN's
-    magnitude, squared."""
+    """The factor of attention scores; None for the usual one. Gemma scales scores as if heads had
+    another size. Latent attention has the scale of heads before they are absorbed; a stretched
+    context sharpens its scores by YaRN's magnitude, squared."""
     if mla is not None:
         magnitude = 1.0
         if rope.kind != "default" and rope.factor > 1:
@@ -265,7 +291,8 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
     moe = family.experts(fields, num_layers)
     if moe.experts_per_token > moe.num_experts:
         raise ModelError(
-            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the "
+            f"{moe.num_experts} experts"
         )
     return moe
 
@@ -287,7 +314,8 @@ def _first_token(generation: ConfigFields, fields: ConfigFields) -> int | None:
 
 
 def _tensor_names(fields: ConfigFields) -> TensorNames | None:
-    """The convention by which tensors are named, as the code that read the files has noted it; None: transformers'."""
+    """The convention by which tensors are named, as the code that read the files has noted it;
+    None: transformers'."""
     names: tuple[TensorNames, ...] = get_args(TensorNames)
     for name in names:
         if fields.get("tensor_names") == name:
@@ -301,14 +329,15 @@ def _quantization(fields: ConfigFields, mla: MlaConfig | None) -> Quantization |
         return None  # where only the cache was quantized, the weights are as in any other file
     if mla is not None:
         raise ModelError(
-            f"{fields.source}: quantized weights of latent attention are not supported; take a 16-bit model"
+            f"{fields.source}: quantized weights of latent attention are not supported; take a "
+            "16-bit model"
         )
     return Quantization.from_hf(section, fields.source)
 
 
 def _sampling_defaults(generation: ConfigFields) -> SamplingDefaults:
-    """Read what generation_config.json recommends. Without do_sample, temperature, top_p, top_k and min_p are not
-    meant."""
+    """Read what generation_config.json recommends. Without do_sample, temperature, top_p, top_k and
+    min_p are not meant."""
     penalty = generation.optional_number("repetition_penalty")
     if not generation.flag("do_sample", default=False):
         return SamplingDefaults(repetition_penalty=penalty)

@@ -31,7 +31,9 @@ def gpt_oss_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
     limit = fields.number("swiglu_limit", 7.0)
     alpha = fields.number("swiglu_alpha", 1.702)
     if limit != 7.0 or alpha != 1.702:
-        raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
+        raise ModelError(
+            f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported"
+        )
     return MoeConfig(
         num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 128)),
         experts_per_token=fields.positive("num_experts_per_tok", 4),
@@ -43,21 +45,26 @@ def gpt_oss_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
 
 
 def deepseek_v2_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    """Softmax scores. Transformers leaves a token's weights as they are, whatever norm_topk_prob says."""
+    """Softmax scores. Transformers leaves a token's weights as they are, whatever norm_topk_prob
+    says."""
     groups, chosen = _groups(fields)
     method = fields.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"{fields.source}: topk_method {shown(method)} is not supported")
     if method == "greedy":
         groups = chosen = 1
-    return _deepseek_experts(fields, num_layers, groups, chosen, scores="softmax", normalize_weights=False)
+    return _deepseek_experts(
+        fields, num_layers, groups, chosen, scores="softmax", normalize_weights=False
+    )
 
 
 def deepseek_v3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
     """Sigmoid scores. GLM-4.7-Flash has the same experts."""
     groups, chosen = _groups(fields)
     normalize = fields.flag("norm_topk_prob", default=True)
-    return _deepseek_experts(fields, num_layers, groups, chosen, scores="sigmoid", normalize_weights=normalize)
+    return _deepseek_experts(
+        fields, num_layers, groups, chosen, scores="sigmoid", normalize_weights=normalize
+    )
 
 
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
@@ -90,7 +97,8 @@ def _deepseek_experts(
     num_shared = int(fields.number("n_shared_experts", 0.0, least=0.0))
     if num_experts % groups or chosen > groups:
         raise ModelError(
-            f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of them chosen"
+            f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of "
+            "them chosen"
         )
     return MoeConfig(
         num_experts=num_experts,
@@ -107,12 +115,16 @@ def _deepseek_experts(
 
 
 def _listed_sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
-    """The layers that mlp_layer_types calls sparse, or else all but the first `first_k_dense_replace`."""
+    """The layers that mlp_layer_types calls sparse, or else all but the first
+    `first_k_dense_replace`."""
     num_dense = int(fields.number("first_k_dense_replace", 0.0, least=0.0))
     kinds = fields.get("mlp_layer_types")
     if kinds is None:
         return frozenset(range(num_dense, num_layers))
-    problem = f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} layers"
+    problem = (
+        f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} "
+        "layers"
+    )
     if not isinstance(kinds, list) or len(kinds) < num_layers:
         raise ModelError(problem)
     if not all(kind in ("dense", "sparse") for kind in kinds):

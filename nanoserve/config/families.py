@@ -1,7 +1,8 @@
 """The table of families: the meaning of each model_type beyond its config.json. No torch here.
 
-A family that is left as `Family()` is read as Llama is, but for its `mlp_bias`. Every entry says how its family differs
-from Llama, part by part; where it is made by `replace`, how it differs from the family that is named there.
+A family that is left as `Family()` is read as Llama is, but for its `mlp_bias`. Every entry says
+how its family differs from Llama, part by part; where it is made by `replace`, how it differs from
+the family that is named there.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ class WindowRules:
     are_switched: bool = False
     """Whether windows are used only if use_sliding_window is true."""
     unlisted: Literal["periodic", "upper", "unrotated"] = "periodic"
-    """Layers with a window where layer_types is missing: all but every `full_every`th (periodic), the layers from
-    max_window_layers on (upper), or the layers that do not rotate (unrotated)."""
+    """Layers with a window where layer_types is missing: all but every `full_every`th (periodic),
+    the layers from max_window_layers on (upper), or the layers that do not rotate (unrotated)."""
     full_every: int = 0
     """The period of layers without a window; 0: every layer has one."""
     last_layer_is_full: bool = False
@@ -41,15 +42,18 @@ class RopeRules:
     """Rules for reading the rotary position embedding."""
 
     parameters: dict[str, Any] = field(default_factory=dict)
-    """The rope_parameters of a checkpoint that has none. A checkpoint that has some takes nothing from here."""
+    """The rope_parameters of a checkpoint that has none. A checkpoint that has some takes nothing
+    from here."""
     differ: bool = False
     """Whether layers with a window and those without have their own rope."""
     interleaved: bool = False
     """Whether neighbouring dimensions rotate together (RopeConfig.interleaved)."""
     rotary_share: float | None = None
-    """The share of a head that rotates where partial_rotary_factor is missing; None: whole heads, whatever it says."""
+    """The share of a head that rotates where partial_rotary_factor is missing; None: whole heads,
+    whatever it says."""
     unrotated: Literal["none", "full", "listed"] = "none"
-    """Layers that do not rotate: none, the layers without a window (full), or a layer where no_rope_layers has a 0."""
+    """Layers that do not rotate: none, the layers without a window (full), or a layer where
+    no_rope_layers has a 0."""
     grows_queries: bool = False
     """Whether llama_4_scaling_beta makes queries grow with their position."""
 
@@ -78,7 +82,8 @@ class Family:
     caps_attention_scores: bool = False
     """Whether attn_logit_softcapping bounds the scores of attention."""
     has_layer_shapes: bool = False
-    """Whether layers without a window have heads of their own, and the last layers share keys and values (Gemma 4)."""
+    """Whether layers without a window have heads of their own, and the last layers share keys and
+    values (Gemma 4)."""
     norm_eps_key: str = "rms_norm_eps"
     scales_embedding: bool = False
     """Whether embedded tokens are multiplied by the root of hidden_size."""
@@ -168,7 +173,12 @@ _GPT_OSS = Family(
     attention=AttentionConfig(sinks=True),
     windows=WindowRules(layers="listed", full_every=2),
     rope=RopeRules(
-        parameters={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
     ),
     experts=gpt_oss_experts,
 )
@@ -273,7 +283,11 @@ _GEMMA4 = replace(
     rope=RopeRules(
         parameters={
             "sliding_attention": {"rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
         },
         differ=True,
     ),

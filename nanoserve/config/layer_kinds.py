@@ -21,8 +21,11 @@ def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple
         return ()
     window = fields.positive("sliding_window")
     context = fields.positive("max_position_embeddings")
-    if window > context and window != family.defaults.get("sliding_window"):  # Olmo 3's own default is beyond
-        raise ModelError(f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}")
+    # Olmo 3's own default is beyond
+    if window > context and window != family.defaults.get("sliding_window"):
+        raise ModelError(
+            f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}"
+        )
     if family.windows.layers == "all":
         return (window,) * num_layers
     if listed is None:
@@ -44,11 +47,15 @@ def _layer_types(fields: ConfigFields, num_layers: int) -> list[bool] | None:
         if isinstance(layer_types, list):
             found = str(len(layer_types))
         raise ModelError(
-            f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found {found}"
+            f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found "
+            f"{found}"
         )
     for kind in layer_types:
         if not isinstance(kind, str) or kind not in _WINDOWS:
-            raise ModelError(f"{fields.source}: layer_types names {shown(kind)}; known are {' and '.join(_WINDOWS)}")
+            raise ModelError(
+                f"{fields.source}: layer_types names {shown(kind)}; known are "
+                f"{' and '.join(_WINDOWS)}"
+            )
     return [_WINDOWS[kind] for kind in layer_types]
 
 
@@ -68,25 +75,37 @@ def _unlisted_windows(fields: ConfigFields, family: Family, num_layers: int) -> 
     return slides
 
 
-def read_layer_shapes(fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int) -> LayerDifferences:
-    """Read how the layers of Gemma 4 differ. Layers without a window have other heads. The last layers share keys and
-    values, each with the last layer before them that has the same window."""
+def read_layer_shapes(
+    fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int
+) -> LayerDifferences:
+    """Read how the layers of Gemma 4 differ. Layers without a window have other heads. The last
+    layers share keys and values, each with the last layer before them that has the same window."""
     source = fields.source
     num_layers = len(windows)
     num_sharing = int(fields.number("num_kv_shared_layers", 0.0, least=0.0))
     if not windows or windows[-1]:
-        raise ModelError(f"{source}: layer_types must end in full_attention, and some layer must have a sliding_window")
+        raise ModelError(
+            f"{source}: layer_types must end in full_attention, and some layer must have a "
+            "sliding_window"
+        )
     if fields.flag("enable_moe_block", default=False):
-        raise ModelError(f"{source}: gemma4 with a mixture of experts (enable_moe_block) is not supported yet")
+        raise ModelError(
+            f"{source}: gemma4 with a mixture of experts (enable_moe_block) is not supported yet"
+        )
     first_sharing = max(0, num_layers - num_sharing)
     last = {window: layer for layer, window in enumerate(windows[:first_sharing])}
     if set(windows) - last.keys():
         told = f"num_kv_shared_layers {num_sharing}"
         raise ModelError(f"{source}: {told} leaves no layer of each kind with keys and values")
     shapes = _layer_shapes(fields, windows, num_kv_heads, first_sharing)
-    heads = {(window, shape.head_dim, shape.num_kv_heads) for window, shape in zip(windows, shapes, strict=True)}
+    heads = {
+        (window, shape.head_dim, shape.num_kv_heads)
+        for window, shape in zip(windows, shapes, strict=True)
+    }
     if len(heads) > len(last):
-        raise ModelError(f"{source}: per_layer_config must give all layers of a kind the same heads")
+        raise ModelError(
+            f"{source}: per_layer_config must give all layers of a kind the same heads"
+        )
     sources = list(range(first_sharing))
     for window in windows[first_sharing:]:
         sources.append(last[window])
@@ -121,24 +140,34 @@ def _layer_shapes(
 def _own_sizes(
     fields: ConfigFields, windows: tuple[int, ...], num_kv_heads: int, *, values_are_keys: bool
 ) -> dict[int, ConfigFields]:
-    """For layers of Gemma 4, the sizes in which they differ from the rest of config.json. The keys of
-    `per_layer_config` are numbers of layers, written with as many digits as the last one has."""
+    """For layers of Gemma 4, the sizes in which they differ from the rest of config.json. The keys
+    of `per_layer_config` are numbers of layers, written with as many digits as the last one has."""
     source = fields.source
     if "per_layer_config" not in fields.values:
         full = {"head_dim": fields.positive("global_head_dim")}
         if values_are_keys:
-            full["num_key_value_heads"] = fields.positive("num_global_key_value_heads", num_kv_heads)
-        return {layer: ConfigFields(full, source) for layer, window in enumerate(windows) if not window}
+            full["num_key_value_heads"] = fields.positive(
+                "num_global_key_value_heads", num_kv_heads
+            )
+        return {
+            layer: ConfigFields(full, source) for layer, window in enumerate(windows) if not window
+        }
     own: dict[int, ConfigFields] = {}
     for key, sizes in (fields.section("per_layer_config") or {}).items():
         layer = len(windows)
         if re.fullmatch("[0-9]{1,5}", key):
             layer = int(key)
         if layer >= len(windows) or layer in own:
-            raise ModelError(f"{source}: per_layer_config must have layers below {len(windows)} as keys, each once")
+            raise ModelError(
+                f"{source}: per_layer_config must have layers below {len(windows)} as keys, each "
+                "once"
+            )
         if not isinstance(sizes, dict) or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
             wanted = "head_dim and num_key_value_heads alone"
-            raise ModelError(f"{source}: per_layer_config of layer {layer} must have {wanted}, found {shown(sizes)}")
+            raise ModelError(
+                f"{source}: per_layer_config of layer {layer} must have {wanted}, found "
+                f"{shown(sizes)}"
+            )
         own[layer] = ConfigFields(sizes, source)
     return own
 
@@ -148,5 +177,7 @@ def read_kv_heads(fields: ConfigFields, default: int, num_heads: int) -> int:
     found = fields.positive("num_key_value_heads", default)
     if num_heads % found:
         heads = f"num_attention_heads {num_heads}"
-        raise ModelError(f"{fields.source}: {heads} is not a multiple of num_key_value_heads {found}")
+        raise ModelError(
+            f"{fields.source}: {heads} is not a multiple of num_key_value_heads {found}"
+        )
     return found

@@ -25,8 +25,8 @@ TensorNames = Literal["chatglm", "gguf", "multimodal"]
 
 
 _QUANTIZER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Settings that AutoGPTQ and AutoAWQ wrote to files of their own, before config.json had a section for them; and the
-methods of files that name none."""
+"""Settings that AutoGPTQ and AutoAWQ wrote to files of their own, before config.json had a section
+for them; and the methods of files that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """All that tells one decoder family from another; the Decoder is built from this and nothing else."""
+    """All that tells one decoder family from another; the Decoder is built from this and nothing
+    else."""
 
     family: str
     vocab_size: int
@@ -65,14 +66,16 @@ class ModelConfig:
     logits: LogitConfig = LogitConfig()
     layers: LayerDifferences = LayerDifferences()
     groups: CacheGroups | None = None
-    """The cache groups of the whole model, for a shard, or groups that `CacheGroups.cut` would not make."""
+    """The cache groups of the whole model, for a shard, or groups that `CacheGroups.cut` would not
+    make."""
 
     # The checkpoint, and the settings for generating that come with it.
     dtype: str = "float32"
     quantization: Quantization | None = None
     tensor_names: TensorNames | None = None
-    """The convention of the checkpoint's tensor names: the older GLM releases, GGUF, or transformers (None).
-    "multimodal" is transformers' beside the names of other parts of the model, for images, say."""
+    """The convention of the checkpoint's tensor names: the older GLM releases, GGUF, or
+    transformers (None). "multimodal" is transformers' beside the names of other parts of the model,
+    for images, say."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
@@ -81,7 +84,10 @@ class ModelConfig:
         sources = self.layers.kv_sources
         shapes = self.layers.shapes
         for layer, source in enumerate(sources):
-            shares = f"{self.family}: layer {layer} is to share the keys and values of layer {source}, which"
+            shares = (
+                f"{self.family}: layer {layer} is to share the keys and values of layer {source}, "
+                "which"
+            )
             if not 0 <= source <= layer or sources[source] != source:
                 raise ModelError(f"{shares} has none before it")
             if self.sliding_window(source) != self.sliding_window(layer):
@@ -114,10 +120,12 @@ class ModelConfig:
         return 1
 
     def layer_kv_numbers(self, degree: int = 1) -> tuple[int, ...]:
-        """Numbers that each layer caches of a token, on one of ``degree`` ranks. A layer that shares keys and values
-        reports the numbers that it reads."""
+        """Numbers that each layer caches of a token, on one of ``degree`` ranks. A layer that
+        shares keys and values reports the numbers that it reads."""
         if not self.layers.shapes:
-            return (self._shard_kv_numbers(self.num_kv_heads, self.head_dim, degree),) * self.num_layers
+            return (
+                self._shard_kv_numbers(self.num_kv_heads, self.head_dim, degree),
+            ) * self.num_layers
         numbers = []
         for shape in self.layers.shapes:
             numbers.append(self._shard_kv_numbers(shape.num_kv_heads, shape.head_dim, degree))
@@ -137,7 +145,8 @@ class ModelConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, ...]:
-        """Rows of the matrices that make queries, keys and values, as far as a layer has them. Not of latents."""
+        """Rows of the matrices that make queries, keys and values, as far as a layer has them. Not
+        of latents."""
         query = self.num_heads * self.head_dim
         key = self.num_kv_heads * self.head_dim
         if not self.attention.has_kv:
@@ -170,7 +179,9 @@ class ModelConfig:
         """The model as if all layers had this shape; None leaves it."""
         if shape is None:
             return self
-        attention = replace(self.attention, values_are_keys=shape.values_are_keys, has_kv=shape.has_kv)
+        attention = replace(
+            self.attention, values_are_keys=shape.values_are_keys, has_kv=shape.has_kv
+        )
         return replace(
             self,
             head_dim=shape.head_dim,
@@ -210,7 +221,9 @@ class ModelConfig:
         """The groups of a model whose pipelines have stages that begin at these layers."""
         windows = tuple(self.sliding_window(layer) for layer in range(self.num_layers))
         numbers = self.layer_kv_numbers()
-        return CacheGroups.cut(windows, self.layers.kv_sources, self.max_position_embeddings, numbers, starts)
+        return CacheGroups.cut(
+            windows, self.layers.kv_sources, self.max_position_embeddings, numbers, starts
+        )
 
     def in_one_group(self) -> "ModelConfig":
         """The model with all positions of all layers kept: windows only hide them."""
@@ -223,17 +236,23 @@ class ModelConfig:
         return self.moe is not None and layer in self.moe.sparse_layers
 
     def rounded(self, quantization: str | None, *, on_gpu: bool = False) -> "ModelConfig":
-        """The model as `--quantization` rounds it on a device. Raises UsageError if it is quantized already."""
+        """The model as `--quantization` rounds it on a device. Raises UsageError if it is quantized
+        already."""
         if quantization is None:
             return self
         if self.quantization is not None:
-            raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
+            raise UsageError(
+                f"--quantization {quantization}: the model is quantized already; leave it out"
+            )
         if self.attention.mla is not None:
-            raise UsageError(f"--quantization {quantization}: latent attention is not rounded; leave it out")
+            raise UsageError(
+                f"--quantization {quantization}: latent attention is not rounded; leave it out"
+            )
         return replace(self, quantization=Quantization.rounding(quantization, on_gpu=on_gpu))
 
     def inner_part(self, size: int, degree: int) -> int:
-        """One of `degree` parts of an inner size, as equal as whole groups of columns allow; the last is padded."""
+        """One of `degree` parts of an inner size, as equal as whole groups of columns allow; the
+        last is padded."""
         unit = 1
         if self.quantization is not None:
             unit = self.quantization.unit(size)
@@ -242,13 +261,16 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":
-        """Read config.json and generation_config.json, if there is one. Raises ModelError naming the file."""
+        """Read config.json and generation_config.json, if there is one. Raises ModelError naming
+        the file."""
         directory = Path(directory)
         path = directory / "config.json"
         if not directory.is_dir():
             raise ModelError(f"{directory}: no such model directory")
         if not path.is_file():
-            raise ModelError(f"{directory}: no config.json; this is not a Hugging Face model directory")
+            raise ModelError(
+                f"{directory}: no config.json; this is not a Hugging Face model directory"
+            )
         generation_config = read_optional_json_object(directory / "generation_config.json")
         config = _with_quantizer_settings(read_json_object(path), directory)
         return cls.from_hf(config, generation_config, source=str(path))
@@ -262,7 +284,8 @@ class ModelConfig:
         source: str = "config.json",
     ) -> "ModelConfig":
         """Translate a parsed config.json. Raises ModelError, one line that begins with `source`."""
-        from nanoserve.config.config_reader import read_config  # it makes a ModelConfig, so it imports this module
+        # it makes a ModelConfig, so it imports this module
+        from nanoserve.config.config_reader import read_config
 
         return read_config(config, generation_config, source)
 
@@ -279,5 +302,6 @@ def _with_quantizer_settings(config: dict[str, Any], directory: Path) -> dict[st
 
 
 def is_eagle3(directory: Path) -> bool:
-    """Whether an EAGLE head is one of EAGLE-3, by its config.json. Raises ModelError if that cannot be read."""
+    """Whether an EAGLE head is one of EAGLE-3, by its config.json. Raises ModelError if that cannot
+    be read."""
     return "Eagle3" in str(read_json_object(directory / "config.json").get("architectures"))

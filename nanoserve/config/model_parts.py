@@ -10,11 +10,13 @@ NormPlaces = Literal["before", "around", "after", "shared"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: which frequencies, how stretched, how many dimensions of a head rotate.
+    """Rotary position embedding: which frequencies, how stretched, how many dimensions of a head
+    rotate.
 
-    `kind` is the scaling rule: linear (position interpolation), llama3 (Llama 3.1's piecewise rule) or yarn
-    (arXiv 2309.00071); proportional turns only a share of the pairs, those of the highest frequencies; none turns by no
-    angle (NoPE). `interleaved` rotates neighbouring pairs (GLM) instead of the two halves of the head.
+    `kind` is the scaling rule: linear (position interpolation), llama3 (Llama 3.1's piecewise rule)
+    or yarn (arXiv 2309.00071); proportional turns only a share of the pairs, those of the highest
+    frequencies; none turns by no angle (NoPE). `interleaved` rotates neighbouring pairs (GLM)
+    instead of the two halves of the head.
     """
 
     rotary_dim: int
@@ -34,16 +36,17 @@ class RopeConfig:
     frequency_factors: tuple[float, ...] = ()
     """Further divisors of the frequencies, from a GGUF file: rotary_dim / 2 numbers, or none."""
     query_growth: float = 0.0
-    """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)),
-    as in Llama 4; 0 leaves them."""
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p /
+    original_max_position_embeddings)), as in Llama 4; 0 leaves them."""
     proportion: float = 1.0
     """The share of the pairs that turns, if the kind is proportional."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's keys and values of all heads
-    are products of one latent, which is cached beside one rotated key. Names as in config.json."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's keys and
+    values of all heads are products of one latent, which is cached beside one rotated key. Names as
+    in config.json."""
 
     q_lora_rank: int
     """0: queries are a product of the hidden state, not of a latent of their own."""
@@ -63,7 +66,8 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Attention of a layer: its matrices, and its scores. Numbers and sizes of heads are fields of ModelConfig."""
+    """Attention of a layer: its matrices, and its scores. Numbers and sizes of heads are fields of
+    ModelConfig."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -76,7 +80,8 @@ class AttentionConfig:
     values_are_keys: bool = False
     """Whether one matrix makes both: values are keys without their norm and rotation."""
     has_kv: bool = True
-    """Whether a layer makes keys and values; without, it attends to those of its source (`LayerDifferences`)."""
+    """Whether a layer makes keys and values; without, it attends to those of its source
+    (`LayerDifferences`)."""
     scale: float | None = None
     """Factor of the products of queries and keys; None: head_dim ** -0.5."""
     soft_cap: float = 0.0
@@ -84,8 +89,9 @@ class AttentionConfig:
     sinks: bool = False
     """Whether each head has a score that takes weight and has no value."""
     mla: MlaConfig | None = None
-    """With it, heads are as attention over the cache sees them: `head_dim` is the width of what is cached, for all
-    heads together, so there is one key-value head, and values are its first columns."""
+    """With it, heads are as attention over the cache sees them: `head_dim` is the width of what is
+    cached, for all heads together, so there is one key-value head, and values are its first
+    columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +100,12 @@ class NormConfig:
 
     eps: float = 1e-6
     kind: NormKind = "rms"
-    """RMSNorm, the same with weights that are stored less 1 (Gemma), or multiplied before rounding (Gemma 4), or
-    LayerNorm without bias (Cohere)."""
+    """RMSNorm, the same with weights that are stored less 1 (Gemma), or multiplied before rounding
+    (Gemma 4), or LayerNorm without bias (Cohere)."""
     places: NormPlaces = "before"
-    """Places of a layer's norms: before attention and feed-forward part, around both, after both, or one before both,
-    which then are parallel: they read the same hidden states, and both results are added."""
+    """Places of a layer's norms: before attention and feed-forward part, around both, after both,
+    or one before both, which then are parallel: they read the same hidden states, and both results
+    are added."""
     before_attention: bool = True
     """Whether layers normalize what enters attention; those of EAGLE heads do not."""
     layer_scale: bool = False
@@ -115,7 +122,8 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Mixture of experts: a sparse layer sends each token to `experts_per_token` of its `num_experts`."""
+    """Mixture of experts: a sparse layer sends each token to `experts_per_token` of its
+    `num_experts`."""
 
     num_experts: int
     experts_per_token: int
@@ -127,8 +135,8 @@ class MoeConfig:
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """The function of a router's logits. With sigmoid, a bias of each expert is added for the choice alone
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """The function of a router's logits. With sigmoid, a bias of each expert is added for the
+    choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are in equal groups; a token chooses among those of its best groups."""
@@ -143,19 +151,22 @@ class EmbeddingConfig:
     scale: float = 1.0
     """Factor of embedded tokens."""
     per_layer_size: int = 0
-    """Size of a layer's own embedding of a token (per-layer embeddings, Gemma 4); 0: layers have none."""
+    """Size of a layer's own embedding of a token (per-layer embeddings, Gemma 4); 0: layers have
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitConfig:
-    """Logits are multiplied by the scale, then bounded: cap * tanh(logit / cap); a cap of 0 leaves them."""
+    """Logits are multiplied by the scale, then bounded: cap * tanh(logit / cap); a cap of 0 leaves
+    them."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
 
 
 class LayerShape(NamedTuple):
-    """A layer's own values of these fields of ModelConfig and AttentionConfig, where layers differ."""
+    """A layer's own values of these fields of ModelConfig and AttentionConfig, where layers
+    differ."""
 
     head_dim: int
     num_kv_heads: int
@@ -166,14 +177,17 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerDifferences:
-    """The fields in which layers may differ. Each has an entry for every layer, or is empty: all layers are alike."""
+    """The fields in which layers may differ. Each has an entry for every layer, or is empty: all
+    layers are alike."""
 
     sliding_windows: tuple[int, ...] = ()
-    """The number of last positions that a query sees, itself included; 0 = all. Empty: all see all."""
+    """The number of last positions that a query sees, itself included; 0 = all. Empty: all see
+    all."""
     kv_sources: tuple[int, ...] = ()
-    """The layer whose keys and values it attends to, itself or an earlier one that has its own. Empty: each has its
-    own."""
+    """The layer whose keys and values it attends to, itself or an earlier one that has its own.
+    Empty: each has its own."""
     ropes: tuple[RopeConfig, ...] = ()
     """The layer's rope. Empty: `ModelConfig.rope` for all."""
     shapes: tuple[LayerShape, ...] = ()
-    """The layer's shape. Empty: all are as the fields of ModelConfig say. See `ModelConfig.of_layer`."""
+    """The layer's shape. Empty: all are as the fields of ModelConfig say. See
+    `ModelConfig.of_layer`."""

@@ -1,4 +1,5 @@
-"""Shapes of published models (published_shapes.toml), whose entries name their source. No weights are needed."""
+"""Shapes of published models (published_shapes.toml), whose entries name their source. No weights
+are needed."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -21,12 +22,15 @@ def published_shapes() -> Mapping[str, Mapping[str, Any]]:
         kept = {key: value for key, value in entry.items() if key not in ("source", "null_keys")}
         return kept | dict.fromkeys(entry.get("null_keys", ()))
 
-    return MappingProxyType({name: config(entry) for name, entry in read_toml(SHIPPED_MODELS).items()})
+    return MappingProxyType(
+        {name: config(entry) for name, entry in read_toml(SHIPPED_MODELS).items()}
+    )
 
 
 def load_shape(spec: str) -> ModelConfig:
-    """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed. Raises
-    UsageError for an unknown name, listing the known ones, and ModelError for a config.json that is wrong."""
+    """The shape of a published model, of a config.json, or of a directory that holds one. No
+    weights are needed. Raises UsageError for an unknown name, listing the known ones, and
+    ModelError for a config.json that is wrong."""
     path = Path(spec)
     with unreadable_as_model_error():
         if spec.endswith(".json") and path.is_file():
@@ -37,6 +41,7 @@ def load_shape(spec: str) -> ModelConfig:
     shapes = published_shapes()
     if name not in shapes:
         raise UsageError(
-            f"unknown model {shown(spec)}: no config.json, no directory with one, and none of {', '.join(shapes)}"
+            f"unknown model {shown(spec)}: no config.json, no directory with one, and none of "
+            f"{', '.join(shapes)}"
         )
     return ModelConfig.from_hf(shapes[name], source=name)

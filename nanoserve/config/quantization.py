@@ -54,15 +54,19 @@ class Quantization:
     has_zeros: bool = False  # whether every matrix of compressed-tensors must have zero points
     is_float: bool = False  # whether matrices are stored as numbers of 8 bits and loaded as numbers
     ignored: tuple[str, ...] = ()
-    """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
-    tensor_types: tuple[tuple[str, str], ...] = ()  # the quantized matrices of a GGUF file, each with its type
+    """Modules that are said not to be quantized: parts of names, or `re:` and a regular
+    expression."""
+    # the quantized matrices of a GGUF file, each with its type
+    tensor_types: tuple[tuple[str, str], ...] = ()
     groups: tuple[int, ...] = ()
-    """If there are any, each matrix takes the first of them that divides its columns, instead of `group`."""
+    """If there are any, each matrix takes the first of them that divides its columns, instead of
+    `group`."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """Read a `quantization_config`. The loader knows the modules that are left alone by their tensors, the cost
-        model by the list of them. Raises ModelError, one line that begins with `source`, for what is not supported."""
+        """Read a `quantization_config`. The loader knows the modules that are left alone by their
+        tensors, the cost model by the list of them. Raises ModelError, one line that begins with
+        `source`, for what is not supported."""
         read = cls._of_method(config.get("quant_method"), config, source)
         ignored = config.get("ignore") or config.get("modules_to_not_convert")
         if not isinstance(ignored, list):
@@ -84,8 +88,13 @@ class Quantization:
             return cls._of_compressed_tensors(config, source)
         types = config.get("tensor_types")
         if method == "gguf" and isinstance(types, dict):
-            return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
-        instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
+            return cls(
+                "gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items())
+            )
+        instead = (
+            "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and "
+            "--quantization int4"
+        )
         raise ModelError(f"{source}: quantization method {shown(method)} is not read; {instead}")
 
     @classmethod
@@ -94,15 +103,23 @@ class Quantization:
         bits = config.get("bits", config.get("w_bit"))
         group = config.get("group_size", config.get("q_group_size"))
         if not isinstance(bits, int) or bits not in _BITS_OF_WORDS[method] or not _is_group(group):
-            raise ModelError(f"{source}: {method} with {shown(bits)} bits in groups of {shown(group)} is not read")
+            raise ModelError(
+                f"{source}: {method} with {shown(bits)} bits in groups of {shown(group)} is not "
+                "read"
+            )
         if method == "awq":
             version = config.get("version", "gemm")
             if str(version).lower() != "gemm":
-                raise ModelError(f"{source}: AWQ of version {shown(version)} is not read; only gemm is")
+                raise ModelError(
+                    f"{source}: AWQ of version {shown(version)} is not read; only gemm is"
+                )
             return cls(method, bits, group)
         packing = config.get("checkpoint_format") or "gptq"
         if packing not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-            raise ModelError(f"{source}: GPTQ in the format {shown(packing)} is not read; only gptq and gptq_v2 are")
+            raise ModelError(
+                f"{source}: GPTQ in the format {shown(packing)} is not read; only gptq and gptq_v2 "
+                "are"
+            )
         return cls(method, bits, group, zero_is_stored_less_one=packing == "gptq")
 
     @classmethod
@@ -110,7 +127,10 @@ class Quantization:
         weights = _compressed_weights(config, source)
         stored = config.get("format")
         if stored is not None and stored not in _COMPRESSED_FORMATS:
-            raise ModelError(f"{source}: format {shown(stored)} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
+            raise ModelError(
+                f"{source}: format {shown(stored)} is not read; only "
+                f"{', '.join(_COMPRESSED_FORMATS)} are"
+            )
         rows = 1
         group = weights.get("group_size")
         if not group:
@@ -123,12 +143,19 @@ class Quantization:
             found = f"type {shown(kind)} in {shown(bits)} bits and groups of {shown(group)}"
             raise ModelError(f"{source}: weights of {found} are not read")
         has_zeros = weights.get("symmetric") is False
-        return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
+        return cls(
+            "compressed-tensors",
+            int(bits or 0),
+            group,
+            rows,
+            has_zeros=has_zeros,
+            is_float=kind == "float",
+        )
 
     @classmethod
     def rounding(cls, text: str, *, on_gpu: bool) -> "Quantization":
-        """Parse ``--quantization``. A group that the user did not name is 32 on a CPU; on a GPU it is the largest of
-        128, 64 and 32 that divides a matrix. Raises UsageError."""
+        """Parse ``--quantization``. A group that the user did not name is 32 on a CPU; on a GPU it
+        is the largest of 128, 64 and 32 that divides a matrix. Raises UsageError."""
         wanted = Rounding.parse(text)
         if wanted.group is not None:
             return cls("rounding", wanted.bits, wanted.group)
@@ -137,9 +164,10 @@ class Quantization:
         return cls("rounding", wanted.bits, groups=_CPU_GROUPS)
 
     def group_of(self, columns: int, head: int = 0) -> int | None:
-        """Columns that share a scale in rows of that many; None if no group divides them. The columns of attention's
-        output matrix belong to heads of the size `head`, 0 for other matrices, and ranks have whole heads: where a
-        group divides a head, it is taken, so that no rank cuts it."""
+        """Columns that share a scale in rows of that many; None if no group divides them. The
+        columns of attention's output matrix belong to heads of the size `head`, 0 for other
+        matrices, and ranks have whole heads: where a group divides a head, it is taken, so that no
+        rank cuts it."""
         groups = self.groups
         if not groups and self.group < 0:
             groups = (columns,)  # a group is a whole row
@@ -154,8 +182,9 @@ class Quantization:
         return dividing[0]
 
     def unit(self, size: int) -> int:
-        """A rank's part of an inner size is a multiple of this: the columns of `down` that are packed together. So
-        every degree has the same groups. It is 1 where nothing is packed, or a whole row is."""
+        """A rank's part of an inner size is a multiple of this: the columns of `down` that are
+        packed together. So every degree has the same groups. It is 1 where nothing is packed, or a
+        whole row is."""
         if self.method == "gguf":
             down_types = {kind for name, kind in self.tensor_types if ".ffn_down" in name}
             sizes = [BLOCK_TYPES[kind].size for kind in down_types if kind in BLOCK_TYPES]
@@ -178,7 +207,13 @@ class Quantization:
 
 _BITS_OF_WORDS = {"gptq": (4, 8), "awq": (4,)}
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_COMPRESSED_TYPES = [("int", 3, False), ("int", 4, False), ("int", 8, False), ("float", 8, False), ("float", 8, True)]
+_COMPRESSED_TYPES = [
+    ("int", 3, False),
+    ("int", 4, False),
+    ("int", 8, False),
+    ("float", 8, False),
+    ("float", 8, True),
+]
 """Types and bits of weights, and whether several rows may share a scale."""
 
 
@@ -190,7 +225,9 @@ def _compressed_weights(config: Mapping[str, Any], source: str) -> dict[str, Any
             if isinstance(scheme, dict) and scheme.get("weights") is not None:
                 found.append(scheme["weights"])
     if len(found) != 1 or not isinstance(found[0], dict):
-        raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
+        raise ModelError(
+            f"{source}: quantization_config must have one entry of config_groups with weights"
+        )
     return found[0]
 
 
@@ -200,16 +237,26 @@ def _is_group(value: Any) -> bool:
 
 def _block(value: Any, source: str) -> tuple[int, int]:
     """Rows and columns of a block."""
-    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(size) is int and size > 0 for size in value)
+    ):
         raise ModelError(
-            f"{source}: the block of rows and columns that share a scale must be two sizes: {shown(value)}"
+            f"{source}: the block of rows and columns that share a scale must be two sizes: "
+            f"{shown(value)}"
         )
     return value[0], value[1]
 
 
 _CPU_GROUPS, _GPU_GROUPS = (32,), (128, 64, 32)
 
-WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
+WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {
+    "rtn": (3, 4, 8),
+    "awq": (3, 4, 8),
+    "gptq": (3, 4, 8),
+    "llm-int8": (8,),
+}
 """The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
 CALIBRATING = ("awq", "gptq")  # methods that run a text through the model
 
@@ -228,7 +275,8 @@ class Rounding:
         named = re.fullmatch(r"(int4|int8)(?::(\d{1,6}))?", str(text), re.ASCII)
         if named is None:
             raise UsageError(
-                f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {shown(text)}"
+                "quantization must be int4 or int8, perhaps with a group as in int4:64, not "
+                f"{shown(text)}"
             )
         bits = int(named[1].removeprefix("int"))
         if named[2] is None:

@@ -1,4 +1,5 @@
-"""The lecture's accounting of a model on a machine: per operator, and latency and throughput against batch size."""
+"""The lecture's accounting of a model on a machine: per operator, and latency and throughput
+against batch size."""
 
 from functools import cached_property
 from typing import Literal
@@ -12,7 +13,15 @@ from nanoserve.scheduler.work import StepWork
 Bound = Literal["compute", "memory", "link", "overhead"]
 
 BLOCK_SIZE = 16
-_ATTENTION = ("per_layer_input", "per_layer_input_up", "qkv", "query_up", "latent_up", "attention", "output")
+_ATTENTION = (
+    "per_layer_input",
+    "per_layer_input_up",
+    "qkv",
+    "query_up",
+    "latent_up",
+    "attention",
+    "output",
+)
 _EXPERTS = ("router", "experts", "shared_gate_up", "shared_down")
 _ORDER = ("embedding", *_ATTENTION, *_EXPERTS, "gate_up", "down", "head")
 
@@ -36,8 +45,10 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     tpot: float  # seconds from token to token of a sequence
     tokens_per_second: float  # batch / tpot
-    tokens_per_second_with_prefill: float  # output tokens over the time of their prompts and their own
-    kv_share: float  # keys and values of whole sequences over the memory that weights leave; above 1 they do not fit
+    # output tokens over the time of their prompts and their own
+    tokens_per_second_with_prefill: float
+    # keys and values of whole sequences over the memory that weights leave; above 1 they do not fit
+    kv_share: float
 
     @property
     def fits(self) -> bool:
@@ -45,9 +56,9 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Analysis:
-    """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
-    Decoding is looked at in the middle of the answer, but memory must hold whole sequences, but for what their windows
-    leave behind."""
+    """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room
+    for keys and values. Decoding is looked at in the middle of the answer, but memory must hold
+    whole sequences, but for what their windows leave behind."""
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
         self.costs = costs
@@ -55,7 +66,8 @@ class Analysis:
         self.context = input_tokens + (output_tokens + 1) // 2
         self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
         windows = costs.counts.groups.windows
-        self.kv_tokens = self.blocks // len(windows) * BLOCK_SIZE  # that windows have not left behind
+        # that windows have not left behind
+        self.kv_tokens = self.blocks // len(windows) * BLOCK_SIZE
         self.blocks_per_sequence = most_blocks(windows, input_tokens + output_tokens, BLOCK_SIZE)
 
     @property
@@ -73,12 +85,14 @@ class Analysis:
         return self.costs.work([], [(0, self.input_tokens)])
 
     def decode_work(self, batch: int) -> StepWork:
-        """One token of each of `batch` sequences; in a pipeline, of the sequences in one micro-batch."""
+        """One token of each of `batch` sequences; in a pipeline, of the sequences in one
+        micro-batch."""
         rows = -(-batch // self.costs.num_stages)
         return self.costs.work([self.context] * rows)
 
     def batch_row(self, batch: int) -> BatchRow:
-        """Latency and throughput of decoding, with as many micro-batches in flight as there are stages."""
+        """Latency and throughput of decoding, with as many micro-batches in flight as there are
+        stages."""
         tpot = self._round_seconds(self.decode_work(batch), batch)
         whole_seconds = batch * self.prefill_seconds + self.output_tokens * tpot
         return BatchRow(
@@ -100,11 +114,17 @@ class Analysis:
         costs, stages = self.costs, range(self.costs.num_stages)
         step, rows = costs.step_seconds(work), list[OperatorRow]()
 
-        def add(name: str, bound: Bound, seconds: float, size: float = 0.0, flops: float = 0.0) -> None:
+        def add(
+            name: str, bound: Bound, seconds: float, size: float = 0.0, flops: float = 0.0
+        ) -> None:
             intensity = flops / size if flops else None
-            rows.append(OperatorRow(phase, name, flops, size, intensity, bound, seconds, seconds / step))
+            rows.append(
+                OperatorRow(phase, name, flops, size, intensity, bound, seconds, seconds / step)
+            )
 
-        operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
+        operators = [
+            operator for stage in stages for operator in costs.counts.operators(work, stage)
+        ]
         for name in sorted({operator.name for operator in operators}, key=_ORDER.index):
             seconds = computing = size = flops = 0.0
             for operator in operators:
@@ -128,8 +148,12 @@ class Analysis:
         return [row for row in rows if row.seconds]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences. The slowest
-        stage sets the pace of a full pipeline; what one micro-batch needs alone is the least."""
+        """Seconds until every micro-batch had its turn, one for each stage, if there are enough
+        sequences. The slowest stage sets the pace of a full pipeline; what one micro-batch needs
+        alone is the least."""
         stages = range(self.costs.num_stages)
-        pace = max(self.costs.stage_seconds(work, stage) + self.costs.send_seconds(work, stage) for stage in stages)
+        pace = max(
+            self.costs.stage_seconds(work, stage) + self.costs.send_seconds(work, stage)
+            for stage in stages
+        )
         return max(min(len(stages), sequences) * pace, self.costs.step_seconds(work))

@@ -1,7 +1,9 @@
-"""Exact operation counts of a step, per operator and device: Appendix A of the Seesaw paper without its shortcuts.
+"""Exact operation counts of a step, per operator and device: Appendix A of the Seesaw paper without
+its shortcuts.
 
-A multiply-add is two operations; weights, keys and values are read once; each operator reads and writes activations
-once. Norms, rotary embedding, activation function, biases and residual additions count as kernels only (Efficiency).
+A multiply-add is two operations; weights, keys and values are read once; each operator reads and
+writes activations once. Norms, rotary embedding, activation function, biases and residual additions
+count as kernels only (Efficiency).
 """
 
 from collections import Counter
@@ -25,24 +27,27 @@ from nanoserve.scheduler.work import Chunk, StepWork
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
 _SAMPLED_ROWS = 256
-_BYTES_PER_LOGIT = 32  # in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p
+# in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p
+_BYTES_PER_LOGIT = 32
 
-# Pipeline stages are divided by cost. That of a layer, of the embedding and of the head is the mean of its shares in
-# the bytes of a decode step, bound by memory, and in the operations of a mixed step, of whose tokens one in four is
-# sampled. So the head of Qwen2.5 0.5B, as dear as 5.9 layers in the one step and 2.2 in the other, counts as 4. Tensor
-# parallelism divides everything alike and is left out.
+# Pipeline stages are divided by cost. That of a layer, of the embedding and of the head is the mean
+# of its shares in the bytes of a decode step, bound by memory, and in the operations of a mixed
+# step, of whose tokens one in four is sampled. So the head of Qwen2.5 0.5B, as dear as 5.9 layers
+# in the one step and 2.2 in the other, counts as 4. Tensor parallelism divides everything alike and
+# is left out.
 _DECODES, _CONTEXT = 64, 512  # rows of both steps that decode, and the keys that each of them reads
 _CHUNK = 3 * _DECODES  # tokens of a prompt in the mixed step, none of them its last
-_UNITS = 10**9  # costs are parts in a billion of the whole model: integers, so that equal stages are equal
+# costs are parts in a billion of the whole model: integers, so that equal stages are equal
+_UNITS = 10**9
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bits per number, each 4, 8, 16 or 32: the layers' matrices, keys and values, and everything else (activations,
-    embedding, head). Bits of a quantized model's matrices follow from its formats (weight_bits.py). Raises
-    UsageError for other numbers of bits."""
+    """Bits per number, each 4, 8, 16 or 32: the layers' matrices, keys and values, and everything
+    else (activations, embedding, head). Bits of a quantized model's matrices follow from its
+    formats (weight_bits.py). Raises UsageError for other numbers of bits."""
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -51,7 +56,10 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("weight_bits", "kv_bits", "other_bits"):
             if getattr(self, name) not in STORED_BITS:
-                raise UsageError(f"{name} must be one of {', '.join(map(str, STORED_BITS))}, not {getattr(self, name)}")
+                raise UsageError(
+                    f"{name} must be one of {', '.join(map(str, STORED_BITS))}, not "
+                    f"{getattr(self, name)}"
+                )
 
     @classmethod
     def of(cls, bits: int) -> "Precision":
@@ -106,7 +114,8 @@ class LayerKind(NamedTuple):
 
     window: int
     sparse: bool
-    bits: tuple[tuple[str, Bits], ...]  # of the layer's matrices, by name; empty if the model is not quantized
+    # of the layer's matrices, by name; empty if the model is not quantized
+    bits: tuple[tuple[str, Bits], ...]
     shape: LayerShape | None  # None: the model's shape
 
 
@@ -120,9 +129,10 @@ def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
 
 
 class ModelCounts:
-    """Counts of what one device of a layout holds, reads and computes. Tensor parallelism beyond the number of KV
-    heads replicates these heads. Every device reads the whole activations between operators. ``pipeline_split`` gives
-    the layers of each stage; None divides them by cost. Raises UsageError if the layout does not suit the model."""
+    """Counts of what one device of a layout holds, reads and computes. Tensor parallelism beyond
+    the number of KV heads replicates these heads. Every device reads the whole activations between
+    operators. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises
+    UsageError if the layout does not suit the model."""
 
     def __init__(
         self,
@@ -131,28 +141,44 @@ class ModelCounts:
         precision: Precision | None = None,
         pipeline_split: Sequence[int] | None = None,
     ) -> None:
-        self.model, self.layout, self.precision = model, layout or ParallelLayout(), precision or Precision()
+        self.model, self.layout, self.precision = (
+            model,
+            layout or ParallelLayout(),
+            precision or Precision(),
+        )
         degree = self.layout.tensor_parallel
         if degree not in tensor_degrees(model):
             raise UsageError(
                 f"tensor parallelism of {degree} does not divide {model.num_heads} query heads and"
-                f" {model.num_kv_heads} key-value heads; use one of {', '.join(map(str, tensor_degrees(model)))}"
+                f" {model.num_kv_heads} key-value heads; use one of "
+                f"{', '.join(map(str, tensor_degrees(model)))}"
             )
         self.heads = model.num_heads // degree
         self.kv_heads = max(1, model.num_kv_heads // degree)
         self.windows = tuple(sorted({window for window in model.layers.sliding_windows if window}))
         stages = self.layout.pipeline_parallel
-        layers = stage_layers(model, stages, pipeline_split, divide_layers, asked=f"{stages} pipeline stages")
-        self.stages = tuple(dict(Counter(_layer_kind(model, layer) for layer in stage)) for stage in layers)
+        layers = stage_layers(
+            model, stages, pipeline_split, divide_layers, asked=f"{stages} pipeline stages"
+        )
+        self.stages = tuple(
+            dict(Counter(_layer_kind(model, layer) for layer in stage)) for stage in layers
+        )
         self.groups = model.groups or model.cut(tuple(stage.start for stage in layers))
-        self._parts = [self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers]
+        self._parts = [
+            self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers
+        ]
         self.vocabulary = -(-model.vocab_size // degree)
-        # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
+        # From the hidden state to the logits of this device's part of the vocabulary; only where a
+        # token is sampled.
         bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
-        per_layer = model.num_layers * model.embedding.per_layer_size  # per-layer embeddings are looked up as well
+        # per-layer embeddings are looked up as well
+        per_layer = model.num_layers * model.embedding.per_layer_size
         self._table, self.head = (
             self._matrix(name, columns, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
-            for name, columns in (("embedding", model.hidden_size + per_layer), ("head", model.hidden_size))
+            for name, columns in (
+                ("embedding", model.hidden_size + per_layer),
+                ("head", model.hidden_size),
+            )
         )
         kinds = dict.fromkeys(chain.from_iterable(self.stages))
         self._sizes = {kind: self._attention_sizes(model.of_shape(kind.shape)) for kind in kinds}
@@ -181,25 +207,41 @@ class ModelCounts:
             yield self.product(self.head, work.sampled)
 
     def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
-        """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
+        """The matrix applied to these tokens. Reading experts is the expectation if each token
+        chooses evenly."""
         flops = 2.0 * matrix.weights * matrix.reached * tokens
         weight_bytes = matrix.bytes * (1 - (1 - matrix.reached) ** tokens)
         activation_bytes = matrix.activations * tokens * self.precision.other_bytes
-        return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
+        return Operator(
+            matrix.name,
+            "matrix",
+            flops * layers,
+            weight_bytes * layers,
+            0.0,
+            activation_bytes * layers,
+        )
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and decodes are apart: they run in different kernels. The draft
-        tokens of a row see about the keys of its first token, which are read once."""
+        """Attention of a stage's layers. Prompts and decodes are apart: they run in different
+        kernels. The draft tokens of a row see about the keys of its first token, which are read
+        once."""
         if len(work.windowed_decode_context) != len(self.windows):
-            raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
+            raise UsageError(
+                f"sum the work up for this model's sliding windows {self.windows}: "
+                "StepWork.of(windows=)"
+            )
         found = []
         for kind, layers in self.stages[stage].items():
             window = kind.window
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
-                pairs: float = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
+                pairs: float = sum(
+                    [chunk_pairs(start, length, window) for start, length in work.chunks]
+                )
                 tokens = work.tokens - work.decodes - work.draft_tokens
-                found.append(self._attention("prefill attention", tokens, keys, pairs, kind, layers))
+                found.append(
+                    self._attention("prefill attention", tokens, keys, pairs, kind, layers)
+                )
             if work.decodes:
                 keys = work.decode_context
                 if window:
@@ -241,16 +283,19 @@ class ModelCounts:
 
     @property
     def layer_flops_per_pair(self) -> float:
-        """A multiply-add for the score of a query and a key, and one for the value; of a layer of the usual shape."""
+        """A multiply-add for the score of a query and a key, and one for the value; of a layer of
+        the usual shape."""
         return 2.0 * self._attention_sizes(self.model)[0]
 
     def _attention_sizes(self, model: ModelConfig) -> tuple[int, float]:
-        """Numbers in a query of all heads and in a sum of values; bytes that a layer reads of a token."""
+        """Numbers in a query of all heads and in a sum of values; bytes that a layer reads of a
+        token."""
         numbers = model.layer_kv_numbers(self.layout.tensor_parallel)[0]
         return self.heads * (model.head_dim + model.value_dim), numbers * self.precision.kv_bytes
 
     def step_bytes(self, tokens: int, stage: int) -> float:
-        """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
+        """Bytes that a step holds at once: the widest part of a layer, and on the last stage the
+        logits."""
         widths = []
         for kind in self.stages[stage]:
             matrices = self._matrices[kind]
@@ -268,7 +313,9 @@ class ModelCounts:
         """Bytes of hidden states, which all-reduces sum and stages send on."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
-    def _matrix(self, name: str, columns: int, rows: Sequence[int], bits: Bits, number_bytes: float) -> Matrix:
+    def _matrix(
+        self, name: str, columns: int, rows: Sequence[int], bits: Bits, number_bytes: float
+    ) -> Matrix:
         """A matrix of these blocks of rows; where bits are None, a weight takes `number_bytes`."""
         if len(bits) == 1:
             bits = bits * len(rows)
@@ -285,7 +332,9 @@ class ModelCounts:
         model, bits = self.model.of_shape(kind.shape), dict(kind.bits)
 
         def matrix(name: str, columns: int, *rows: int) -> Matrix:
-            return self._matrix(name, columns, rows, bits.get(name, NUMBERS), self.precision.weight_bytes)
+            return self._matrix(
+                name, columns, rows, bits.get(name, NUMBERS), self.precision.weight_bytes
+            )
 
         yield from self._attention_matrices(model, matrix)
         if kind.sparse and model.moe is not None:
@@ -295,12 +344,18 @@ class ModelCounts:
             yield matrix("gate_up", model.hidden_size, inner, inner)
             yield matrix("down", inner, model.hidden_size)
 
-    def _attention_matrices(self, model: ModelConfig, matrix: Callable[..., Matrix]) -> Iterator[Matrix]:
+    def _attention_matrices(
+        self, model: ModelConfig, matrix: Callable[..., Matrix]
+    ) -> Iterator[Matrix]:
         """The matrices of a layer up to the output of attention; ``matrix`` makes one."""
         degree, hidden = self.layout.tensor_parallel, model.hidden_size
-        query, key = self.heads * model.head_dim, max(1, model.num_kv_heads // degree) * model.head_dim
+        query, key = (
+            self.heads * model.head_dim,
+            max(1, model.num_kv_heads // degree) * model.head_dim,
+        )
         if size := model.embedding.per_layer_size:
-            yield matrix("per_layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
+            # made of the embedded token, and of the hidden state
+            yield matrix("per_layer_input", hidden, 2 * size)
             yield matrix("per_layer_input_up", size, hidden)
         if model.attention.mla is None:
             keys_and_values = [key] * (len(model.qkv_sizes) - 1)
@@ -311,14 +366,22 @@ class ModelCounts:
             if mla.q_lora_rank:
                 yield matrix("query_up", mla.q_lora_rank, query)
             # Its one half multiplies queries before attention, the other sums of latents after it.
-            absorbed, size = self.heads * model.head_dim + query, mla.kv_lora_rank * mla.expanded_size(self.heads)
+            absorbed, size = (
+                self.heads * model.head_dim + query,
+                mla.kv_lora_rank * mla.expanded_size(self.heads),
+            )
             yield Matrix("latent_up", size, 2 * absorbed, size * self.precision.weight_bytes)
         yield matrix("output", model.output_size // degree, hidden)
 
     def _expert_matrices(
-        self, model: ModelConfig, moe: MoeConfig, bits: dict[str, Bits], matrix: Callable[..., Matrix]
+        self,
+        model: ModelConfig,
+        moe: MoeConfig,
+        bits: dict[str, Bits],
+        matrix: Callable[..., Matrix],
     ) -> Iterator[Matrix]:
-        """The matrices of a sparse layer's feed-forward part; all its experts count as one matrix."""
+        """The matrices of a sparse layer's feed-forward part; all its experts count as one
+        matrix."""
         degree, hidden = self.layout.tensor_parallel, model.hidden_size
         if moe.shared_size:
             shared = model.inner_part(moe.shared_size, degree)
@@ -330,8 +393,12 @@ class ModelCounts:
         yield self._matrix("router", hidden, (experts,), router_bits, self.precision.other_bytes)
         gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
         if inner % ROWS or len(set(gate_up)) > 1 or None in gate_up or None in down:
-            bits.clear()  # experts of several formats, or cut between rows that are packed together, stay numbers
-        expert_bytes = matrix("expert_gate_up", hidden, inner, inner).bytes + matrix("expert_down", inner, hidden).bytes
+            # experts of several formats, or cut between rows that are packed together, stay numbers
+            bits.clear()
+        expert_bytes = (
+            matrix("expert_gate_up", hidden, inner, inner).bytes
+            + matrix("expert_down", inner, hidden).bytes
+        )
         yield Matrix(
             "experts",
             weights=experts * 3 * hidden * inner,
@@ -346,20 +413,29 @@ class ModelCounts:
         # A query is read, and a sum of values is written.
         both, kv_bytes = self._sizes[kind]
         activation_bytes = tokens * both * self.precision.other_bytes * layers
-        return Operator("attention", name, 2.0 * both * pairs * layers, 0.0, keys * kv_bytes * layers, activation_bytes)
+        return Operator(
+            "attention",
+            name,
+            2.0 * both * pairs * layers,
+            0.0,
+            keys * kv_bytes * layers,
+            activation_bytes,
+        )
 
 
 def chunk_keys(start: int, length: int, window: int = 0) -> int:
-    """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of 0 sees all."""
+    """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of
+    0 sees all."""
     if not window:
         return start + length
     return min(start, window - 1) + length
 
 
 def chunk_pairs(start: int, length: int, window: int = 0) -> int:
-    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less. For a whole
-    prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A prints: a
-    prompt's attention takes 2 b hq s^2 d operations and not 4."""
+    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that
+    is less. For a whole prompt of n tokens without a window that is n (n + 1) / 2, half of the
+    square that Seesaw's Appendix A prints: a prompt's attention takes 2 b hq s^2 d operations and
+    not 4."""
     if not window:
         return length * start + length * (length + 1) // 2
     growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window
@@ -368,7 +444,8 @@ def chunk_pairs(start: int, length: int, window: int = 0) -> int:
 
 @lru_cache(maxsize=1024)
 def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage. The embedding belongs to the first stage, the head to the last."""
+    """The number of layers of each stage. The embedding belongs to the first stage, the head to the
+    last."""
     if stages == 1:  # the counts of a layer are those of such a model
         return (model.num_layers,)
     decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")
@@ -382,13 +459,14 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a row of costs into `stages` pieces, none empty; returns the number of entries of each piece. The dearest
-    piece is as cheap as can be. Among such divisions the most even is taken (least sum of squares, so that keys and
-    values are spread well too); among equally even divisions, the one with the smaller first pieces. O(stages *
-    len(costs)^2)."""
+    """Cut a row of costs into `stages` pieces, none empty; returns the number of entries of each
+    piece. The dearest piece is as cheap as can be. Among such divisions the most even is taken
+    (least sum of squares, so that keys and values are spread well too); among equally even
+    divisions, the one with the smaller first pieces. O(stages * len(costs)^2)."""
     sums = list(accumulate(costs, initial=0))
     limit = _least_dearest(sums, stages)
-    # By position: the sum of squares and the pieces of the best division that ends there and has no dearer piece.
+    # By position: the sum of squares and the pieces of the best division that ends there and has no
+    # dearer piece.
     best: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
     for _ in range(stages):
         longer: list[tuple[float, tuple[int, ...]]] = []
@@ -405,8 +483,10 @@ def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
 
 
 def _least_dearest(sums: Sequence[int], stages: int) -> float:
-    """The least cost that the dearest of `stages` pieces can have, from the sums of costs up to each position."""
-    dearest = [0.0] + [inf] * (len(sums) - 1)  # by position: the least if the pieces so far end there
+    """The least cost that the dearest of `stages` pieces can have, from the sums of costs up to
+    each position."""
+    # by position: the least if the pieces so far end there
+    dearest = [0.0] + [inf] * (len(sums) - 1)
     for _ in range(stages):
         longer = []
         for end in range(len(sums)):
@@ -416,11 +496,16 @@ def _least_dearest(sums: Sequence[int], stages: int) -> float:
     return dearest[-1]
 
 
-def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
-    """The costs of the embedding, each layer and the head in a step with these chunks, as shares of the whole."""
+def _shares(
+    model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]
+) -> list[float]:
+    """The costs of the embedding, each layer and the head in a step with these chunks, as shares of
+    the whole."""
     cost: Callable[[Operator], float] = attrgetter(measure)
     layers = range(model.num_layers)  # each a stage
-    counts = ModelCounts(model, ParallelLayout(pipeline_parallel=len(layers)), pipeline_split=[1] * len(layers))
+    counts = ModelCounts(
+        model, ParallelLayout(pipeline_parallel=len(layers)), pipeline_split=[1] * len(layers)
+    )
     work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
     parts = [cost(counts.embedding(work.tokens))]
     for layer in layers:

@@ -1,4 +1,5 @@
-"""MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that were measured."""
+"""MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that
+were measured."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -22,7 +23,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measured times: medians, and lower and upper quartiles in the same shape."""
 
     def rising(self) -> Self:
-        """Make the times monotonic along each axis: two times that noise has exchanged meet half way."""
+        """Make the times monotonic along each axis: two times that noise has exchanged meet half
+        way."""
         return self._with(_rising)
 
     def undisturbed(self) -> Self:
@@ -52,12 +54,14 @@ class MeasuredCurve(Measured, frozen=True, kw_only=True):
             _check_count(name, seconds, len(self.sizes))
 
     def at(self, size: float) -> float:
-        """Seconds at that size: 0 at 0, constant below the first size, along the last line beyond the last."""
+        """Seconds at that size: 0 at 0, constant below the first size, along the last line beyond
+        the last."""
         return _interpolate(self.sizes, self.seconds, size)
 
 
 class MeasuredGrid(Measured, frozen=True, kw_only=True):
-    """Times over the number of sequences and the keys of each. Raises ValueError if these do not fit together."""
+    """Times over the number of sequences and the keys of each. Raises ValueError if these do not
+    fit together."""
 
     batches: tuple[Size, ...]
     contexts: tuple[Size, ...]
@@ -70,13 +74,17 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
         _check_ascending("contexts", self.contexts)
         for name, rows in self.times.items():
             if len(rows) != len(self.batches):
-                raise ValueError(f"{name} must have a row for each of {len(self.batches)} batches, not {len(rows)}")
+                raise ValueError(
+                    f"{name} must have a row for each of {len(self.batches)} batches, not "
+                    f"{len(rows)}"
+                )
             for row in rows:
                 _check_count(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
-        """Seconds for `batch` sequences of `context` keys each, on a line over the contexts, then one over the batches.
-        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross."""
+        """Seconds for `batch` sequences of `context` keys each, on a line over the contexts, then
+        one over the batches. Beyond the last sizes it grows in proportion, as reading bytes does:
+        extended lines might cross."""
         if batch <= 0:
             return 0.0
         most, longest = self.batches[-1], self.contexts[-1]
@@ -117,7 +125,8 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) ->
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
-    """Indices of the sizes around `size`, and its place: 0 at the lower, 1 at the upper, above 1 beyond the last."""
+    """Indices of the sizes around `size`, and its place: 0 at the lower, 1 at the upper, above 1
+    beyond the last."""
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)
@@ -126,8 +135,8 @@ def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
 
 
 def _rising(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Move times half way between the largest so far and the smallest from here on. Rows come first: columns leave them
-    rising."""
+    """Move times half way between the largest so far and the smallest from here on. Rows come
+    first: columns leave them rising."""
     for axis in reversed(range(times.ndim)):
         smallest = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
         times = (np.maximum.accumulate(times, axis) + smallest) / 2

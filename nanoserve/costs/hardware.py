@@ -1,4 +1,5 @@
-"""Devices, links, processors and the machines made of them; the figures are data, each with its source."""
+"""Devices, links, processors and the machines made of them; the figures are data, each with its
+source."""
 
 import math
 from collections.abc import Mapping
@@ -20,31 +21,40 @@ _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Above0 = Annotated[float, msgspec.Meta(gt=0)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Figure = Annotated[float, msgspec.Meta(gt=0, le=1e12)]  # far beyond all hardware, and small enough for products
+# far beyond all hardware, and small enough for products
+_Figure = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 Tables = Mapping[str, Mapping[str, Any]]
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """Factors between what data sheets promise and what programs reach; docs/costs.md gives each default's source.
-    Shares do not apply to figures marked as measured."""
+    """Factors between what data sheets promise and what programs reach; docs/costs.md gives each
+    default's source. Shares do not apply to figures marked as measured."""
 
     matrix: _Share = 0.7  # of a device's operations, for matrix products
     attention: _Share = 0.5  # of a device's operations, for the attention of prompts
     memory: _Share = 0.8  # of a device's memory bandwidth
     link: _Share = 0.75
     processor: _Share = 0.6  # of a CPU's memory bandwidth and operations, for attention
-    usable_memory: _Share = 0.9  # of a device's memory, for weights and KV cache, not activations and libraries
-    kernel_seconds: _NotNegative = 3e-6  # seconds from one kernel's end to the next one's full speed
+    # of a device's memory, for weights and KV cache, not activations and libraries
+    usable_memory: _Share = 0.9
+    # seconds from one kernel's end to the next one's full speed
+    kernel_seconds: _NotNegative = 3e-6
     kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
-    """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
+    """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no
+    all-reduces."""
     step_seconds: _NotNegative = 1e-3  # the host's work for a step
     row_seconds: _NotNegative = 10e-6  # and for each sequence in it
 
     @classmethod
     def ideal(cls) -> "Efficiency":
-        """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
-        shares = dict.fromkeys(("matrix", "attention", "memory", "link", "processor", "usable_memory"), 1.0)
-        return cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0, **shares)
+        """Everything that data sheets promise, and no overhead: the limits that closed forms
+        describe."""
+        shares = dict.fromkeys(
+            ("matrix", "attention", "memory", "link", "processor", "usable_memory"), 1.0
+        )
+        return cls(
+            kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0, **shares
+        )
 
 
 class Device(
@@ -58,15 +68,18 @@ class Device(
     """A GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
 
     name: str
-    memory_bytes: _Above0 = 0.0  # total bytes; 0 for the CPUs of a host, whose memory belongs to the machine
+    # total bytes; 0 for the CPUs of a host, whose memory belongs to the machine
+    memory_bytes: _Above0 = 0.0
     memory_bandwidth: _Above0  # bytes per second
     flops: _Above0  # operations per second of 16-bit matrix products; of a host's CPUs, of float32
     measured: bool = False  # whether the figures were reached, or printed in a data sheet
-    overlaps: bool = True  # whether it computes while it reads, as a GPU; else the times add up, as on a CPU's core
+    # whether it computes while it reads, as a GPU; else the times add up, as on a CPU's core
+    overlaps: bool = True
 
     @property
     def intensity(self) -> float:
-        """Operations per byte at which it computes as long as it reads: the lecture's accelerator intensity, eq. 5."""
+        """Operations per byte at which it computes as long as it reads: the lecture's accelerator
+        intensity, eq. 5."""
         return self.flops / self.memory_bandwidth
 
 
@@ -75,12 +88,14 @@ class Link:
     """A connection between devices, or of a device and its host."""
 
     name: str
-    bandwidth: float  # bytes per second of one device in one direction; in an all-reduce, bus bandwidth
+    # bytes per second of one device in one direction; in an all-reduce, bus bandwidth
+    bandwidth: float
     latency: float  # seconds of a message beside its bytes
     measured: bool
 
     def scaled(self, factor: float) -> "Link":
-        """Multiply the bandwidth by a factor. Raises UsageError for a factor that is not above 0."""
+        """Multiply the bandwidth by a factor. Raises UsageError for a factor that is not above
+        0."""
         if not factor > 0:
             raise UsageError(f"a link's bandwidth is scaled by a factor above 0, not {factor}")
         return replace(self, bandwidth=self.bandwidth * factor)
@@ -89,8 +104,9 @@ class Link:
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then all-gather. The shortest
-        way there and back is a tree: 2 ceil(log2 t) messages after one another."""
+        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then
+        all-gather. The shortest way there and back is a tree: 2 ceil(log2 t) messages after one
+        another."""
         if devices == 1:
             return 0.0
         messages = 2 * (devices - 1).bit_length()
@@ -112,8 +128,8 @@ class Machine:
     source: str
 
     def link_among(self, first: int, count: int) -> Link:
-        """The link of ``count`` devices from the one numbered ``first``: the node's, or the network between nodes.
-        Raises UsageError for several nodes without a network."""
+        """The link of ``count`` devices from the one numbered ``first``: the node's, or the network
+        between nodes. Raises UsageError for several nodes without a network."""
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link
         if self.network is None:
@@ -125,17 +141,25 @@ class Machine:
 
 
 class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """The speeds that each worker reaches while all work: means over workers, measured within a second at a start."""
+    """The speeds that each worker reaches while all work: means over workers, measured within a
+    second at a start."""
 
     memory_bandwidth: _Above0  # bytes of weights per second that products with a small batch read
-    flops: _Above0  # operations per second of products with many rows, in the number format of the weights
-    host_link_bandwidth: _Above0  # to host memory and back, the slower direction; on a CPU, copied within memory
-    link_bandwidth: _Above0 = math.inf  # between workers: bus bandwidth of an all-reduce; infinite for one worker
-    link_latency: _NotNegative = 0.0  # seconds of a message; an all-reduce over t workers takes 2 ceil(log2 t)
+    # operations per second of products with many rows, in the number format of the weights
+    flops: _Above0
+    # to host memory and back, the slower direction; on a CPU, copied within memory
+    host_link_bandwidth: _Above0
+    # between workers: bus bandwidth of an all-reduce; infinite for one worker
+    link_bandwidth: _Above0 = math.inf
+    # seconds of a message; an all-reduce over t workers takes 2 ceil(log2 t)
+    link_latency: _NotNegative = 0.0
     overlaps: bool = True  # see Device
 
-    def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
-        """A node of workers, each a device to the cost model. Memory that does not matter may be 0."""
+    def machine(
+        self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0
+    ) -> Machine:
+        """A node of workers, each a device to the cost model. Memory that does not matter may be
+        0."""
         return Machine(
             name="this machine",
             device=Device(
@@ -192,19 +216,26 @@ class _MachineEntry(_Entry, frozen=True, kw_only=True):
     host_memory_gib: _Figure | None = None
 
 
-_KINDS = {_DeviceEntry: "devices", _LinkEntry: "links", _ProcessorEntry: "processors", _MachineEntry: "machines"}
+_KINDS = {
+    _DeviceEntry: "devices",
+    _LinkEntry: "links",
+    _ProcessorEntry: "processors",
+    _MachineEntry: "machines",
+}
 AnyEntry = TypeVar("AnyEntry", _DeviceEntry, _LinkEntry, _ProcessorEntry, _MachineEntry)
 
 
 def load_machine(name: str) -> Machine:
-    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that table. Raises
-    UsageError for an unknown name, listing the known ones, and for what is wrong in a file, naming the key."""
+    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that
+    table. Raises UsageError for an unknown name, listing the known ones, and for what is wrong in a
+    file, naming the key."""
     if name.endswith(".toml"):
         return _machine_of_file(Path(name))
     tables = _shipped()
     if name not in tables["machines"] and name not in tables["devices"]:
         raise UsageError(
-            f"unknown hardware {shown(name)}; use a .toml file, a device ({', '.join(tables['devices'])})"
+            f"unknown hardware {shown(name)}; use a .toml file, a device "
+            f"({', '.join(tables['devices'])})"
             f" or a machine ({', '.join(tables['machines'])})"
         )
     return _machine(tables, name, SHIPPED.name)
@@ -222,7 +253,9 @@ def _machine_of_file(path: Path) -> Machine:
             raise UsageError(f"{path}: {kind} is none of the tables {', '.join(_KINDS.values())}")
     meant = list(added.get("machines") or added.get("devices") or ())
     if len(meant) != 1:
-        raise UsageError(f"{path} must describe one machine, or one device, but describes {len(meant)}")
+        raise UsageError(
+            f"{path} must describe one machine, or one device, but describes {len(meant)}"
+        )
     tables = {kind: {**_shipped()[kind], **added.get(kind, {})} for kind in _KINDS.values()}
     return _machine(tables, meant[0], str(path))
 
@@ -233,7 +266,9 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
     def entry(kind: type[AnyEntry], name: str) -> AnyEntry:
         table = tables[_KINDS[kind]]
         if name not in table:
-            raise UsageError(f"{source}: there is no {_KINDS[kind]}.{name}; there are {', '.join(sorted(table))}")
+            raise UsageError(
+                f"{source}: there is no {_KINDS[kind]}.{name}; there are {', '.join(sorted(table))}"
+            )
         try:
             return msgspec.convert(table[name], kind)
         except msgspec.ValidationError as error:

@@ -1,4 +1,5 @@
-"""LayoutProfile: step times on several worker processes, measured for each tensor degree while all work."""
+"""LayoutProfile: step times on several worker processes, measured for each tensor degree while all
+work."""
 
 from collections.abc import Mapping
 
@@ -18,10 +19,13 @@ _STEADY = 1.5  # most of an upper quartile over the lower
 
 
 class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one worker's shard at one tensor degree, while the other workers compute the same."""
+    """Seconds of one worker's shard at one tensor degree, while the other workers compute the
+    same."""
 
-    layer: MeasuredCurve  # over tokens, without attention, with its all-reduces and a share of the embedding
-    lone: MeasuredCurve | None  # like `layer`, while no other stage computes; None if there is no other
+    # over tokens, without attention, with its all-reduces and a share of the embedding
+    layer: MeasuredCurve
+    # like `layer`, while no other stage computes; None if there is no other
+    lone: MeasuredCurve | None
     decode_attention: MeasuredGrid  # of one layer
     prefill_attention: MeasuredCurve  # of one layer, over the tokens of one whole prompt
     head: MeasuredCurve  # logits, gathered, and greedy sampling, over sampled rows
@@ -32,16 +36,19 @@ class LayoutProfile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-layou
 
     devices: int
     bits: int  # of weights, keys and values
-    memory_bytes: float  # free on each device; where that is the CPU, half of it is for weights and KV, half the host's
+    # free on each device; where that is the CPU, half of it is for weights and KV, half the host's
+    memory_bytes: float
     speeds: MachineSpeeds
     send: MeasuredCurve | None  # between neighbours, over bytes; None for one worker
-    step: MeasuredCurve  # scheduling a step, telling the workers, preparing inputs and hearing the answer, over rows
+    # scheduling a step, telling the workers, preparing inputs and hearing the answer, over rows
+    step: MeasuredCurve
     degrees: Mapping[int, DegreeTimes]  # by tensor degree
     built: bool  # whether everything ran compiled that an engine would run compiled
 
     @property
     def steady(self) -> bool:
-        """Whether the samples of a layer are alike, because other programs left the processors alone."""
+        """Whether the samples of a layer are alike, because other programs left the processors
+        alone."""
         layers = [times.layer for times in self.degrees.values()]
         for layer in layers:
             for low, high in zip(layer.low, layer.high, strict=True):
@@ -50,19 +57,21 @@ class LayoutProfile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-layou
         return True
 
     def costs(self, model: ModelConfig, layout: ParallelLayout) -> "LayoutCosts":
-        """Step times of one replica in a layout. Raises UsageError if the layout does not suit the model, or its tensor
-        degree was not measured."""
+        """Step times of one replica in a layout. Raises UsageError if the layout does not suit the
+        model, or its tensor degree was not measured."""
         return LayoutCosts(self, model, layout)
 
 
 class LayoutCosts(StepCosts):
-    """StepCosts whose layers, attention, logits and sends take what was measured; copies, and what fits, follow the
-    machine's speeds and memory."""
+    """StepCosts whose layers, attention, logits and sends take what was measured; copies, and what
+    fits, follow the machine's speeds and memory."""
 
     def __init__(self, profile: LayoutProfile, model: ModelConfig, layout: ParallelLayout) -> None:
         degree = layout.tensor_parallel
         if degree not in profile.degrees:
-            raise UsageError(f"a tensor degree of {degree} was not measured: use one of {list(profile.degrees)}")
+            raise UsageError(
+                f"a tensor degree of {degree} was not measured: use one of {list(profile.degrees)}"
+            )
         self.profile, self.times = profile, profile.degrees[degree]
         few, many = profile.step.sizes[0], profile.step.sizes[-1]
         row_seconds = max(0.0, (profile.step.at(many) - profile.step.at(few)) / (many - few))
@@ -73,7 +82,9 @@ class LayoutCosts(StepCosts):
             row_seconds=row_seconds,
         )
         devices, memory = profile.devices, profile.memory_bytes
-        machine = profile.speeds.machine(devices=devices, memory_bytes=memory, host_memory_bytes=devices * memory)
+        machine = profile.speeds.machine(
+            devices=devices, memory_bytes=memory, host_memory_bytes=devices * memory
+        )
         super().__init__(model, machine, layout, Precision.of(profile.bits), factors)
 
     def _layers(self, tokens: int, stage: int) -> float:
@@ -87,7 +98,8 @@ class LayoutCosts(StepCosts):
         return measured_attention(work, layers, self.counts.windows, grid, prompts)
 
     def lone_seconds(self, work: StepWork, stage: int) -> float:
-        """``stage_seconds`` while no other stage computes, and the memory's bandwidth is this one's alone."""
+        """``stage_seconds`` while no other stage computes, and the memory's bandwidth is this one's
+        alone."""
         seconds, times = self.stage_seconds(work, stage), self.times
         if times.lone is None:
             return seconds

@@ -1,4 +1,5 @@
-"""Predictors, by which policies know step times in advance: from the cost model, or from a profile."""
+"""Predictors, by which policies know step times in advance: from the cost model, or from a
+profile."""
 
 from collections.abc import Sequence
 from math import inf
@@ -10,8 +11,9 @@ from nanoserve.scheduler.work import StepWork, Strategy
 
 
 class CostPredictor:
-    """The cost model of the first stage, the mean over its layers. `layouts` are all layouts, by number, to change to.
-    A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
+    """The cost model of the first stage, the mean over its layers. `layouts` are all layouts, by
+    number, to change to. A decode step of one stage takes ``num_layers * (linear_seconds +
+    attention_seconds) + step_overhead_seconds``."""
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
         self.num_layers = costs.num_layers
@@ -24,7 +26,8 @@ class CostPredictor:
             self.lone_share = sum(lone) / sum(stages)
 
     def linear_seconds(self, tokens: int) -> float:
-        """Includes the CPU's work for each sequence; for prompts a few percent too much, at the default 10 us."""
+        """Includes the CPU's work for each sequence; for prompts a few percent too much, at the
+        default 10 us."""
         per_row = tokens * self._costs.efficiency.row_seconds / self.num_layers
         return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
 
@@ -42,20 +45,28 @@ class CostPredictor:
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         """Raises UsageError if the machine names no processor."""
-        return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
+        return self._costs.host_attention_seconds(
+            context_tokens
+        ) + self._costs.host_exchange_seconds(sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
         costs, work = self._costs, StepWork(decodes=rows, sampled=rows)
-        return costs.efficiency.step_seconds + sum(costs.ends_seconds(work, stage) for stage in range(costs.num_stages))
+        return costs.efficiency.step_seconds + sum(
+            costs.ends_seconds(work, stage) for stage in range(costs.num_stages)
+        )
 
     def slowdown(self, strategy: Strategy) -> float:
         return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
-        return max(self._costs.swap_seconds(context_tokens, stage) for stage in range(self._costs.num_stages))
+        return max(
+            self._costs.swap_seconds(context_tokens, stage)
+            for stage in range(self._costs.num_stages)
+        )
 
     def transition_seconds(self, layout: int) -> float:
-        """The weights of that layout from host memory (Seesaw). Raises IndexError if there is no such layout."""
+        """The weights of that layout from host memory (Seesaw). Raises IndexError if there is no
+        such layout."""
         costs = self._layouts[layout]
         return max(costs.reload_seconds(stage) for stage in range(costs.num_stages))
 
@@ -69,7 +80,8 @@ class MeasuredPredictor:
     """A profile (APEX, section 3.4), its times made rising: policies search by bisection."""
 
     def __init__(self, profile: Profile) -> None:
-        self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
+        # the profile as it was measured
+        self.num_layers, self.profile = profile.model.num_layers, profile
         self.slowest_share, self.lone_share, self.overlaps = 1.0, 1.0, True
         self._profile = profile = profile.rising()
         self._attention = profile.decode_attention.over_keys().rising()
@@ -93,7 +105,8 @@ class MeasuredPredictor:
         return sum([curve.at(rows) for curve in self._ends])
 
     def slowdown(self, strategy: Strategy) -> float:
-        """The factor by which the device waits for memory that attention on the CPU reads meanwhile."""
+        """The factor by which the device waits for memory that attention on the CPU reads
+        meanwhile."""
         if strategy == "device":
             return 1.0
         return self._profile.beside_host

@@ -1,7 +1,8 @@
-"""Profile: the times that ``nanoserve profile`` measured of one model on one machine, in seconds (APEX's offline
-profiler).
+"""Profile: the times that ``nanoserve profile`` measured of one model on one machine, in seconds
+(APEX's offline profiler).
 
-``MeasuredTimes`` and ``MeasuredPredictor`` answer from it; ``step_costs`` is the cost model with calibrated factors.
+``MeasuredTimes`` and ``MeasuredPredictor`` answer from it; ``step_costs`` is the cost model with
+calibrated factors.
 """
 
 import os
@@ -23,7 +24,8 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.scheduler.work import Chunk, StepWork
 from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
 
-_MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
+# of a measured KV cache: each of its blocks takes some memory when it is simulated
+_MOST_TOKENS = 2**28
 _MOST_LAYERS = 100_000
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
 AnyProfile = TypeVar("AnyProfile", bound="ProfileFile")
@@ -37,7 +39,10 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def kv_blocks(self, block_size: int) -> int:
         """Raises UsageError if there is not room for one block."""
         if self.kv_tokens < block_size:
-            raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
+            raise UsageError(
+                f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of "
+                f"{block_size}"
+            )
         return self.kv_tokens // block_size
 
 
@@ -63,28 +68,35 @@ class ProfileFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/3"):
-    """Times of a model on a machine. Raises ValueError for a missing setting, wrong numbers of bits or layers, or a
-    device without memory."""
+    """Times of a model on a machine. Raises ValueError for a missing setting, wrong numbers of bits
+    or layers, or a device without memory."""
 
     about: dict[str, Any]
     settings: dict[str, str | int]
-    foreign_cores: float | None  # cores that other programs kept busy meanwhile; None if the system does not tell
+    # cores that other programs kept busy meanwhile; None if the system does not tell
+    foreign_cores: float | None
     model: ModelConfig
     bits: int  # of weights, keys and values
     device: Device
-    host: Device  # the best speeds of the device and of the CPU beside it; the same where the CPU is the device
+    # the best speeds of the device and of the CPU beside it; the same where the CPU is the device
+    host: Device
     memory: KvMemory
-    linear: MeasuredCurve  # a layer without attention, over tokens, with its share of embedding and last norm
+    # a layer without attention, over tokens, with its share of embedding and last norm
+    linear: MeasuredCurve
     decode_attention: MeasuredGrid  # attention of single tokens in one layer, on the device
-    host_attention: MeasuredGrid  # by the threads in host memory, beside a busy device, until the result is back
-    host_exchange: MeasuredCurve  # host attention over rows of one key each: mostly the time of handing over
+    # by the threads in host memory, beside a busy device, until the result is back
+    host_attention: MeasuredGrid
+    # host attention over rows of one key each: mostly the time of handing over
+    host_exchange: MeasuredCurve
     prefill_attention: MeasuredCurve  # attention of one whole prompt in one layer, over tokens
-    copy: MeasuredCurve  # from device memory to the CPU's, over bytes; within it where both are the same
+    # from device memory to the CPU's, over bytes; within it where both are the same
+    copy: MeasuredCurve
     inputs: MeasuredCurve  # an executor's work in a step before the layers, over rows
     head: MeasuredCurve  # logits and greedy sampling, over sampled rows
     engine: MeasuredCurve  # scheduling, and taking answers in, over rows
     beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
-    """The factor by which a layer without attention slows down while attention in host memory is busy too."""
+    """The factor by which a layer without attention slows down while attention in host memory is
+    busy too."""
     efficiency: Efficiency = Efficiency()
     predictions: tuple[Prediction, ...] = ()
 
@@ -97,7 +109,9 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/3")
             if device.measured or not device.memory_bytes:
                 raise ValueError("device and host must have memory_bytes, and no measured")
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
-            raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
+            raise ValueError(
+                f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}"
+            )
 
     @property
     def name(self) -> str:
@@ -108,7 +122,8 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/3")
         return self._with(Measured.rising)
 
     def undisturbed(self) -> "Profile":
-        """Take lower quartiles as times: other programs may disturb more than half of a few samples."""
+        """Take lower quartiles as times: other programs may disturb more than half of a few
+        samples."""
         return self._with(Measured.undisturbed)
 
     def _with(self, change: Callable[[Measured], Measured]) -> "Profile":
@@ -137,7 +152,9 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/3")
             host_memory_bytes=self.host.memory_bytes,
             source="nanoserve profile",
         )
-        return StepCosts(self.model, machine, precision=Precision.of(self.bits), efficiency=self.efficiency)
+        return StepCosts(
+            self.model, machine, precision=Precision.of(self.bits), efficiency=self.efficiency
+        )
 
 
 class MeasuredTimes:
@@ -148,17 +165,25 @@ class MeasuredTimes:
     def __init__(self, profile: Profile) -> None:
         model = profile.model
         self.profile, self.memory, self.num_layers = profile, profile.memory, model.num_layers
-        self._layers = Counter(map(model.sliding_window, range(model.num_layers)))  # by window; one of 0 sees all
+        # by window; one of 0 sees all
+        self._layers = Counter(map(model.sliding_window, range(model.num_layers)))
         self._windows = tuple(sorted(window for window in self._layers if window))
         self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         return StepWork.of(decode_contexts, chunks, sampled, self._windows)
 
     def stage_seconds(self, work: StepWork, stage: int = 0) -> float:
-        return self.layers_seconds(work.tokens) + self.attention_seconds(work) + self.ends_seconds(work)
+        return (
+            self.layers_seconds(work.tokens)
+            + self.attention_seconds(work)
+            + self.ends_seconds(work)
+        )
 
     def layers_seconds(self, tokens: int, stage: int = 0) -> float:
         return self.profile.linear.at(tokens) * self.num_layers
@@ -178,7 +203,9 @@ class MeasuredTimes:
     def with_engine(self, seconds: float) -> "MeasuredTimes":
         """Set the time for scheduling and taking answers in, whatever the rows."""
         times = dict.fromkeys(("seconds", "low", "high"), (seconds, seconds))
-        return MeasuredTimes(msgspec.structs.replace(self.profile, engine=MeasuredCurve(sizes=(1, 2), **times)))
+        return MeasuredTimes(
+            msgspec.structs.replace(self.profile, engine=MeasuredCurve(sizes=(1, 2), **times))
+        )
 
     def host_seconds(self, work: StepWork) -> float:
         """With one device, no step is prepared while another one is computed."""
@@ -198,11 +225,15 @@ class MeasuredTimes:
 
 
 def measured_attention(
-    work: StepWork, layers: Mapping[int, int], windows: Sequence[int], decodes: MeasuredGrid, prompts: MeasuredCurve
+    work: StepWork,
+    layers: Mapping[int, int],
+    windows: Sequence[int],
+    decodes: MeasuredGrid,
+    prompts: MeasuredCurve,
 ) -> float:
-    """Seconds of attention on the device in these layers, counted by window, from what one layer takes. A chunk takes
-    the difference of a prompt to its end and one to its beginning; of a prompt beyond a window, each token takes as
-    long as the last one within it."""
+    """Seconds of attention on the device in these layers, counted by window, from what one layer
+    takes. A chunk takes the difference of a prompt to its end and one to its beginning; of a prompt
+    beyond a window, each token takes as long as the last one within it."""
 
     def prompt_seconds(tokens: int, window: int) -> float:
         if not window or tokens <= window:
@@ -219,18 +250,20 @@ def measured_attention(
             seconds += count * decodes.at(work.decodes, keys / work.decodes)
         for start, length in work.chunks:
             longer = prompt_seconds(start + length, window) - prompt_seconds(start, window)
-            seconds += count * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
+            # medians of a busy machine may fall from one size to the next
+            seconds += count * max(0.0, longer)
     return seconds
 
 
 def calibrate(profile: Profile) -> Efficiency:
     """The factors with which the cost model comes closest.
 
-    ``matrix`` and ``attention`` are the shares of the peak that the largest measured sizes reach. ``memory`` and
-    ``kernel_seconds`` are fitted together: of all shares in whole percents, with the best time per kernel for each, the
-    pair with the least squared relative error over a layer of decoding, for every batch and context that was measured.
-    ``step_seconds`` and ``row_seconds`` are the line through the smallest and the largest number of rows. A share is
-    never above 1: what a small model reads from the processor's caches counts as read at full bandwidth.
+    ``matrix`` and ``attention`` are the shares of the peak that the largest measured sizes reach.
+    ``memory`` and ``kernel_seconds`` are fitted together: of all shares in whole percents, with the
+    best time per kernel for each, the pair with the least squared relative error over a layer of
+    decoding, for every batch and context that was measured. ``step_seconds`` and ``row_seconds``
+    are the line through the smallest and the largest number of rows. A share is never above 1: what
+    a small model reads from the processor's caches counts as read at full bandwidth.
     """
     found = _Fit(profile).efficiency()
     costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
@@ -238,7 +271,9 @@ def calibrate(profile: Profile) -> Efficiency:
     def beside(rows: int) -> float:
         """Seconds of a step beside its layers and beside the logits that the model counts."""
         head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
-        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
+        return max(
+            0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head
+        )
 
     few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
     row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
@@ -258,16 +293,26 @@ class _Fit:
         self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
 
     def _linear(self, tokens: int) -> list[tuple[float, float]]:
-        """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
-        layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
+        """(bytes, operations) of each product of a layer, in parts of a layer where not all are
+        equal."""
+        layers, products = (
+            self._profile.model.num_layers,
+            self._counts.products(StepWork(decodes=tokens), 0),
+        )
         return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
     def _linear_flops(self, tokens: int) -> float:
         return sum(flops for _, flops in self._linear(tokens))
 
-    def _attention(self, keys: int, bandwidth: float | NDArray[np.float64], flops: float) -> NDArray[np.float64]:
-        """The least seconds of a layer's decode attention over this many keys, for one bandwidth or several."""
-        moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
+    def _attention(
+        self, keys: int, bandwidth: float | NDArray[np.float64], flops: float
+    ) -> NDArray[np.float64]:
+        """The least seconds of a layer's decode attention over this many keys, for one bandwidth or
+        several."""
+        moving, computing = (
+            keys * self._counts.layer_kv_bytes,
+            keys * self._counts.layer_flops_per_pair,
+        )
         return np.maximum(moving / bandwidth, computing / flops)
 
     def efficiency(self) -> Efficiency:
@@ -281,7 +326,9 @@ class _Fit:
         prompts, grid = self._profile.prefill_attention, self._profile.host_attention
         longest = prompts.sizes[-1]
         prompt_flops = self._counts.layer_flops_per_pair * (longest * (longest + 1) / 2)
-        on_host = self._attention(grid.batches[-1] * grid.contexts[-1], host.memory_bandwidth, host.flops)
+        on_host = self._attention(
+            grid.batches[-1] * grid.contexts[-1], host.memory_bandwidth, host.flops
+        )
         memory, kernel_seconds = self._decode_factors(device.flops * matrix)
         return Efficiency(
             matrix=matrix,
@@ -295,9 +342,12 @@ class _Fit:
         """(memory, kernel_seconds), with this many operations per second."""
         shares = np.arange(1, 101) / 100
         bandwidth = self._profile.device.memory_bandwidth * shares
-        measured, models = [], []  # of each cell; a layer of decoding without the gaps between kernels, by share
+        # of each cell; a layer of decoding without the gaps between kernels, by share
+        measured, models = [], []
         for batch, context, seconds in self._profile.decode_attention.cells():
-            products = sum(np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch))
+            products = sum(
+                np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch)
+            )
             measured.append(self._profile.linear.at(batch) + seconds)
             models.append(self._attention(batch * context, bandwidth, flops) + products)
         times, model = np.array(measured), np.array(models).T
@@ -315,7 +365,9 @@ def read_profile(path: Path, kind: type[AnyProfile]) -> AnyProfile:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, NanoserveError) as error:
-        raise UsageError(f"{path} is not a profile ({kind.__struct_config__.tag}): {error}") from error
+        raise UsageError(
+            f"{path} is not a profile ({kind.__struct_config__.tag}): {error}"
+        ) from error
 
 
 def check_writable(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""StepCosts: the time of each part of a step, and the room in memory, from counts and data-sheet figures."""
+"""StepCosts: the time of each part of a step, and the room in memory, from counts and data-sheet
+figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,15 +24,17 @@ class DoesNotFit(UsageError):
 
 
 class DeviceMemory:
-    """The memory of the devices of one replica. `step_tokens` are those of the largest step; 0 leaves steps out."""
+    """The memory of the devices of one replica. `step_tokens` are those of the largest step; 0
+    leaves steps out."""
 
     def __init__(self, counts: ModelCounts, machine: Machine, efficiency: Efficiency) -> None:
         self._counts, self._machine, self._efficiency = counts, machine, efficiency
         self._usable = machine.device.memory_bytes * efficiency.usable_memory
 
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit. A step that
-        needs more than the rest of memory takes from the usable share, as an engine measures it."""
+        """Bytes left for keys and values on one device of the stage; negative if the weights do not
+        fit. A step that needs more than the rest of memory takes from the usable share, as an
+        engine measures it."""
         usable = self._usable
         if step_tokens:
             step = self._counts.step_bytes(step_tokens, stage)
@@ -39,8 +42,8 @@ class DeviceMemory:
         return usable - self._counts.stage_weight_bytes(stage)
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks of the cache groups that every stage can hold: all share one block table. Raises DoesNotFit if not one
-        fits."""
+        """Blocks of the cache groups that every stage can hold: all share one block table. Raises
+        DoesNotFit if not one fits."""
         fitting = []
         for stage in range(len(self._counts.stages)):
             block_bytes = self._counts.block_bytes(block_size, stage)
@@ -48,9 +51,15 @@ class DeviceMemory:
         blocks = min(fitting)
         if blocks < 1 and step_tokens:
             self.kv_blocks(block_size)  # says what is missing without a step, if anything is
-            raise DoesNotFit(f"a step of {step_tokens:,} tokens leaves no room for one KV block; let steps have fewer")
+            raise DoesNotFit(
+                f"a step of {step_tokens:,} tokens leaves no room for one KV block; let steps have "
+                "fewer"
+            )
         if blocks < 1 and self._fits(self._counts):
-            raise DoesNotFit(f"not one KV block of {block_size} tokens fits beside the weights; choose smaller blocks")
+            raise DoesNotFit(
+                f"not one KV block of {block_size} tokens fits beside the weights; choose smaller "
+                "blocks"
+            )
         if blocks < 1:
             raise DoesNotFit(self._refusal())
         return blocks
@@ -64,9 +73,11 @@ class DeviceMemory:
         counts, device, usable = self._counts, self._machine.device, self._usable / GIBI
         needed = max(map(counts.stage_weight_bytes, range(len(counts.stages)))) / GIBI
         return (
-            f"the model does not fit: {needed:.1f} GiB of weights on each {device.name} in layout {counts.layout.name},"
+            f"the model does not fit: {needed:.1f} GiB of weights on each {device.name} in layout "
+            f"{counts.layout.name},"
             f" {max(needed - usable, 0.0):.1f} GiB more than the {usable:.1f} GiB that can be used"
-            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:.4g} GiB), so that keys and values"
+            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:.4g} GiB), so "
+            "that keys and values"
             f" have no room; {self._advice()}"
         )
 
@@ -88,10 +99,14 @@ class DeviceMemory:
         return f"what would fit: {' or '.join(fitting)}"
 
     def _fitting_layout(self) -> ParallelLayout | None:
-        """The layout with the fewest stages in which the model fits; None if not even the most stages are enough."""
+        """The layout with the fewest stages in which the model fits; None if not even the most
+        stages are enough."""
         counts = self._counts
         alone = replace(counts.layout, data_parallel=1)
-        first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
+        first, last = (
+            counts.layout.pipeline_parallel + 1,
+            min(counts.model.num_layers, _MOST_STAGES),
+        )
         layouts = [replace(alone, pipeline_parallel=stages) for stages in range(first, last + 1)]
         if not layouts or not self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
             return None
@@ -110,9 +125,9 @@ class DeviceMemory:
 
 
 class StepCosts:
-    """The times of one replica of a model on a machine; the data parallel degree of the layout is ignored.
-    ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises UsageError if the layout does
-    not suit the model or the machine."""
+    """The times of one replica of a model on a machine; the data parallel degree of the layout is
+    ignored. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises
+    UsageError if the layout does not suit the model or the machine."""
 
     def __init__(
         self,
@@ -143,19 +158,27 @@ class StepCosts:
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
         self._onward = [self._joining(stage, 2) for stage in range(self.num_stages - 1)]
         self._host = self._reached(machine.host_link)
-        stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
-        self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
+        stages = [
+            (tuple(self.counts.stages[stage].items()), self._group[stage])
+            for stage in range(self.num_stages)
+        ]
+        # the first stage with the same layers and links
+        self._first_alike = [stages.index(stage) for stage in stages]
         self._inner_seconds = lru_cache(maxsize=self.num_stages)(self._inner)
         self.layers_seconds = cache(self._layers)  # many steps have as many tokens
         self._embedding_seconds, self._head_seconds = cache(self._embedding), cache(self._head)
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         return StepWork.of(decode_contexts, chunks, sampled, self.counts.windows)
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
-        """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
+        """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an
+        empty step."""
         if not work.tokens:
             return 0.0
         return self._inner_seconds(work, self._first_alike[stage]) + self.ends_seconds(work, stage)
@@ -164,19 +187,27 @@ class StepCosts:
         return self.layers_seconds(work.tokens, stage) + self.attention_seconds(work, stage)
 
     def _layers(self, tokens: int, stage: int) -> float:
-        """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
+        """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0
+        for no tokens."""
         if not tokens:
             return 0.0
         factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
-        beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
-        products = sum(map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage)))
+        beside = (
+            factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
+        )
+        products = sum(
+            map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage))
+        )
         return self.counts.layers(stage) * beside + products
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
-        return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
+        return sum(
+            [self.operator_seconds(operator) for operator in self.counts.attention(work, stage)]
+        )
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
-        """Device time of a stage outside its layers: the embedding before the first, the head behind the last."""
+        """Device time of a stage outside its layers: the embedding before the first, the head
+        behind the last."""
         seconds = 0.0
         if stage == 0 and work.tokens:
             seconds += self._embedding_seconds(work.tokens)
@@ -190,10 +221,13 @@ class StepCosts:
 
     def _head(self, sampled: int) -> float:
         head = self.operator_seconds(self.counts.product(self.counts.head, sampled))
-        return head + self._gather_seconds(sampled) + _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
+        return (
+            head + self._gather_seconds(sampled) + _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
+        )
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
-        """Each device sends the hidden states whole to its peer in the next stage. 0 after the last stage."""
+        """Each device sends the hidden states whole to its peer in the next stage. 0 after the last
+        stage."""
         if stage == self.num_stages - 1 or not work.tokens:
             return 0.0
         return self._onward[stage].send_seconds(self.counts.activation_bytes(work.tokens))
@@ -203,14 +237,21 @@ class StepCosts:
         return self.efficiency.step_seconds + work.rows * self.efficiency.row_seconds
 
     def step_seconds(self, work: StepWork) -> float:
-        """Seconds from the first stage to the last in an empty pipeline, with the host's part before."""
+        """Seconds from the first stage to the last in an empty pipeline, with the host's part
+        before."""
         stages = range(self.num_stages)
-        device = sum(self.stage_seconds(work, stage) + self.send_seconds(work, stage) for stage in stages)
+        device = sum(
+            self.stage_seconds(work, stage) + self.send_seconds(work, stage) for stage in stages
+        )
         return self.host_seconds(work) + device
 
     def operator_seconds(self, operator: Operator) -> float:
-        """The longer of moving its bytes and computing its operations (the roofline), or both after one another."""
-        moving, computing = operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind]
+        """The longer of moving its bytes and computing its operations (the roofline), or both after
+        one another."""
+        moving, computing = (
+            operator.bytes / self._bandwidth,
+            operator.flops / self._flops[operator.kind],
+        )
         if self.machine.device.overlaps:
             return max(moving, computing)
         return moving + computing
@@ -228,7 +269,8 @@ class StepCosts:
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
-        """The number of a stage's all-reduces of hidden states: two a layer, one after the divided embedding."""
+        """The number of a stage's all-reduces of hidden states: two a layer, one after the divided
+        embedding."""
         if self._degree == 1:
             return 0
         all_reduces = self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER
@@ -244,26 +286,32 @@ class StepCosts:
         return seconds
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
+        """The KV of these tokens between device and host, one way; the devices of all stages work
+        at once."""
         return self._host.send_seconds(tokens * self.counts.kv_bytes_per_token(stage))
 
     def reload_seconds(self, stage: int) -> float:
-        """A stage's weights from host memory, as Seesaw re-shards; the devices of all stages do it at once."""
+        """A stage's weights from host memory, as Seesaw re-shards; the devices of all stages do it
+        at once."""
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention over `context` keys on the CPU (APEX). Raises UsageError without a processor."""
+        """One layer's decode attention over `context` keys on the CPU (APEX). Raises UsageError
+        without a processor."""
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
         model = self.counts.model
         share = 1.0 if processor.measured else self.efficiency.processor
-        moving = context * model.kv_numbers * self.counts.precision.kv_bytes / processor.memory_bandwidth
+        moving = (
+            context * model.kv_numbers * self.counts.precision.kv_bytes / processor.memory_bandwidth
+        )
         computing = context * 4.0 * model.num_heads * model.head_dim / processor.flops
         return max(moving, computing) / share
 
     def host_exchange_seconds(self, rows: int) -> float:
-        """One layer's queries, keys and values of `rows` rows to the host, and the attention's result back."""
+        """One layer's queries, keys and values of `rows` rows to the host, and the attention's
+        result back."""
         if not rows:
             return 0.0
         counts = self.counts
@@ -273,7 +321,9 @@ class StepCosts:
 
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
         """One all-reduce; 0 without tensor parallelism."""
-        return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
+        return self._group[stage].all_reduce_seconds(
+            self.counts.activation_bytes(tokens), self._degree
+        )
 
     def _gather_seconds(self, sampled: int) -> float:
         """The divided logits on the last stage: one device receives all the others' parts."""

@@ -1,6 +1,8 @@
-"""Bits that a weight takes in memory, with its share of scales, in each matrix of a quantized model.
+"""Bits that a weight takes in memory, with its share of scales, in each matrix of a quantized
+model.
 
-Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are loaded as numbers.
+Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are
+loaded as numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,8 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import BLOCK_TYPES, Quantization
 
 Bits = tuple[float | None, ...]
-"""For each block of rows of a matrix; one may stand for all. None means numbers in the model's own format."""
+"""For each block of rows of a matrix; one may stand for all. None means numbers in the model's own
+format."""
 NUMBERS: Bits = (None,)
 ROWS = 16
 """Rows that are packed together, the last ones padded."""
@@ -21,8 +24,8 @@ _KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
 
 @lru_cache(maxsize=4096)
 def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
-    """The bits of every matrix of a layer by name. Without a layer, the bits of the embedding and of the head, which
-    may be one matrix. Empty if the model is not quantized."""
+    """The bits of every matrix of a layer by name. Without a layer, the bits of the embedding and
+    of the head, which may be one matrix. Empty if the model is not quantized."""
     quantization = model.quantization
     if quantization is None:
         return {}
@@ -64,12 +67,17 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
         matrices["down"] = model.intermediate_size, [names.down]
     else:
         matrices["router"] = model.hidden_size, [names.router]
-        matrices["expert_gate_up"] = model.hidden_size, [name.format(0) for name in names.expert_gate_up]
+        matrices["expert_gate_up"] = (
+            model.hidden_size,
+            [name.format(0) for name in names.expert_gate_up],
+        )
         matrices["expert_down"] = moe.intermediate_size, [names.expert_down.format(0)]
     return matrices
 
 
-def _bits(quantization: Quantization, matrix: str, columns: int, modules: Sequence[str], head: int) -> Bits:
+def _bits(
+    quantization: Quantization, matrix: str, columns: int, modules: Sequence[str], head: int
+) -> Bits:
     """The bits of each block of a matrix. Its blocks are packed together, or none is."""
     found: list[float | None] = []
     if quantization.method == "gguf":
@@ -77,7 +85,9 @@ def _bits(quantization: Quantization, matrix: str, columns: int, modules: Sequen
         for module in modules:
             kind = BLOCK_TYPES.get(types.get(module.removesuffix(".0"), ""))
             found.append(None if kind is None else kind.loaded_bits)
-    elif quantization.is_float or matrix in _KEPT.get(quantization.method, ("embedding", "head", "router")):
+    elif quantization.is_float or matrix in _KEPT.get(
+        quantization.method, ("embedding", "head", "router")
+    ):
         return NUMBERS
     else:
         packed = _packed_bits(quantization, matrix, columns, head)
@@ -89,7 +99,8 @@ def _bits(quantization: Quantization, matrix: str, columns: int, modules: Sequen
 
 
 def _packed_bits(quantization: Quantization, matrix: str, columns: int, head: int) -> float | None:
-    """Bits of a weight and its share of scales and zero points; None if no group divides the columns."""
+    """Bits of a weight and its share of scales and zero points; None if no group divides the
+    columns."""
     method, bits = quantization.method, max(quantization.bits, 4)
     if method == "mxfp4":
         bits = 5

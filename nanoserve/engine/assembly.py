@@ -1,4 +1,5 @@
-"""Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
+"""Put a model and an engine together: LLM does so in its own process, a server in its engine
+process."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -62,11 +63,14 @@ class BuiltEngine:
     default_params: SamplingParams  # what the model's generation_config.json recommends
     operators: CpuOperators | None
     layers: "LayerRunner | RemoteLayers | None"
-    """Operators and layers are compiled in the background, and make steps faster; None where nothing is compiled."""
-    gpu: "GpuStartReport | None"  # seconds and bytes that getting the GPU ready took; None without one
+    """Operators and layers are compiled in the background, and make steps faster; None where
+    nothing is compiled."""
+    # seconds and bytes that getting the GPU ready took; None without one
+    gpu: "GpuStartReport | None"
     speeds: "MachineSpeeds | None" = None
     """Measured speeds of each worker beside the others; None where no policy decides by them."""
-    choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
+    # what was chosen and why, in one line; None where nothing was left open
+    choice: str | None = None
 
     @property
     def compiled(self) -> bool:
@@ -83,9 +87,9 @@ class BuiltEngine:
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Wait until everything is compiled: before long batches and before measurements.
 
-        This takes a minute the first time that a model runs on a machine, and no time later. On a very busy machine,
-        code that is not compiled after some minutes is left uncompiled. ``progress`` is called with (stage, done,
-        total).
+        This takes a minute the first time that a model runs on a machine, and no time later. On a
+        very busy machine, code that is not compiled after some minutes is left uncompiled.
+        ``progress`` is called with (stage, done, total).
         """
         if self.operators is not None:
             self.operators.start(waited=True)
@@ -95,7 +99,10 @@ class BuiltEngine:
         self._wait_for("compiling layers", self.layers, progress)
 
     def _wait_for(
-        self, stage: str, build: "CpuOperators | LayerRunner | RemoteLayers | None", progress: ProgressCallback | None
+        self,
+        stage: str,
+        build: "CpuOperators | LayerRunner | RemoteLayers | None",
+        progress: ProgressCallback | None,
     ) -> None:
         if build is None or not build.pending:
             return
@@ -113,21 +120,26 @@ def build_engine(
     expected: ExpectedLengths | None = None,
     on_trace_failure: Callable[[RuntimeFailure], None] = lambda failure: None,
 ) -> BuiltEngine:
-    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the
+    engine.
 
-    ``on_trace_failure`` is told when the trace cannot be written on; closing the engine then raises RuntimeFailure.
-    Raises ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the
-    memory does not suffice or the trace cannot be begun.
+    ``on_trace_failure`` is told when the trace cannot be written on; closing the engine then raises
+    RuntimeFailure. Raises ModelError if the model cannot be used, UsageError if a setting makes no
+    sense for it, RuntimeFailure if the memory does not suffice or the trace cannot be begun.
     """
     model = read_config(resolved, config.quantization, config.device)
     default_params = _default_params(model.sampling_defaults, resolved)
     _check_settings(config, model)
     choice = None
     if config.leaves_open:
-        config, choice = settings_chooser().choose_settings(resolved, config, model, progress, expected)
+        config, choice = settings_chooser().choose_settings(
+            resolved, config, model, progress, expected
+        )
     config = _choose_drafter(resolved, config, progress)
     _warn_of_unused_memory(config, model)
-    build_for_devices = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
+    build_for_devices = (
+        _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
+    )
     build = partial(build_for_devices, resolved, config, progress, default_params)
     if config.trace is None:
         built = build()
@@ -142,13 +154,16 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse settings that the model or this machine cannot meet, before anything is loaded."""
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
-        raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+        raise UsageError(
+            f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}"
+        )
     if config.host_threads is not None:
         from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
-        from nanoserve.executor.start.predictors import check_profile  # the cost model is for engines that predict
+        # the cost model is for engines that predict
+        from nanoserve.executor.start.predictors import check_profile
 
         check_profile(config.profile)
 
@@ -156,49 +171,68 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
 def _warn_of_unused_memory(config: EngineConfig, model: ModelConfig) -> None:
     """Warn where the KV cache of layers with a window takes more memory than they read."""
     warn = logging.getLogger("nanoserve").warning
-    reason, groups = keeps_all_positions(model, config), with_cache_groups(model, config).cache_groups
+    reason, groups = (
+        keeps_all_positions(model, config),
+        with_cache_groups(model, config).cache_groups,
+    )
     if reason is not None:
-        warn("nanoserve: layers with a window keep all positions, which takes more memory: %s needs that", reason)
+        warn(
+            "nanoserve: layers with a window keep all positions, which takes more memory: %s needs "
+            "that",
+            reason,
+        )
     elif groups.padding:
         warn(
-            "nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache empty",
+            "nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache "
+            "empty",
             len(groups.windows),
             groups.num_tensors,
             100 * groups.padding,
         )
 
 
-def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> EngineConfig:
-    """The config with the drafter that `auto` stands for: what is in the directory eagle, medusa or draft of the
-    model's, or else ngram. A draft model may be downloaded now. Raises UsageError for a drafter with other tokens or
-    one that cannot work in a pipeline, ModelError if there is none."""
+def _choose_drafter(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+) -> EngineConfig:
+    """The config with the drafter that `auto` stands for: what is in the directory eagle, medusa or
+    draft of the model's, or else ngram. A draft model may be downloaded now. Raises UsageError for
+    a drafter with other tokens or one that cannot work in a pipeline, ModelError if there is
+    none."""
     if config.speculate == AUTO:
         config = replace(config, speculate=_bundled_drafter(resolved) or "ngram")
     kind, _, name = (config.speculate or "").partition(":")
     directory = Path(name).expanduser()
     if kind == "draft":
-        directory = resolve_model(name, offline=config.offline, progress=progress).tokenizer_directory
+        directory = resolve_model(
+            name, offline=config.offline, progress=progress
+        ).tokenizer_directory
     elif kind not in HEADS:
         return config
     elif not (directory / "config.json").is_file():
-        raise ModelError(f"--speculate {config.speculate}: no {directory / 'config.json'}; name a head's directory")
+        raise ModelError(
+            f"--speculate {config.speculate}: no {directory / 'config.json'}; name a head's "
+            "directory"
+        )
     elif kind == "eagle" and is_eagle3(directory) and config.pipeline_parallel > 1:
         raise UsageError(
-            f"--speculate {config.speculate}: an EAGLE-3 head reads layers of several stages; leave --pp out, or choose"
+            f"--speculate {config.speculate}: an EAGLE-3 head reads layers of several stages; "
+            "leave --pp out, or choose"
             " an EAGLE head"
         )
     elif not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
         return config  # what was trained on the model's own hidden states is compared by its sizes
     if not has_same_tokens(directory, resolved.tokenizer_directory):
         raise UsageError(
-            f"--speculate {config.speculate}: its tokenizer is not that of {resolved.name}; choose a drafter that was"
+            f"--speculate {config.speculate}: its tokenizer is not that of {resolved.name}; choose "
+            "a drafter that was"
             " made for this model, or ngram"
         )
     return config
 
 
 def _bundled_drafter(resolved: ResolvedModel) -> str | None:
-    """The drafter that lies in the model's own directory, as --speculate names it; None if there is none."""
+    """The drafter that lies in the model's own directory, as --speculate names it; None if there is
+    none."""
     if resolved.directory is None:
         return None
     for kind in (*HEADS, "draft"):
@@ -209,7 +243,10 @@ def _bundled_drafter(resolved: ResolvedModel) -> str | None:
 
 
 def _build_here(
-    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None,
+    default_params: SamplingParams,
 ) -> BuiltEngine:
     """On one device, in this process."""
     _make_policy(config)  # an impossible policy is refused before anything is loaded
@@ -223,7 +260,8 @@ def _build_here(
     host_pool = _host_pool(decoder, model, config, num_blocks) if config.uses_host_memory else None
     predicting = None
     if host_pool is not None or config.speculate is not None:
-        from nanoserve.executor.start.predictors import DevicePredictors  # the cost model is for engines that predict
+        # the cost model is for engines that predict
+        from nanoserve.executor.start.predictors import DevicePredictors
 
         predicting = DevicePredictors(device, decoder.dtype)
     max_model_len = _longest(config, model, num_blocks)
@@ -249,11 +287,14 @@ def _build_here(
         config, model, capacities, max_model_len, host_blocks, predictors, async_scheduling=overlaps
     )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
-    return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
+    return BuiltEngine(
+        engine, config, model, max_model_len, default_params, operators, layers, facts
+    )
 
 
 def _overlaps_steps(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the next step is launched while a device computes one: the CPU is both, and gains nothing by it."""
+    """Whether the next step is launched while a device computes one: the CPU is both, and gains
+    nothing by it."""
     return device.type == "cuda" and not config.eager
 
 
@@ -264,15 +305,22 @@ def _set_apart(config: EngineConfig, device: torch.device) -> "HostProcessor":
 
 
 def _build_on_workers(
-    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None,
+    default_params: SamplingParams,
 ) -> BuiltEngine:
-    """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
+    """On several devices, each with a process of its own: one engine, or several behind a
+    dispatcher."""
     from nanoserve.executor.kv_transfer.host_pool import choose_host_blocks
     from nanoserve.executor.start.predictors import worker_predictors
-    from nanoserve.executor.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
+
+    # ZeroMQ is for them alone
+    from nanoserve.executor.workers.executor import start_workers, wait_for_news
 
     model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
-    shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
+    # a model that cannot be divided is refused before any process is started
+    shards_of_layouts(model, config)
     _make_policy(config)  # likewise
     host_blocks = choose_host_blocks(model, config)
     executors = start_workers(
@@ -291,30 +339,43 @@ def _build_on_workers(
     engines = []
     for executor in executors:
         predictors = worker_predictors(resolved, config, model, executor.speeds, executor.profile)
-        scheduler = _make_scheduler(config, model, executor.capacities, max_model_len, host_blocks, predictors)
+        scheduler = _make_scheduler(
+            config, model, executor.capacities, max_model_len, host_blocks, predictors
+        )
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
     if len(engines) == 1:
-        return BuiltEngine(engines[0], config, model, max_model_len, default_params, None, layers, None, speeds)
+        return BuiltEngine(
+            engines[0], config, model, max_model_len, default_params, None, layers, None, speeds
+        )
 
     def wait(until: float | None) -> None:
         layers.go_on()
         wait_for_news(executors, until)
 
     driven = Dispatcher(engines, wait)
-    return BuiltEngine(driven, config, model, max_model_len, default_params, None, layers, None, speeds)
+    return BuiltEngine(
+        driven, config, model, max_model_len, default_params, None, layers, None, speeds
+    )
 
 
-def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> "HostPool | None":
-    """A pool in memory of this process, beside `num_blocks` on its device; None if it would have no block."""
+def _host_pool(
+    decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int
+) -> "HostPool | None":
+    """A pool in memory of this process, beside `num_blocks` on its device; None if it would have no
+    block."""
     from nanoserve.executor.kv_transfer.host_pool import HostPool, choose_host_blocks
 
     on_cpu = decoder.device.type == "cpu"
-    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
+    cache = (
+        num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
+    )
     host_blocks = choose_host_blocks(model, config, reserved=cache)
     if host_blocks == 0:
         return None
-    return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
+    return HostPool.of_one_process(
+        model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype
+    )
 
 
 def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
@@ -362,7 +423,8 @@ def _make_scheduler(
 
 
 def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
-    """The one asked for; with host memory, one that knows nothing of it preempts by swaps where that is cheaper."""
+    """The one asked for; with host memory, one that knows nothing of it preempts by swaps where
+    that is cheaper."""
     swaps = host_blocks > 0 and config.decode_layout is None
     return make_policy(config.policy_name, config.max_num_batched_tokens, swaps=swaps)
 

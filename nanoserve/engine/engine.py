@@ -15,24 +15,28 @@ class Engine:
     """Drives one executor, which is closed with the engine, with one scheduler."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int) -> None:
-        """``vocab_size`` is the width of the logits: every token id of a request must be below it. Raises ValueError if
-        the scheduler would plan rows that the executor does not take."""
+        """``vocab_size`` is the width of the logits: every token id of a request must be below it.
+        Raises ValueError if the scheduler would plan rows that the executor does not take."""
         if scheduler.async_scheduling and not executor.async_scheduling:
             raise ValueError("the scheduler plans asynchronously, but the executor does not")
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.now: Callable[[], float] = executor.now  # seconds on the engine's clock; a recorded run sets its own
+        # seconds on the engine's clock; a recorded run sets its own
+        self.now: Callable[[], float] = executor.now
         self.observers: list[EngineObserver] = []
-        self.losses = 0  # number of times that the executor's workers died and new ones were started
-        self.failure: str | None = None  # reason why the executor runs nothing any more; None while it does
+        # number of times that the executor's workers died and new ones were started
+        self.losses = 0
+        # reason why the executor runs nothing any more; None while it does
+        self.failure: str | None = None
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Schedule, execute, update, output.
 
-        ``until`` is the time at which waiting for a result ends; None waits for one. With nothing to do, time passes
-        until then, as workers may die. A step that fails (out of memory, say) ends all sequences in flight with an
-        error; the engine goes on. Where no step can run any more, all sequences end so, and ``failure`` says why.
+        ``until`` is the time at which waiting for a result ends; None waits for one. With nothing
+        to do, time passes until then, as workers may die. A step that fails (out of memory, say)
+        ends all sequences in flight with an error; the engine goes on. Where no step can run any
+        more, all sequences end so, and ``failure`` says why.
         """
         scheduler, updates = self.scheduler, list[SequenceUpdate]()
         try:
@@ -54,8 +58,8 @@ class Engine:
     def submit(self) -> None:
         """Schedule as many plans as may be in flight, and hand them to the executor.
 
-        Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
-        made. Raises RuntimeFailure for `fail`.
+        Where two may be, the device computes the second while the answers of the first are taken in
+        and a third plan is made. Raises RuntimeFailure for `fail`.
         """
         if self.failure is not None:
             raise WorkersFailed(self.failure)
@@ -68,11 +72,14 @@ class Engine:
             for observer in self.observers:
                 observer.on_submit(plan)
 
-    def fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
+    def fail(
+        self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()
+    ) -> list[SequenceUpdate]:
         """End sequences with an error; returns their updates after those of the step so far.
 
-        After an error of the policy all requests end, but what is in flight is still answered. After the end of the
-        workers all end for good, and after any other error what is in flight ends.
+        After an error of the policy all requests end, but what is in flight is still answered.
+        After the end of the workers all end for good, and after any other error what is in flight
+        ends.
         """
         if isinstance(error, PolicyFailed):
             failed = self.scheduler.stop_all(str(error), self.now())
@@ -90,8 +97,8 @@ class Engine:
         return known
 
     def add(self, request: Request) -> None:
-        """Take a request in; it runs from the next step on. Raises UsageError if it can never run, or names a token id
-        beyond the vocabulary."""
+        """Take a request in; it runs from the next step on. Raises UsageError if it can never run,
+        or names a token id beyond the vocabulary."""
         self._check_tokens("the prompt", request.prompt)
         self._check_tokens("stop_token_ids", request.params.stop_token_ids)
         self._check_tokens("logit_bias", list(request.params.logit_bias))
@@ -102,12 +109,19 @@ class Engine:
     def _check_tokens(self, name: str, tokens: SequenceOf[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
+            raise UsageError(
+                f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}"
+            )
 
     def stop(
-        self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+        self,
+        request_id: str,
+        *,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
     ) -> list[SequenceUpdate]:
-        """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
+        """End a request, or one of its samples, from outside: an abort, or a stop string seen in
+        the text."""
         for observer in self.observers:
             observer.on_stop(request_id, index, reason)
         updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
@@ -122,7 +136,8 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether a plan would be computed at once; not while workers are stopped or being restarted."""
+        """Whether a plan would be computed at once; not while workers are stopped or being
+        restarted."""
         return self.failure is None and self.executor.ready
 
     @property

@@ -1,4 +1,5 @@
-"""The mechanisms of an engine's scheduler, as its configuration asks for them. Most engines never load this module."""
+"""The mechanisms of an engine's scheduler, as its configuration asks for them. Most engines never
+load this module."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,11 @@ from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 
 
 def engine_extensions(
-    config: EngineConfig, *, host_blocks: int, other_layouts: Sequence[LayoutCapacity], async_scheduling: bool
+    config: EngineConfig,
+    *,
+    host_blocks: int,
+    other_layouts: Sequence[LayoutCapacity],
+    async_scheduling: bool,
 ) -> Extensions:
     """Make what the configuration asks for, with this many blocks in host memory."""
     proposer = None

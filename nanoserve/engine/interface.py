@@ -1,4 +1,5 @@
-"""InferenceEngine: everything that callers ask of one engine, or of several that are used as one."""
+"""InferenceEngine: everything that callers ask of one engine, or of several that are used as
+one."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +27,8 @@ class InferenceEngine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether a plan would be computed at once; not while workers are stopped or being restarted."""
+        """Whether a plan would be computed at once; not while workers are stopped or being
+        restarted."""
 
     @property
     def has_work(self) -> bool:
@@ -43,7 +45,11 @@ class InferenceEngine(Protocol):
         """Take a request in. Raises UsageError if it can never run."""
 
     def stop(
-        self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+        self,
+        request_id: str,
+        *,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside."""
 

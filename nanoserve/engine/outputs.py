@@ -1,4 +1,5 @@
-"""RequestTracker: turns the engine's token updates into text, stop strings, log probabilities and times.
+"""RequestTracker: turns the engine's token updates into text, stop strings, log probabilities and
+times.
 
 It runs beside the engine (LLM) or in another process (a server), never inside a step.
 """
@@ -20,11 +21,13 @@ from nanoserve.request import (
     TokenLogprob,
 )
 
-MAX_DELTAS = 64  # deltas of a sample that may wait for their reader. Later updates are merged into the last one
+# deltas of a sample that may wait for their reader. Later updates are merged into the last one
+MAX_DELTAS = 64
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_WINDOW = 6
-"""Prompt tokens that tell how the first generated token joins the prompt: with a blank or without."""
+"""Prompt tokens that tell how the first generated token joins the prompt: with a blank or
+without."""
 
 
 class TokenDecoder(Protocol):
@@ -44,13 +47,15 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """Turns a growing list of token ids into text that never ends in half a character.
 
-    All pushes and the flush, joined, equal the text of all ids decoded at once. The text of a token depends only on
-    its neighbours. So each push decodes a short window: the ids of the last complete text, then the new ones. The text
-    beyond the known part of the window is new. Time per token does not grow with the output.
+    All pushes and the flush, joined, equal the text of all ids decoded at once. The text of a token
+    depends only on its neighbours. So each push decodes a short window: the ids of the last
+    complete text, then the new ones. The text beyond the known part of the window is new. Time per
+    token does not grow with the output.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_ids: SequenceOf[int] = ()) -> None:
-        """The output continues `prompt_ids`; without them it is decoded as the beginning of a text."""
+        """The output continues `prompt_ids`; without them it is decoded as the beginning of a
+        text."""
         self._tokenizer = tokenizer
         self._window = self._readable(prompt_ids[-4 * _PROMPT_WINDOW :])[-_PROMPT_WINDOW:]
         self._known_ids = len(self._window)
@@ -63,7 +68,8 @@ class Detokenizer:
         if not new:
             return ""
         self._window += new
-        # A run of byte tokens is decoded as a whole, and its text is known only when the run has ended.
+        # A run of byte tokens is decoded as a whole, and its text is known only when the run has
+        # ended.
         if self._tokenizer.is_byte(self._window[-1]):
             return ""
         text = self._tokenizer.decode(self._window)
@@ -77,14 +83,16 @@ class Detokenizer:
         return fresh
 
     def flush(self) -> str:
-        """Return the rest, at the end of the output; bytes that never became a character read as U+FFFD."""
+        """Return the rest, at the end of the output; bytes that never became a character read as
+        U+FFFD."""
         text = self._tokenizer.decode(self._window)
         fresh = text[self._emitted :]
         self._emitted = len(text)
         return fresh
 
     def cut(self) -> str:
-        """Return the text before a marker token, as `flush`. Later ids do not complete a character before it."""
+        """Return the text before a marker token, as `flush`. Later ids do not complete a character
+        before it."""
         fresh = self.flush()
         if self._tokenizer.decode(self._window).endswith(_REPLACEMENT):
             self._window = []
@@ -99,7 +107,8 @@ class Detokenizer:
 
 
 class _StopString:
-    """A stop string that texts are searched for as they grow, each character once (Knuth, Morris, Pratt 1977)."""
+    """A stop string that texts are searched for as they grow, each character once (Knuth, Morris,
+    Pratt 1977)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -112,10 +121,11 @@ class _StopString:
             self._shorter.append(length + 1 if text[length] == last else 0)
 
     def advance(self, matched: int, new: str) -> tuple[int, int | None]:
-        """Read the ``new`` end of a text that ended with the first ``matched`` characters of the stop string.
+        """Read the ``new`` end of a text that ended with the first ``matched`` characters of the
+        stop string.
 
-        Returns the number of its characters with which the text ends now, and how many of the new ones complete the
-        string, if they do.
+        Returns the number of its characters with which the text ends now, and how many of the new
+        ones complete the string, if they do.
         """
         text = self.text
         place = 0
@@ -139,10 +149,11 @@ _stop_string = lru_cache(256)(_StopString)
 
 
 class StopStrings:
-    """Passes text on until a stop string appears, without it; holds back an end that may be the beginning of one.
+    """Passes text on until a stop string appears, without it; holds back an end that may be the
+    beginning of one.
 
-    The first stop string to be complete wins; if several are complete at once, the one that began first wins. There may
-    be no stop strings. SamplingParams refuses empty ones.
+    The first stop string to be complete wins; if several are complete at once, the one that began
+    first wins. There may be no stop strings. SamplingParams refuses empty ones.
     """
 
     def __init__(self, stops: SequenceOf[str]) -> None:
@@ -152,8 +163,8 @@ class StopStrings:
         self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return (text that is safe to show, the stop string that was met or None). After a match all text is
-        dropped."""
+        """Return (text that is safe to show, the stop string that was met or None). After a match
+        all text is dropped."""
         if not self._stops:
             return text, None
         if self._stopped is not None:
@@ -173,7 +184,8 @@ class StopStrings:
         return known[:cut], None
 
     def flush(self) -> str:
-        """Return the text that was held back, where the text ends or a marker stands: it is no stop string."""
+        """Return the text that was held back, where the text ends or a marker stands: it is no stop
+        string."""
         held = self._held
         self._held = ""
         self._matched = [0] * len(self._stops)
@@ -202,7 +214,8 @@ class _Sample:
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(request.params.stop)
         self._text: list[str] = []
-        self._marks: list[tuple[int, int]] = []  # the number of pieces of text before a marker token, and its id
+        # the number of pieces of text before a marker token, and its id
+        self._marks: list[tuple[int, int]] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self.sequence: Sequence | None = None  # as of the last update
@@ -292,7 +305,8 @@ class _Sample:
         )
 
     def _marks_between(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
-        """Return the marker tokens among these pieces of text, each with its place in their text."""
+        """Return the marker tokens among these pieces of text, each with its place in their
+        text."""
         marks = []
         for place, token in self._marks:
             if first < place <= last:
@@ -304,15 +318,17 @@ class _Sample:
 class RequestTracker:
     """Collects the output of one request, sample by sample."""
 
-    def __init__(self, request: Request, tokenizer: TokenDecoder, *, prompt: str | None = None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: TokenDecoder, *, prompt: str | None = None
+    ) -> None:
         self.request = request
         self.finished = False  # whether every sample has ended
         self._prompt = prompt
         self._samples = [_Sample(request, index, tokenizer) for index in range(request.params.n)]
 
     def take(self, update: SequenceUpdate, now: float) -> bool:
-        """Add an update that came at ``now``, in seconds on the engine's clock. Returns whether the sample met a stop
-        string, so that the engine must end it."""
+        """Add an update that came at ``now``, in seconds on the engine's clock. Returns whether the
+        sample met a stop string, so that the engine must end it."""
         sample = self._samples[update.index]
         sample.take(update, now)
         if sample.finished:

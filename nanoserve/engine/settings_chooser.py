@@ -1,7 +1,8 @@
-"""The protocol of the module that chooses the layout and the policy that a user left open, and advises on those named.
+"""The protocol of the module that chooses the layout and the policy that a user left open, and
+advises on those named.
 
-Choosing simulates, and the simulator belongs to the laboratory. So the engine knows a protocol, and imports the module
-when there is something to choose.
+Choosing simulates, and the simulator belongs to the laboratory. So the engine knows a protocol, and
+imports the module when there is something to choose.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,9 @@ class SettingsChooser(Protocol):
     ) -> tuple[EngineConfig, str]:
         """Choose what the config leaves open; return the whole config, and the choice in one line.
 
-        Expected requests count as a closed batch; without any, the usual ones come at a rate. Raises UsageError if the
-        number of workers is not known or nothing fits, and what starting workers raises.
+        Expected requests count as a closed batch; without any, the usual ones come at a rate.
+        Raises UsageError if the number of workers is not known or nothing fits, and what starting
+        workers raises.
         """
 
     def advise_on_batch(
@@ -47,7 +49,8 @@ class SettingsChooser(Protocol):
         layouts: Sequence[ParallelLayout],
         shapes: Sequence[RequestShape],
     ) -> str:
-        """Predict a batch of these shapes on a running engine, and name a faster way, in one line."""
+        """Predict a batch of these shapes on a running engine, and name a faster way, in one
+        line."""
 
 
 def settings_chooser() -> SettingsChooser:

@@ -26,7 +26,9 @@ def build_traced(
     return built
 
 
-def _trace(built: BuiltEngine, file: ChromeTraceFile, on_failure: Callable[[RuntimeFailure], None]) -> None:
+def _trace(
+    built: BuiltEngine, file: ChromeTraceFile, on_failure: Callable[[RuntimeFailure], None]
+) -> None:
     """Have every engine traced in one file. The first engine closes it, as it ends last."""
     engines = built.engine.engines
     for number, engine in enumerate(engines):

@@ -18,10 +18,10 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
 
-    With `async_scheduling`, `submit` launches the plan on the device and returns, and `collect` waits for the older of
-    the two that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains
-    nothing by it. `submit` and `collect` raise RuntimeFailure when the device has no memory left; what was in flight
-    is then forgotten.
+    With `async_scheduling`, `submit` launches the plan on the device and returns, and `collect`
+    waits for the older of the two that may be in flight: on a GPU the host works while the device
+    computes; the CPU is both, and gains nothing by it. `submit` and `collect` raise RuntimeFailure
+    when the device has no memory left; what was in flight is then forgotten.
     """
 
     now = staticmethod(time.monotonic)
@@ -47,8 +47,9 @@ class LocalExecutor:
         return self.stage.runner
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan: launch it, or keep it for the next `collect`. One that holds nothing but swaps is over at once.
-        Raises RuntimeError if the executor is closed or as many plans as may be are in flight already."""
+        """Take a plan: launch it, or keep it for the next `collect`. One that holds nothing but
+        swaps is over at once. Raises RuntimeError if the executor is closed or as many plans as may
+        be are in flight already."""
         stage = self.stage
         if plan.host.swaps and not plan.ends:
             self._launch(stage, plan)
@@ -61,8 +62,9 @@ class LocalExecutor:
             self._queued.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Answer the oldest plan in flight, however long it takes. With no plan in flight, wait for what is under way
-        beside the steps; with nothing there either, sleep to the end of `until`, if one is given."""
+        """Answer the oldest plan in flight, however long it takes. With no plan in flight, wait for
+        what is under way beside the steps; with nothing there either, sleep to the end of `until`,
+        if one is given."""
         stage = self.stage
         if self._queued:
             self._launched.append(self._launch(stage, self._queued.popleft()))
@@ -83,7 +85,8 @@ class LocalExecutor:
         stage.poll()
         runner = stage.runner
         if runner.device.type == "cuda":
-            torch.cuda.set_device(runner.device)  # a setting of each thread, and another one may have loaded it
+            # a setting of each thread, and another one may have loaded it
+            torch.cuda.set_device(runner.device)
         began = time.monotonic()
         with self._forgetting_failures(stage), stage.memory_errors(plan):
             step = runner.prepare(plan)
@@ -116,7 +119,8 @@ class LocalExecutor:
             raise
 
     def close(self) -> None:
-        """Give the memory back; closing again does nothing, anything else is an error from here on."""
+        """Give the memory back; closing again does nothing, anything else is an error from here
+        on."""
         self._queued.clear()
         self._launched.clear()
         self._waiting = ()
@@ -126,7 +130,7 @@ class LocalExecutor:
             self._stage = None
             gc.collect()
             if device.type == "cuda":
-                # After a kernel's error, or a recording that failed, torch refuses even this: the process has to end,
-                # and its error is the first one and not this one.
+                # After a kernel's error, or a recording that failed, torch refuses even this: the
+                # process has to end, and its error is the first one and not this one.
                 with suppress(RuntimeError):
                     torch.cuda.empty_cache()

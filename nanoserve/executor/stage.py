@@ -1,7 +1,8 @@
-"""One device's part of a model at work: the steps that an executor of this process and a worker both take with a plan.
+"""One device's part of a model at work: the steps that an executor of this process and a worker
+both take with a plan.
 
-Each polls what has been built, prepares, begins and computes the step. Queueing and collecting are a LocalExecutor's,
-activations and resharding a Worker's.
+Each polls what has been built, prepares, begins and computes the step. Queueing and collecting are
+a LocalExecutor's, activations and resharding a Worker's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,17 +24,21 @@ from triton_ops.cpu import BackgroundLibrary, cpu_operators
 
 
 def compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
-    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly. Compiled layers may round
-    otherwise for another number of rows."""
+    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly.
+    Compiled layers may round otherwise for another number of rows."""
     if config.eager or config.batch_invariant:
         return None
     return LayerRunner.ahead_of_time(
-        decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
+        decoder,
+        block_size=config.block_size,
+        operators=cpu_operators(),
+        with_pieces=config.attends_on_host,
     )
 
 
 class Stage:
-    """A runner, the mechanisms that are attached to it, and what is built in the background to make it faster."""
+    """A runner, the mechanisms that are attached to it, and what is built in the background to make
+    it faster."""
 
     def __init__(
         self,
@@ -66,18 +71,25 @@ class Stage:
         batch_invariant: bool = False,
         **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, UsageError for a
-        dtype whose answers cannot be `batch_invariant`.
+        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not
+        suffice, UsageError for a dtype whose answers cannot be `batch_invariant`.
 
         Without `layers` plain torch runs them. `settings` are others of the ModelRunner.
         """
         device = torch.device(device)
-        size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
+        size = format_size(
+            num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype)
+        )
         decoder.eval()
         if batch_invariant and decoder.dtype == torch.float32:
-            raise UsageError("--batch-invariant is for 16 bits: choose --dtype bfloat16, or leave it out")
+            raise UsageError(
+                "--batch-invariant is for 16 bits: choose --dtype bfloat16, or leave it out"
+            )
         if batch_invariant and not cpu_operators().wait():
-            raise RuntimeFailure(f"--batch-invariant needs the C++ operators ({cpu_operators().problem}); leave it out")
+            raise RuntimeFailure(
+                f"--batch-invariant needs the C++ operators ({cpu_operators().problem}); leave it "
+                "out"
+            )
         with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
             runner = ModelRunner(
                 decoder,
@@ -88,13 +100,16 @@ class Stage:
                 mechanisms=mechanisms,
                 **settings,
             )
-            return cls(runner, layers=layers, mechanisms=mechanisms, batch_invariant=batch_invariant)
+            return cls(
+                runner, layers=layers, mechanisms=mechanisms, batch_invariant=batch_invariant
+            )
 
-    # ---- with each plan ----------------------------------------------------------------------------------------
+    # ---- with each plan --------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Load what has been built meanwhile: it takes over between two steps."""
-        if self.runner.device.type == "cpu" and cpu_operators().loaded:  # one setting for all stages of the process
+        # one setting for all stages of the process
+        if self.runner.device.type == "cpu" and cpu_operators().loaded:
             torch.ops.nanoserve.set_batch_invariant(self._batch_invariant)
         if self._unloaded:
             for library in self._unloaded:
@@ -127,10 +142,11 @@ class Stage:
         self.runner.records.clear()
         self.abandon()
 
-    # ---- what makes it faster ----------------------------------------------------------------------------------
+    # ---- what makes it faster --------------------------------------------------------------------
 
     def start(self, *, waited: bool = False) -> None:
-        """Load what makes steps faster, or have another process build it; `waited` as in `BackgroundLibrary.start`."""
+        """Load what makes steps faster, or have another process build it; `waited` as in
+        `BackgroundLibrary.start`."""
         for library in self._libraries:
             library.start(waited=waited)
 

@@ -1,1 +1,2 @@
-"""The laboratory: benchmarks, papers, simulator and charts. The engine looks it up in two places."""
+"""The laboratory: benchmarks, papers, simulator and charts. The engine looks it up in two
+places."""

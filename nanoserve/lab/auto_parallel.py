@@ -1,4 +1,5 @@
-"""Chooses the layout and the policy that the user left open, by what is measured and predicted (SettingsChooser)."""
+"""Chooses the layout and the policy that the user left open, by what is measured and predicted
+(SettingsChooser)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +33,8 @@ def choose_settings(
     progress: ProgressCallback | None = None,
     expected: ExpectedLengths | None = None,
 ) -> tuple[EngineConfig, str]:
-    """See `SettingsChooser`. Measures on as many workers for at most 10 s, unless an earlier start kept the result."""
+    """See `SettingsChooser`. Measures on as many workers for at most 10 s, unless an earlier start
+    kept the result."""
     layouts: tuple[ParallelLayout, ...] = ()
     if config.parallel is None:
         layouts = config.whole_layouts
@@ -48,7 +50,9 @@ def choose_settings(
     elif devices is None and process is not None:
         devices = process.world_size
     if devices is None:
-        raise UsageError("--parallel auto: say by --devices how many workers the model may be divided over")
+        raise UsageError(
+            "--parallel auto: say by --devices how many workers the model may be divided over"
+        )
     given = config.policy
     if given == AUTO:
         given = None
@@ -95,17 +99,26 @@ def advise_on_batch(
 ) -> str:
     """See `SettingsChooser`."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    item_bytes, block = dtype.itemsize, kv_bytes_per_block(with_cache_groups(model, config), config.block_size, dtype)
-    device_bytes, host_bytes = status.total_blocks * block / config.data_parallel, status.total_host_blocks * block
+    item_bytes, block = (
+        dtype.itemsize,
+        kv_bytes_per_block(with_cache_groups(model, config), config.block_size, dtype),
+    )
+    device_bytes, host_bytes = (
+        status.total_blocks * block / config.data_parallel,
+        status.total_host_blocks * block,
+    )
     precision, usable = Precision.of(8 * item_bytes), Efficiency().usable_memory
-    # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.
+    # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they
+    # can of a GPU's.
     devices, host = config.data_parallel * config.num_workers, available_memory("cpu")
     weights = ModelCounts(model, precision=precision).stage_weight_bytes(0)
     memory = (weights + device_bytes) / config.num_workers
     if config.device == "cpu":
         memory += host / devices
     machine = speeds.machine(
-        devices=devices, memory_bytes=memory / usable, host_memory_bytes=(host + weights + host_bytes) / usable
+        devices=devices,
+        memory_bytes=memory / usable,
+        host_memory_bytes=(host + weights + host_bytes) / usable,
     )
     try:
         return advise(

@@ -1,4 +1,5 @@
-"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs."""
+"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra
+[plot] installs."""
 
 import importlib.util
 import math
@@ -31,13 +32,27 @@ COLOURS = {
     "draining": "#999999",
     "re-sharding": "#CC79A7",
 }
-"""Colours of labels, one for each meaning, from Okabe and Ito's palette, which the colour-blind can tell apart."""
-_CYCLE = ["#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"]
+"""Colours of labels, one for each meaning, from Okabe and Ito's palette, which the colour-blind can
+tell apart."""
+_CYCLE = [
+    "#332288",
+    "#CC6677",
+    "#117733",
+    "#88CCEE",
+    "#882255",
+    "#999933",
+    "#44AA99",
+    "#AA4499",
+    "#DDCC77",
+    "#000000",
+]
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
 _STYLES = ("o-", "s--", "^:")
-"""Lines of curves that ask for none. When all colours are used, they begin again with the next kind of line."""
+"""Lines of curves that ask for none. When all colours are used, they begin again with the next kind
+of line."""
 _LONE_WIDTH = 7.0  # width of the panel of a chart with one column, in inches
-_HEAD, _FOOT = 0.6, 0.3  # height of the title and of each line of a legend below the panels, in inches
+# height of the title and of each line of a legend below the panels, in inches
+_HEAD, _FOOT = 0.6, 0.3
 _BAR_GROUP = 0.8  # share of the room between two ticks that bars fill
 _ROOM_FOR_LEGEND = 1.3
 _CHARACTER_WIDTH = 0.088  # inches of a character of the title, about
@@ -45,11 +60,17 @@ _MOST_CHARACTERS = 28  # names below an axis are rotated if they are longer toge
 _MOST_OVER_BARS = 3  # labels for which there is room above bars
 _MOST_LINES = 6  # a legend of more lines stands beside its panel, or in two lines below all panels
 _MOST_IN_DIGITS = 1e6  # values of a logarithmic axis from here on are written as powers
-_MOST_TICKS, _TICK_ROOM = 9, 0.08  # points that have ticks of their own, and their least distance as a share of all
+# points that have ticks of their own, and their least distance as a share of all
+_MOST_TICKS, _TICK_ROOM = 9, 0.08
 _STRIP = 0.88  # from which share of a panel's height on its bands are drawn in full colour
 _DIGIT_SHARE = 0.0095  # width that a digit of a step's number needs, as a share of the time shown
 _MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
-_NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
+_NUMBER_BOX = {
+    "boxstyle": "round,pad=0.1",
+    "facecolor": "white",
+    "edgecolor": "none",
+    "alpha": 0.75,
+}
 
 
 class ChartCurve(msgspec.Struct, frozen=True):
@@ -57,11 +78,14 @@ class ChartCurve(msgspec.Struct, frozen=True):
 
     label: str  # in the legend; empty for none
     xs: Sequence[float] | Sequence[str]
-    """For bars the names of the groups, equal for all curves of a panel. Named points of lines have equal distances."""
+    """For bars the names of the groups, equal for all curves of a panel. Named points of lines have
+    equal distances."""
     ys: Sequence[float]  # one value for each of ``xs``
     lows: Sequence[float] = ()
-    highs: Sequence[float] = ()  # how far ys spread over repeated runs; empty where that is not shown
-    style: str = ""  # line style of matplotlib: "o-", "--", "," ...; empty for one that no other curve has
+    # how far ys spread over repeated runs; empty where that is not shown
+    highs: Sequence[float] = ()
+    # line style of matplotlib: "o-", "--", "," ...; empty for one that no other curve has
+    style: str = ""
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -91,8 +115,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     y: str  # what the axes are, with units
     curves: Sequence[ChartCurve]
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
-    """"step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on top of
-    one another, the first lowest; "area": steps on top of one another."""
+    """"step": lines that hold a value until the next point; "bar": groups beside one another;
+    "stack": bars on top of one another, the first lowest; "area": steps on top of one another."""
     log_x: bool = False
     log_y: bool = False
     from_zero: bool = True  # the vertical axis begins at zero
@@ -110,7 +134,8 @@ class Bars(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     x: str  # what their lengths are, with the unit
     names: Sequence[str]  # what each bar is; empty to leave the names to the panel at the left
-    parts: Mapping[str, Sequence[float]]  # of each bar, by label; one part without a label for plain bars
+    # of each bar, by label; one part without a label for plain bars
+    parts: Mapping[str, Sequence[float]]
     texts: Sequence[str]  # what stands at the end of each bar
 
 
@@ -141,7 +166,8 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    panels: Sequence[AnyPanel]  # from left to right, row by row; one that is alone in the last row has all of it
+    # from left to right, row by row; one that is alone in the last row has all of it
+    panels: Sequence[AnyPanel]
     columns: int = 4  # panels in a row
 
 
@@ -155,10 +181,11 @@ def panel(
     styles: Mapping[str, str] | str = "",
     **options: Any,
 ) -> Panel:
-    """Axes whose curves share their places on the horizontal axis; the options are other fields of Panel.
+    """Axes whose curves share their places on the horizontal axis; the options are other fields of
+    Panel.
 
-    ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
-    for all curves, or by label for those that do not leave it to the drawing.
+    ``heights`` has the values of each curve by its label; spreads are drawn with the range over
+    seeds. ``styles`` is for all curves, or by label for those that do not leave it to the drawing.
     """
     curves = []
     for label, ys in heights.items():
@@ -167,7 +194,11 @@ def panel(
             style = style.get(label, "")
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
-        curves.append(ChartCurve(label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style))
+        curves.append(
+            ChartCurve(
+                label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style
+            )
+        )
     return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
@@ -185,7 +216,8 @@ def draw(chart: Chart, path: Path, *, panel_size: tuple[float, float] = (4.2, 3.
 
 
 def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "Figure":
-    """Draw a chart without a screen; ``panel_size`` is the width and height of a panel, in inches."""
+    """Draw a chart without a screen; ``panel_size`` is the width and height of a panel, in
+    inches."""
     from cycler import cycler
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -195,7 +227,8 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
     lines = chart.title.splitlines()
     widest = max(_LONE_WIDTH, columns * width, _CHARACTER_WIDTH * max(map(len, lines)))
     size = (widest, _HEAD + (len(lines) - 1) * _FOOT + rows * height)
-    with rc_context({"axes.prop_cycle": cycler(color=_CYCLE)}):  # "C0" in a style is the first of these colours
+    # "C0" in a style is the first of these colours
+    with rc_context({"axes.prop_cycle": cycler(color=_CYCLE)}):
         figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(chart.title)
         grid = figure.add_gridspec(rows, columns)
@@ -212,12 +245,15 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
 
 
 def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, Any]]]) -> None:
-    """One legend below all panels with labels in common or many bars, and one in each of the others."""
+    """One legend below all panels with labels in common or many bars, and one in each of the
+    others."""
     common: dict[str, Any] = {}
     uses = Counter(label for _, handles in drawn for label in handles)
     for axes, handles in drawn:
         legend = partial(axes.legend, handles.values(), handles.keys(), fontsize="small")
-        if any(uses[label] > 1 for label in handles) or (axes.containers and len(handles) > _MOST_OVER_BARS):
+        if any(uses[label] > 1 for label in handles) or (
+            axes.containers and len(handles) > _MOST_OVER_BARS
+        ):
             common = {**handles, **common}
         elif len(handles) > _MOST_LINES:
             legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -230,7 +266,13 @@ def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, An
         lines = math.ceil(len(common) / _MOST_LINES)
         figure.set_figheight(figure.get_figheight() + lines * _FOOT)
         ncols = math.ceil(len(common) / lines)
-        figure.legend(common.values(), common.keys(), loc="outside lower center", ncols=ncols, fontsize="small")
+        figure.legend(
+            common.values(),
+            common.keys(),
+            loc="outside lower center",
+            ncols=ncols,
+            fontsize="small",
+        )
 
 
 def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
@@ -243,7 +285,9 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
         return _draw_horizontal_bars(axes, one)
     if isinstance(one, Gantt):
         return _draw_gantt(axes, one)
-    draw_curves = {"bar": _draw_bars, "stack": _draw_bars, "area": _draw_areas}.get(one.kind, _draw_lines)
+    draw_curves = {"bar": _draw_bars, "stack": _draw_bars, "area": _draw_areas}.get(
+        one.kind, _draw_lines
+    )
     handles = draw_curves(axes, one)
     for mark in one.marks:
         axes.axhline(mark, **_MARK)
@@ -274,7 +318,9 @@ def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     for band in one.bands:
         colour = COLOURS[band.label]
-        handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
+        handles[band.label] = axes.axvspan(
+            band.left, band.right, ymin=_STRIP, color=colour, linewidth=0
+        )
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
         side = "center"
@@ -286,13 +332,17 @@ def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
         if note.curve is not None:
             ink = axes.get_lines()[note.curve].get_color()
         offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
-        axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=ink, fontsize=8, **offset)
+        axes.annotate(
+            note.text, (note.x, note.y), va="center", ha=side, color=ink, fontsize=8, **offset
+        )
     for mark in one.vertical_marks:
         axes.axvline(mark, **_MARK)
     if one.top is not None:
         axes.set_ylim(top=one.top)
     if one.bands:
-        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= _STRIP * axes.get_ylim()[1]])
+        axes.set_yticks(
+            [tick for tick in axes.get_yticks() if 0 <= tick <= _STRIP * axes.get_ylim()[1]]
+        )
     if one.right is not None:
         axes.set_xlim(0, one.right)
     return handles
@@ -314,7 +364,9 @@ def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
         style = curve.style or _STYLES[number // len(_CYCLE) % len(_STYLES)]
         (line,) = axes.plot(places, curve.ys, style, markersize=4, drawstyle=where, **colour)
         if curve.lows:
-            axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.fill_between(
+                places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0
+            )
         if named:
             _name_groups(axes, curve.xs)
         if curve.label:
@@ -338,7 +390,8 @@ def _tick_few_points(axes: "Axes", one: Panel) -> None:
 
 
 def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
-    """Groups stand at 0, 1, 2 ...: of bars beside one another in the order of the curves, or on top of one another."""
+    """Groups stand at 0, 1, 2 ...: of bars beside one another in the order of the curves, or on top
+    of one another."""
     handles: dict[str, Any] = {}
     groups, is_stack = one.curves[0].xs, one.kind == "stack"
     width = _BAR_GROUP
@@ -370,7 +423,9 @@ def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
     for curve in one.curves:
         below, tops = tops, tops + np.append(curve.ys, curve.ys[-1])
         edges, colour = np.append(curve.xs, float(curve.xs[-1]) + 1), COLOURS.get(curve.label)
-        handles[curve.label] = axes.fill_between(edges, below, tops, step="post", color=colour, linewidth=0)
+        handles[curve.label] = axes.fill_between(
+            edges, below, tops, step="post", color=colour, linewidth=0
+        )
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0)
     return handles
@@ -407,13 +462,25 @@ def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
     for span in one.spans:
         width, top = span.right - span.left, span.row - _BAR_GROUP / 2
         for label, part in span.parts.items():
-            axes.barh(top, width, _BAR_GROUP * part, span.left, align="edge", color=COLOURS[label], linewidth=0)
+            axes.barh(
+                top,
+                width,
+                _BAR_GROUP * part,
+                span.left,
+                align="edge",
+                color=COLOURS[label],
+                linewidth=0,
+            )
             top += _BAR_GROUP * part
-        axes.barh(span.row, width, _BAR_GROUP, span.left, facecolor="none", edgecolor="white", linewidth=1)
+        axes.barh(
+            span.row, width, _BAR_GROUP, span.left, facecolor="none", edgecolor="white", linewidth=1
+        )
         is_wide = width > _DIGIT_SHARE * len(span.text) * one.end
         if span.text and is_wide and span.left >= 0 and span.right <= one.end:
             middle: dict[str, Any] = {"ha": "center", "va": "center"}
-            axes.text(span.left + width / 2, span.row, span.text, fontsize=7, bbox=_NUMBER_BOX, **middle)
+            axes.text(
+                span.left + width / 2, span.row, span.text, fontsize=7, bbox=_NUMBER_BOX, **middle
+            )
     axes.set_yticks(range(len(one.rows)), one.rows)
     axes.set(xlim=(0, one.end), ylim=(len(one.rows) - 0.5, -0.5))
     return {label: Patch(color=COLOURS[label]) for label in labels}

@@ -1,4 +1,5 @@
-"""Explanation: what the steps of a run saw, decided and did, as data. JSON leaves out fields at their defaults."""
+"""Explanation: what the steps of a run saw, decided and did, as data. JSON leaves out fields at
+their defaults."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,14 @@ import msgspec
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad, Tier, draft_of, tier_of
+from nanoserve.scheduler.optional import (
+    HostDecision,
+    HostLoad,
+    LayoutsLoad,
+    Tier,
+    draft_of,
+    tier_of,
+)
 from nanoserve.scheduler.plan import Answer, Copy, Row
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
@@ -105,15 +113,16 @@ class ExplainedAnswer(msgspec.Struct, frozen=True):
 
 
 class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step: the snapshot, the decision, the plan, the blocks after it, and its answers. Times are seconds from the
-    beginning of the run."""
+    """One step: the snapshot, the decision, the plan, the blocks after it, and its answers. Times
+    are seconds from the beginning of the run."""
 
     step: int
     began: float
     """When the plan was made."""
     load: Mapping[str, Any]
     decision: Mapping[str, Any]
-    """The fields of Load, and of Decision, that differ from their defaults; fields without a default always."""
+    """The fields of Load, and of Decision, that differ from their defaults; fields without a
+    default always."""
     free_blocks: int
     total_blocks: int
     ended: float | None = None
@@ -154,9 +163,11 @@ class Explanation(msgspec.Struct, frozen=True):
     at_most: tuple[str, ...] = AT_MOST
 
 
-def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts) -> ExplainedRun:
-    """Explain a recorded run, from its engine's first step on; the recorder kept the block tables. Without a tokenizer,
-    ``texts`` are empty."""
+def explain_run(
+    policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts
+) -> ExplainedRun:
+    """Explain a recorded run, from its engine's first step on; the recorder kept the block tables.
+    Without a tokenizer, ``texts`` are empty."""
     sequences = tuple(_sequences(record, texts))
     begin = 0.0
     if record.arrivals:
@@ -167,8 +178,15 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
         spans[times.step].append((times.started - begin, times.computed - begin))
     steps = []
     for step, planned in record.planned.items():
-        plan, blocks, ended, result = planned.plan, planned.blocks, record.known.get(step), record.result_of.get(step)
-        on_device = chain.from_iterable(table.blocks for table in planned.tables if table.tier == "device")
+        plan, blocks, ended, result = (
+            planned.plan,
+            planned.blocks,
+            record.known.get(step),
+            record.result_of.get(step),
+        )
+        on_device = chain.from_iterable(
+            table.blocks for table in planned.tables if table.tier == "device"
+        )
         answers: tuple[Answer, ...] = ()
         if result is not None:
             answers = result.answers
@@ -188,7 +206,10 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
             tables=planned.tables,
             shared=tuple(sorted(block for block, times in Counter(on_device).items() if times > 1)),
             copies=plan.copies,
-            swaps=tuple(ExplainedSwap(one.sequence, one.direction, len(one.device_blocks)) for one in plan.host.swaps),
+            swaps=tuple(
+                ExplainedSwap(one.sequence, one.direction, len(one.device_blocks))
+                for one in plan.host.swaps
+            ),
             ended_sequences=plan.end,
             free_blocks=blocks.device - blocks.used_device,
             total_blocks=blocks.device,
@@ -202,7 +223,8 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
 
 
 def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
-    """The samples of the requests in the order of their arrival, which is how a scheduler numbers them."""
+    """The samples of the requests in the order of their arrival, which is how a scheduler numbers
+    them."""
     numbers = count()
     for request in record.arrivals:
         prompt = "".join(texts(request.prompt[:MOST_CHARACTERS]))[:MOST_CHARACTERS]
@@ -221,13 +243,20 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     if len(row.tokens) - draft_of(row).verify > 1 or row.start < sequence.prompt_tokens:
         kind = "prefill"
     return ExplainedRow(
-        row.sequence, row.start, len(row.tokens), kind, tier_of(row), row.sample, shown, draft_of(row).verify
+        row.sequence,
+        row.start,
+        len(row.tokens),
+        kind,
+        tier_of(row),
+        row.sample,
+        shown,
+        draft_of(row).verify,
     )
 
 
 def _shown(value: Load | Decision | LayoutsLoad | HostLoad | HostDecision | None) -> dict[str, Any]:
-    """The fields that differ from their defaults, in plain types; fields of the optional members are beside the
-    others."""
+    """The fields that differ from their defaults, in plain types; fields of the optional members
+    are beside the others."""
     shown: dict[str, Any] = {}
     if value is not None:
         for one in fields(value):
@@ -241,7 +270,8 @@ def _shown(value: Load | Decision | LayoutsLoad | HostLoad | HostDecision | None
 
 
 def explanation_page(explanation: Explanation) -> str:
-    """A page of HTML, which loads nothing. No text of a prompt can end the script that holds it as JSON."""
+    """A page of HTML, which loads nothing. No text of a prompt can end the script that holds it as
+    JSON."""
     page = Path(__file__).with_name("explanation.html").read_text(encoding="utf-8")
     content = msgspec.json.encode(explanation).decode()
     return page.replace("EXPLANATION_JSON", content.replace("<", "\\u003c"), 1)

@@ -1,4 +1,5 @@
-"""The highest request rate that an engine takes, by trials: the same requests come at one rate after another.
+"""The highest request rate that an engine takes, by trials: the same requests come at one rate
+after another.
 
 A rate counts only if no queue grows. A short run cannot tell, so a run is lengthened until it can.
 """
@@ -16,11 +17,13 @@ _FEWEST_REQUESTS = 16
 _MOST_GROWTH = 0.02  # of latency, in seconds per second: two percent above the capacity
 _ATTAINED = 0.99  # share of requests that must keep to the limits, where there are some
 _PRECISION = 1.02  # ratio of two neighbouring rates at which the search ends
-_LOWEST = 1 / 64  # of the rate at which requests end when all come at once: nearly all are alone then
+# of the rate at which requests end when all come at once: nearly all are alone then
+_LOWEST = 1 / 64
 _BLOCKS = 8  # groups of neighbouring answers whose mean latencies are compared
 _STUDENT_T = 3.707  # two-sided, 99 %, for the _BLOCKS - 1 steps between blocks
 _NORMAL = 2.576  # two-sided, 99 %
-_SETTLING_LATENCIES = 4  # a run shorter than so many early latencies shows how an engine fills, not how it keeps up
+# a run shorter than so many early latencies shows how an engine fills, not how it keeps up
+_SETTLING_LATENCIES = 4
 
 
 class TimedAnswer(NamedTuple):
@@ -33,7 +36,8 @@ class TimedAnswer(NamedTuple):
 
 
 def latency_growth(answers: Sequence[TimedAnswer]) -> float | None:
-    """Seconds by which latency grows with each second of arrivals, by least squares: near 0 where no queue grows.
+    """Seconds by which latency grows with each second of arrivals, by least squares: near 0 where
+    no queue grows.
 
     Each latency is taken as if its answer had the mean number of tokens. None if all came at once.
     """
@@ -60,9 +64,9 @@ class Verdict(Enum):
 def judge_queue(answers: Sequence[TimedAnswer]) -> Verdict:
     """Decide by the second half of a run, in which the engine has filled, whether latency grows.
 
-    The slope of the latency has a 99 % confidence interval. The rate holds if the whole interval lies below two
-    percent of the time, fails if all of it lies above, and is undecided otherwise, or if the run is too short beside
-    its own latencies.
+    The slope of the latency has a 99 % confidence interval. The rate holds if the whole interval
+    lies below two percent of the time, fails if all of it lies above, and is undecided otherwise,
+    or if the run is too short beside its own latencies.
     """
     ordered = sorted(answers)
     half = ordered[len(ordered) // 2 :]
@@ -81,9 +85,11 @@ def judge_queue(answers: Sequence[TimedAnswer]) -> Verdict:
 
 
 def _slope_interval(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """The 99 % confidence interval of the slope, from the steps between the means of neighbouring blocks.
+    """The 99 % confidence interval of the slope, from the steps between the means of neighbouring
+    blocks.
 
-    Near its capacity a queue is a random walk, whose values depend on each other but whose steps do not.
+    Near its capacity a queue is a random walk, whose values depend on each other but whose steps do
+    not.
     """
     edges = [len(times) * block // _BLOCKS for block in range(_BLOCKS + 1)]
     blocks = [slice(begin, end) for begin, end in pairwise(edges)]
@@ -97,7 +103,8 @@ def _slope_interval(times: Sequence[float], values: Sequence[float]) -> tuple[fl
 
 
 def judge_share(share: float, requests: int) -> Verdict:
-    """Decide by Wilson's 99 % confidence interval whether enough of all requests keep to the limits."""
+    """Decide by Wilson's 99 % confidence interval whether enough of all requests keep to the
+    limits."""
     squared = _NORMAL**2
     center = (share + squared / (2 * requests)) / (1 + squared / requests)
     variance = share * (1 - share) / requests + squared / (4 * requests**2)
@@ -119,16 +126,22 @@ class RateTrial(NamedTuple):
 
 
 class HighestRate:
-    """A search for the highest rate at which no queue grows and, with limits, nearly all requests keep to them.
+    """A search for the highest rate at which no queue grows and, with limits, nearly all requests
+    keep to them.
 
-    ``trial`` runs this many requests at this rate. A run begins with ``requests``, and has twice as many until it is
-    decided, at most ``most_requests``.
+    ``trial`` runs this many requests at this rate. A run begins with ``requests``, and has twice as
+    many until it is decided, at most ``most_requests``.
     """
 
-    def __init__(self, trial: Callable[[float, int], RateTrial], requests: int, most_requests: int) -> None:
+    def __init__(
+        self, trial: Callable[[float, int], RateTrial], requests: int, most_requests: int
+    ) -> None:
         """Raises UsageError for too few ``requests`` of a trial."""
         if requests < _FEWEST_REQUESTS:
-            raise UsageError(f"--max-rate takes at least {_FEWEST_REQUESTS} requests, not {requests}: see --requests")
+            raise UsageError(
+                f"--max-rate takes at least {_FEWEST_REQUESTS} requests, not {requests}: see "
+                "--requests"
+            )
         self._trial = trial
         self._requests = requests
         self._most_requests = max(requests, most_requests)
@@ -137,17 +150,20 @@ class HighestRate:
         self._attainment: float | None = None  # of the last trial
 
     def find(self) -> dict[str, Any]:
-        """The rate, in requests per second, rates that no run could decide, and a sentence. The rate is None if no rate
-        holds, or every rate does.
+        """The rate, in requests per second, rates that no run could decide, and a sentence. The
+        rate is None if no rate holds, or every rate does.
 
-        The first trial has an infinite rate, and tells where to look. From there the rate is doubled or halved, then
-        bisected. An undecided rate counts as too high.
+        The first trial has an infinite rate, and tells where to look. From there the rate is
+        doubled or halved, then bisected. An undecided rate counts as too high.
         """
         at_once = self._trial(math.inf, self._requests)
         if at_once.attainment is not None:
             rule = f"no queue grows and {_ATTAINED:.0%} of the requests keep to the limits"
             if at_once.attainment >= _ATTAINED:
-                words = f"all {self._requests} requests keep to the limits even when they come at once: give more"
+                words = (
+                    f"all {self._requests} requests keep to the limits even when they come at "
+                    "once: give more"
+                )
                 return self._found(None, f"{words} --requests")
         else:
             rule = "no queue grows"

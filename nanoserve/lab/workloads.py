@@ -15,7 +15,8 @@ from nanoserve.errors import UsageError, shown
 from nanoserve.request import RequestShape
 
 LARGEST_SIZE = 2**20
-_LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
+# seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
+_LATEST = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,11 @@ PRESETS: dict[str, Preset] = {
     "cpu": Preset(32, (25, 256), (25, 256)),
     "cpu-small": Preset(16, (12, 128), (12, 128)),
 }
-"""nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
+"""nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of
+its lengths."""
 
-_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))  # Azure's dates (ISO 8601); seconds, as vidur's
+# Azure's dates (ISO 8601); seconds, as vidur's
+_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))
 _LENGTH_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces
@@ -76,12 +79,15 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Whole numbers from 1, separated by commas: "1,4,16". Raises UsageError, naming the flag."""
     sizes = [_size(part.strip()) for part in text.split(",")]
     if not all(sizes):
-        raise UsageError(f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {shown(text)}")
+        raise UsageError(
+            f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {shown(text)}"
+        )
     return tuple(dict.fromkeys(sizes))
 
 
 def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
-    """Tokens in and out of requests, separated by commas: "128+32,512+64". Raises UsageError, naming the flag."""
+    """Tokens in and out of requests, separated by commas: "128+32,512+64". Raises UsageError,
+    naming the flag."""
     shapes = []
     for part in text.split(","):
         words = part.split("+")
@@ -99,8 +105,9 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
-    """The lengths in at most `limit` rows of a CSV trace with a header; its arrival times are for ``read_arrivals``.
-    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense."""
+    """The lengths in at most `limit` rows of a CSV trace with a header; its arrival times are for
+    ``read_arrivals``. Raises UsageError, naming the file, and the row (its line in the file) that
+    makes no sense."""
     known = "; ".join(" and ".join(pair) for pair in _LENGTH_COLUMNS)
     rows = _rows(path, limit, _LENGTH_COLUMNS, f"has none of these pairs of columns: {known}")
     shapes = []
@@ -111,22 +118,29 @@ def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
-    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows. Raises UsageError as
-    ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it."""
+    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
+    Raises UsageError as ``read_trace`` does; with ``in_order`` also for a row that comes before the
+    one in front of it."""
     known = ", ".join(name for (name,) in _TIME_COLUMNS)
     refusal, moments = f"tells no arrival times: it has none of {known}; give a rate", list[float]()
     for ((place, text),) in _rows(path, limit, _TIME_COLUMNS, refusal):
         moment = _moment(text, place)
         if in_order and moments and moment < moments[-1]:
-            raise UsageError(f"{place}: {text} is before the row in front of it; sort the trace by time")
+            raise UsageError(
+                f"{place}: {text} is before the row in front of it; sort the trace by time"
+            )
         moments.append(moment)
     return moments
 
 
-def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal: str) -> list[list[tuple[str, str]]]:
-    """Places and texts of the first known columns in the first rows of a trace; `refusal` is the error for none."""
+def _rows(
+    path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal: str
+) -> list[list[tuple[str, str]]]:
+    """Places and texts of the first known columns in the first rows of a trace; `refusal` is the
+    error for none."""
     try:
-        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
+        # a directory; or a pipe or device, reading which might never end
+        if path.exists() and not path.is_file():
             raise UsageError(f"the trace {path} is not a regular file")
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -136,7 +150,10 @@ def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal
             if columns is None:
                 raise UsageError(f"the trace {path} {refusal}")
             rows = [
-                [(f"{path}, row {reader.line_num}, {column}", row[column] or "") for column in columns]
+                [
+                    (f"{path}, row {reader.line_num}, {column}", row[column] or "")
+                    for column in columns
+                ]
                 for row in islice(reader, limit)
             ]
     except OSError as error:
@@ -156,14 +173,18 @@ def _moment(text: str, place: str) -> float:
     with suppress(ValueError):
         seconds = float(text)
     if not -_LATEST <= seconds <= _LATEST:  # nor is a NaN
-        raise UsageError(f"{place}: {shown(text)} is no time in seconds or as 2023-11-16 18:17:03.97")
+        raise UsageError(
+            f"{place}: {shown(text)} is no time in seconds or as 2023-11-16 18:17:03.97"
+        )
     return seconds
 
 
 def _length(text: str, place: str) -> int:
     size = _size(text.strip().removesuffix(".0"))
     if not size:
-        raise UsageError(f"{place}: {shown(text)} is not a number of tokens from 1 to {LARGEST_SIZE}")
+        raise UsageError(
+            f"{place}: {shown(text)} is not a number of tokens from 1 to {LARGEST_SIZE}"
+        )
     return size
 
 

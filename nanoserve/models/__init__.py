@@ -1,1 +1,2 @@
-"""One decoder for many families: its layers, its attention, and loading from Hugging Face checkpoints."""
+"""One decoder for many families: its layers, its attention, and loading from Hugging Face
+checkpoints."""

@@ -14,25 +14,33 @@ from triton_ops import cache_write, dense_attention, paged_attention
 class AttentionFunction(Protocol):
     """Attention of one layer, which stands between the two halves of a DecoderLayer."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value [T, num_kv_heads, value_dim] ->
-        [T, num_heads * value_dim]. Query and key are already rotated to their positions. sinks: float32 [num_heads].
-        Key and value of a layer that shares those of another have no heads."""
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value [T, num_kv_heads,
+        value_dim] -> [T, num_heads * value_dim]. Query and key are already rotated to their
+        positions. sinks: float32 [num_heads]. Key and value of a layer that shares those of another
+        have no heads."""
 
 
 class DenseCausalAttention:
-    """Causal attention over `batch` sequences of equal `length`, flattened to batch * length tokens.
+    """Causal attention over `batch` sequences of equal `length`, flattened to batch * length
+    tokens.
 
-    For training and as the plain reference: keeps no cache, differentiable, torch.compile sees through it.
+    For training and as the plain reference: keeps no cache, differentiable, torch.compile sees
+    through it.
     """
 
     def __init__(self, config: ModelConfig, batch: int, length: int) -> None:
         self.config = config
         self.batch = batch
         self.length = length
-        self._shared = dict[int, tuple[Tensor, Tensor]]()  # keys and values that later layers share, by layer
+        # keys and values that later layers share, by layer
+        self._shared = dict[int, tuple[Tensor, Tensor]]()
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         config = self.config
         if config.layers.kv_sources:
             source = config.layers.kv_sources[layer]
@@ -69,10 +77,12 @@ class DenseCausalAttention:
         return (distance >= 0) & (distance < window)
 
 
-# Not frozen, neither of these two: within a compiled layer torch 2.11 finds no fields in a frozen dataclass.
+# Not frozen, neither of these two: within a compiled layer torch 2.11 finds no fields in a frozen
+# dataclass.
 @dataclass(slots=True)
 class AttentionBatch:
-    """Where R rows with T new tokens have their context in a paged cache; see `triton_ops.paged_attention`."""
+    """Where R rows with T new tokens have their context in a paged cache; see
+    `triton_ops.paged_attention`."""
 
     block_tables: Tensor
     """int32 [R, most blocks of a row]."""
@@ -100,9 +110,10 @@ class AttentionBatch:
 
 @dataclass(slots=True)
 class PagedAttention:
-    """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
-    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim];
-    that of values has a width of 0 for latents. A layer without keys and values of its own has those that it shares."""
+    """Attention of one step over the paged cache: writes the new keys and values, then attends over
+    the whole context. The caches are one tensor per layer, by the layer's index: [num_blocks,
+    num_kv_heads, block_size, head_dim]; that of values has a width of 0 for latents. A layer
+    without keys and values of its own has those that it shares."""
 
     config: ModelConfig
     key_caches: Sequence[Tensor]
@@ -116,12 +127,15 @@ class PagedAttention:
             return self.batch
         return self.of_layers[layer]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         config = self.config
         key_cache = self.key_caches[layer]
         value_cache = self.value_caches[layer]
         batch = self.batch_of(layer)
-        makes_kv = key.shape[1] > 0  # without, the layer whose keys and values these are has written them
+        # without, the layer whose keys and values these are has written them
+        makes_kv = key.shape[1] > 0
         if makes_kv and config.attention.mla is None:
             cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
         elif makes_kv:  # the cache of values is empty: they are the first columns of the keys

@@ -1,8 +1,9 @@
 """The decoder: every supported family is this code with other fields in its ModelConfig.
 
-A layer is two pieces with attention between them. Attention is a callable that is passed in, so the same layers train,
-serve from a paged cache, or hand attention to another device. A decoder may be one shard of a model: some of the
-layers, and in each layer some of the heads and part of the inner size. A layer knows only its own sizes and its group.
+A layer is two pieces with attention between them. Attention is a callable that is passed in, so the
+same layers train, serve from a paged cache, or hand attention to another device. A decoder may be
+one shard of a model: some of the layers, and in each layer some of the heads and part of the inner
+size. A layer knows only its own sizes and its group.
 """
 
 import math
@@ -25,13 +26,15 @@ _LATENT_EPS = 1e-6  # whatever rms_norm_eps is, as transformers has it
 
 
 class TensorParallelGroup(Protocol):
-    """The ranks that compute one stage together. All of them call the same methods in the same order."""
+    """The ranks that compute one stage together. All of them call the same methods in the same
+    order."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on every rank. May reuse its argument."""
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
+        """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks;
+        None elsewhere."""
 
 
 class SingleRank:
@@ -48,7 +51,8 @@ SINGLE_RANK = SingleRank()
 
 
 class Linear(nn.Linear):
-    """torch's layer, computed by `project`. Its first weights are not set: a Decoder draws its own, if any."""
+    """torch's layer, computed by `project`. Its first weights are not set: a Decoder draws its own,
+    if any."""
 
     def reset_parameters(self) -> None:
         """Leave the weights to the code that makes the layer."""
@@ -64,7 +68,8 @@ class VocabularyShard(nn.Module):
     first_row: int
 
     def known(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T], of the whole vocabulary -> [T, embedding_dim]; zeros for tokens that other parts hold."""
+        """token_ids [T], of the whole vocabulary -> [T, embedding_dim]; zeros for tokens that other
+        parts hold."""
         rows = token_ids - self.first_row
         unknown = (rows < 0) | (rows >= self.num_embeddings)
         some_row = rows.masked_fill(unknown, 0)
@@ -73,7 +78,8 @@ class VocabularyShard(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding, VocabularyShard):
-    """A rank's rows of an embedding, as vLLM's layer of this name. The weights are not initialized."""
+    """A rank's rows of an embedding, as vLLM's layer of this name. The weights are not
+    initialized."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, first_row: int = 0) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -86,8 +92,9 @@ class VocabParallelEmbedding(nn.Embedding, VocabularyShard):
 class RotaryEmbedding(nn.Module):
     """The cosines and sines that rotate queries and keys to their positions (arXiv 2104.09864).
 
-    The frequencies are made on the CPU in float32, whatever the default device and dtype are, so that a model in
-    bf16 still rotates by exact angles. Cast a model by loading it in that dtype, not with `.to(dtype)`.
+    The frequencies are made on the CPU in float32, whatever the default device and dtype are, so
+    that a model in bf16 still rotates by exact angles. Cast a model by loading it in that dtype,
+    not with `.to(dtype)`.
     """
 
     inverse_frequencies: Tensor
@@ -99,8 +106,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", _inverse_frequencies(rope), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads). Where
-        queries grow with their position, [T, 2, rotary_dim // 2]: those of keys, then those of queries."""
+        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over
+        heads). Where queries grow with their position, [T, 2, rotary_dim // 2]: those of keys, then
+        those of queries."""
         by_pair = positions.float()[:, None] * self.inverse_frequencies
         angles = by_pair[:, None, :]
         cos = angles.cos() * self.attention_factor
@@ -117,7 +125,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their positions."""
+    """Rotate the first `rotary_dim` dimensions of heads [T, H, head_dim] by the angles of their
+    positions."""
     turning = heads[..., : rope.rotary_dim]
     if rope.interleaved:
         first = turning[..., 0::2]
@@ -137,8 +146,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square over the last dimension, computed in float32 (arXiv 1910.07467); or one of the
-    other kinds of `NormConfig`."""
+    """Scale to unit root mean square over the last dimension, computed in float32 (arXiv
+    1910.07467); or one of the other kinds of `NormConfig`."""
 
     def __init__(self, size: int, eps: float, kind: NormKind = "rms") -> None:
         super().__init__()
@@ -168,14 +177,18 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix; or with GELU, by its usual
-    approximation."""
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix; or with
+    GELU, by its usual approximation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.feed_forward.activation
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.feed_forward.bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.feed_forward.bias)
+        self.gate_up = Linear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.feed_forward.bias
+        )
+        self.down = Linear(
+            config.intermediate_size, config.hidden_size, bias=config.feed_forward.bias
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
@@ -188,8 +201,9 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every token, and their outputs
-    are added, weighted. Shared experts are one more expert, without a weight."""
+    """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every
+    token, and their outputs are added, weighted. Shared experts are one more expert, without a
+    weight."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -223,15 +237,20 @@ class MixtureOfExperts(nn.Module):
         if moe.scores == "sigmoid":
             correction_bias = self.correction_bias
         weights, experts = route(self.router(hidden), moe, correction_bias)
-        output = sparse_experts(hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style)
+        output = sparse_experts(
+            hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style
+        )
         if moe.shared_size:
             output = output + self.shared(hidden)
         return output
 
 
-def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same
-    shape. The bias, float32 [num_experts], takes part in the choice alone."""
+def route(
+    logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they
+    belong to, int64, same shape. The bias, float32 [num_experts], takes part in the choice
+    alone."""
     if correction_bias is None:
         scores = functional.softmax(logits, dim=-1, dtype=torch.float32)
         choice = scores
@@ -252,8 +271,8 @@ def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None)
 
 
 def _best_groups(scores: Tensor, moe: MoeConfig, judging: int) -> Tensor:
-    """Scores [T, num_experts] with -inf for experts outside a token's best groups. A group is as good as the sum of its
-    `judging` best experts."""
+    """Scores [T, num_experts] with -inf for experts outside a token's best groups. A group is as
+    good as the sum of its `judging` best experts."""
     by_group = scores.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
     quality = by_group.topk(judging, dim=-1).values.sum(-1)
     chosen = quality.topk(moe.groups_per_token, dim=-1).indices
@@ -265,9 +284,9 @@ def _best_groups(scores: Tensor, moe: MoeConfig, judging: int) -> Tensor:
 class MultiHeadLatentAttention(nn.Module):
     """The projections of multi-head latent attention, MLA (arXiv 2405.04434, section 2.1).
 
-    The matrices are absorbed: the one that makes keys of latents is multiplied with the queries instead, and the one
-    that makes values with the output of attention. So attention works on the latents themselves: they are keys and
-    values of a single head.
+    The matrices are absorbed: the one that makes keys of latents is multiplied with the queries
+    instead, and the one that makes values with the output of attention. So attention works on the
+    latents themselves: they are keys and values of a single head.
     """
 
     def __init__(self, config: ModelConfig, mla: MlaConfig) -> None:
@@ -284,7 +303,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
-        """Columns of a layer's first product: of queries, or the latents they are made of; of latents and keys."""
+        """Columns of a layer's first product: of queries, or the latents they are made of; of
+        latents and keys."""
         mla = self.mla
         query = mla.q_lora_rank
         if query == 0:
@@ -292,8 +312,8 @@ class MultiHeadLatentAttention(nn.Module):
         return [query, mla.kv_lora_rank + mla.qk_rope_head_dim]
 
     def absorb(self, projected: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """projected [T, sum of sizes] -> query [T, num_heads, head_dim], key [T, 1, head_dim], and its first columns
-        [T, 1, kv_lora_rank]."""
+        """projected [T, sum of sizes] -> query [T, num_heads, head_dim], key [T, 1, head_dim], and
+        its first columns [T, 1, kv_lora_rank]."""
         mla = self.mla
         query, cached = torch.split(projected, self.sizes, dim=-1)
         if mla.q_lora_rank:
@@ -312,7 +332,8 @@ class MultiHeadLatentAttention(nn.Module):
         return query, key, key[..., : mla.kv_lora_rank]
 
     def expand(self, attended: Tensor) -> Tensor:
-        """Latents that attention has added up, [T, num_heads * kv_lora_rank] -> values [T, num_heads * v_head_dim]."""
+        """Latents that attention has added up, [T, num_heads * kv_lora_rank] -> values [T,
+        num_heads * v_head_dim]."""
         _, value_matrix = self._matrices()
         attended = attended.view(-1, self.num_heads, self.mla.kv_lora_rank)
         return torch.einsum("thr,hvr->thv", attended, value_matrix).flatten(1)
@@ -327,11 +348,13 @@ class MultiHeadLatentAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """One transformer layer, split where attention happens.
 
-    `config` has the sizes of this rank. Each rank's results of `output` and of the feed-forward part are summed over
-    the group. One rank adds the biases; they are zero on the others.
+    `config` has the sizes of this rank. Each rank's results of `output` and of the feed-forward
+    part are summed over the group. One rank adds the biases; they are zero on the others.
     """
 
-    def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = SINGLE_RANK) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, group: TensorParallelGroup = SINGLE_RANK
+    ) -> None:
         super().__init__()
         self.rope = config.rope_kinds.index(config.rope_of(index))
         """Which of the decoder's angles are the layer's own."""
@@ -359,7 +382,9 @@ class DecoderLayer(nn.Module):
         if config.norms.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
         if config.embedding.per_layer_size:
-            self.input_gate = Linear(config.hidden_size, config.embedding.per_layer_size, bias=False)
+            self.input_gate = Linear(
+                config.hidden_size, config.embedding.per_layer_size, bias=False
+            )
             self.input_up = Linear(config.embedding.per_layer_size, config.hidden_size, bias=False)
             self.input_norm = self._norm(config.hidden_size)
 
@@ -386,12 +411,16 @@ class DecoderLayer(nn.Module):
                 self.key_norm = self._norm(key_size)
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.zeros(config.num_heads))
-        self.output = Linear(config.output_size, config.hidden_size, bias=config.attention.output_bias)
+        self.output = Linear(
+            config.output_size, config.hidden_size, bias=config.attention.output_bias
+        )
 
-    def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
-        key are rotated to the positions of cos and sin. Values of latents are narrower. Without keys and values of its
-        own a layer returns them without heads."""
+    def pre_attention(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads,
+        head_dim]; query and key are rotated to the positions of cos and sin. Values of latents are
+        narrower. Without keys and values of its own a layer returns them without heads."""
         config = self.config
         projected = self.qkv(self.attention_norm(hidden))
         if config.attention.mla is not None:
@@ -426,8 +455,8 @@ class DecoderLayer(nn.Module):
         return query, key, value
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms over the heads of all ranks, of queries [T, query_size] and keys [T, kv_size]. A key that several ranks
-        hold counts as often, like all others."""
+        """Norms over the heads of all ranks, of queries [T, query_size] and keys [T, kv_size]. A
+        key that several ranks hold counts as often, like all others."""
         exact_query = query.float()
         exact_key = key.float()
         query_square = exact_query.square().mean(-1, keepdim=True)
@@ -443,8 +472,8 @@ class DecoderLayer(nn.Module):
     def post_attention(
         self, attention_output: Tensor, residual: Tensor, between_sums: "BetweenSums | None" = None
     ) -> Tensor:
-        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T, hidden_size]; `between_sums`
-        may be compiled."""
+        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T,
+        hidden_size]; `between_sums` may be compiled."""
         config = self.config
         if config.attention.mla is not None:
             attention_output = self.latent.expand(attention_output)
@@ -458,16 +487,16 @@ class DecoderLayer(nn.Module):
         fed = self.group.all_reduce(fed)
         if config.norms.places in ("around", "after"):
             fed = self.feed_forward_output_norm(fed)
-        # The sum is in float32 so that torch's compiler does not join it with the product before it: a GPU would copy
-        # the residual first, and take a slower product.
+        # The sum is in float32 so that torch's compiler does not join it with the product before
+        # it: a GPU would copy the residual first, and take a slower product.
         output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
         if config.norms.layer_scale and not config.embedding.per_layer_size:
             output = output * self.scale
         return output
 
     def add_per_layer_input(self, hidden: Tensor, per_layer_input: Tensor) -> Tensor:
-        """Add the layer's embedding of each token, [T, per_layer_input_size], gated by the hidden states, to the hidden
-        states after the feed-forward part, [T, hidden_size]."""
+        """Add the layer's embedding of each token, [T, per_layer_input_size], gated by the hidden
+        states, to the hidden states after the feed-forward part, [T, hidden_size]."""
         gate = functional.gelu(self.input_gate(hidden), approximate="tanh")
         added = self.input_up(gate * per_layer_input)
         output: Tensor = hidden + self.input_norm(added)
@@ -476,8 +505,9 @@ class DecoderLayer(nn.Module):
         return output
 
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """From one sum over the group to the next: attended and residual [T, hidden_size] -> this rank's addend of the
-        feed-forward part, and the residual that the sum is added to, [T, hidden_size] each."""
+        """From one sum over the group to the next: attended and residual [T, hidden_size] -> this
+        rank's addend of the feed-forward part, and the residual that the sum is added to, [T,
+        hidden_size] each."""
         norms = self.config.norms.places
         if norms in ("around", "after"):
             attended = self.attention_output_norm(attended)
@@ -488,13 +518,18 @@ class DecoderLayer(nn.Module):
         fed: Tensor = self.feed_forward(normed)
         return fed, residual
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)
         attended = self.attend(attention, query, key, value)
         return self.post_attention(attended, hidden)
 
-    def attend(self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Run attention on the results of `pre_attention`; returns the first argument of `post_attention`."""
+    def attend(
+        self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Run attention on the results of `pre_attention`; returns the first argument of
+        `post_attention`."""
         sinks = None
         if self.config.attention.sinks:
             sinks = self.sinks.float()
@@ -506,12 +541,13 @@ Angles = tuple[Tensor, Tensor]
 BetweenSums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes `DecoderLayer.between_sums`: eagerly, or compiled."""
 LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
-"""Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
+"""Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or
+compiled."""
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Per-layer embeddings (Gemma 4): every layer has an embedding of its own for each token, to which a projection of
-    the common embedding is added."""
+    """Per-layer embeddings (Gemma 4): every layer has an embedding of its own for each token, to
+    which a projection of the common embedding is added."""
 
     def __init__(self, config: ModelConfig, rows: int, first_row: int) -> None:
         super().__init__()
@@ -523,7 +559,8 @@ class PerLayerEmbeddings(nn.Module):
         self.norm = RMSNorm(self.size, config.norms.eps, config.norms.kind)
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T, num_layers, size]"""
+        """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T,
+        num_layers, size]"""
         projected = self.projection(hidden) * self.scale
         projected = projected.unflatten(-1, (-1, self.size))
         own = embedded.view_as(projected) * self.size**0.5
@@ -534,8 +571,9 @@ class PerLayerEmbeddings(nn.Module):
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
-    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train; without
-    `initialize` the weights are whatever was in memory, and `load_model` fills them from a checkpoint.
+    Built on torch's default device and dtype with random weights (normal, 0.02), ready to train;
+    without `initialize` the weights are whatever was in memory, and `load_model` fills them from a
+    checkpoint.
     """
 
     def __init__(
@@ -546,18 +584,19 @@ class Decoder(nn.Module):
         shard: Shard | None = None,
         group: TensorParallelGroup | None = None,
     ) -> None:
-        """`config` describes the whole model, `shard` the part to make (None: all), `group` the ranks of its stage."""
+        """`config` describes the whole model, `shard` the part to make (None: all), `group` the
+        ranks of its stage."""
         super().__init__()
         self.model_config = config  # the whole model's
-        # The sizes of this decoder. Without a shard it is the same object as the model's config: a compiler treats the
-        # sizes in a decoder's own config as constants.
+        # The sizes of this decoder. Without a shard it is the same object as the model's config: a
+        # compiler treats the sizes in a decoder's own config as constants.
         if shard is None:
             shard = whole_model(config)
         else:
             config = shard_config(config, shard)
         self.config = config
-        # Only the first stage has an `embedding`, only the last one a `final_norm` and a `lm_head`. `layers` holds the
-        # stage's layers, counted from 0.
+        # Only the first stage has an `embedding`, only the last one a `final_norm` and a `lm_head`.
+        # `layers` holds the stage's layers, counted from 0.
         self.shard = shard
         self.is_first = shard.is_first
         self.is_last = shard.is_last
@@ -568,11 +607,15 @@ class Decoder(nn.Module):
         self.group = group
         rows = divided(config.vocab_size, shard.degree)
         if self.is_first:
-            self.embedding = VocabParallelEmbedding(rows, config.hidden_size, first_row=shard.rank * rows)
+            self.embedding = VocabParallelEmbedding(
+                rows, config.hidden_size, first_row=shard.rank * rows
+            )
             if config.embedding.per_layer_size:
                 self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
         self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, group) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, group) for index in range(config.num_layers)
+        )
         if self.is_last:
             self.final_norm = RMSNorm(config.hidden_size, config.norms.eps, config.norms.kind)
             self.lm_head = Linear(config.hidden_size, rows, bias=False)
@@ -583,7 +626,8 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def set_group(self, group: TensorParallelGroup | None) -> None:
-        """Set the group of ranks to compute with; None between two groups, while nothing is computed."""
+        """Set the group of ranks to compute with; None between two groups, while nothing is
+        computed."""
         if group is None:
             group = SINGLE_RANK
         self.group = group
@@ -609,9 +653,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """inputs -> hidden states [T, hidden_size], after the final norm in the last stage.
 
-        The inputs of the first stage are token ids, int64 [T]; those of a later stage are the intermediate hidden
-        states that the stage before it returned, [T, hidden_size]. Positions are int64 [T]. The T tokens may belong to
-        any number of sequences: only `attention` knows which.
+        The inputs of the first stage are token ids, int64 [T]; those of a later stage are the
+        intermediate hidden states that the stage before it returned, [T, hidden_size]. Positions
+        are int64 [T]. The T tokens may belong to any number of sequences: only `attention` knows
+        which.
         """
         hidden, angles = self.embed(inputs, positions)
         per_layer_inputs = None
@@ -626,15 +671,16 @@ class Decoder(nn.Module):
         return self.apply_final_norm(hidden)
 
     def embed(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
-        """Embed tokens (first stage only), and compute the cos and sin of each kind of RoPE. The arguments are those of
-        `forward`; each layer takes the angles of its `rope`."""
+        """Embed tokens (first stage only), and compute the cos and sin of each kind of RoPE. The
+        arguments are those of `forward`; each layer takes the angles of its `rope`."""
         hidden = inputs
         if self.is_first:
             hidden = self._embed_tokens(inputs)
         return hidden, self.angles(positions, hidden.dtype)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
-        """The cosines and sines of positions [T] for each kind of rope, as RotaryEmbedding has them."""
+        """The cosines and sines of positions [T] for each kind of rope, as RotaryEmbedding has
+        them."""
         found = []
         for rotary in self.rotary:
             cos, sin = rotary(positions)
@@ -642,15 +688,16 @@ class Decoder(nn.Module):
         return found
 
     def apply_final_norm(self, hidden: Tensor) -> Tensor:
-        """Normalize the output of the last layer (last stage only); other stages return it unchanged."""
+        """Normalize the output of the last layer (last stage only); other stages return it
+        unchanged."""
         if not self.is_last:
             return hidden
         normed: Tensor = self.final_norm(hidden)
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage. All ranks of the group must
-        call this; only the first one gets logits, the others [0, vocab_size]."""
+        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage. All ranks
+        of the group must call this; only the first one gets logits, the others [0, vocab_size]."""
         config = self.config
         gathered = self.group.gather(self.lm_head(hidden))
         if gathered is None:
@@ -664,18 +711,21 @@ class Decoder(nn.Module):
         return logits
 
     def greediest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [N, hidden_size] -> the largest logit, float32 [N], and the lowest token that has it, int64 [N], in
-        the last stage. Like `compute_logits`, but each rank sends two numbers a row; the others get [0]."""
+        """hidden [N, hidden_size] -> the largest logit, float32 [N], and the lowest token that has
+        it, int64 [N], in the last stage. Like `compute_logits`, but each rank sends two numbers a
+        row; the others get [0]."""
         logits = self.lm_head(hidden).float()
         first = self.shard.rank * logits.shape[1]
-        num_real = max(0, self.config.vocab_size - first)  # the last rank's other tokens are padding
+        # the last rank's other tokens are padding
+        num_real = max(0, self.config.vocab_size - first)
         logits[:, num_real:] = -torch.inf
         maxima, tokens = logits.max(dim=1)
         own = torch.stack((maxima.double(), tokens.double() + first), dim=1)
         gathered = self.group.gather(own)
         if gathered is None:
             return hidden.new_empty(0, dtype=torch.float32), tokens[:0]
-        maxima, best_ranks = gathered[:, 0::2].max(dim=1)  # of equal ones the first, which has the lowest tokens
+        # of equal ones the first, which has the lowest tokens
+        maxima, best_ranks = gathered[:, 0::2].max(dim=1)
         best_tokens = gathered[:, 1::2].gather(1, best_ranks[:, None])
         return maxima.float(), best_tokens[:, 0].long()
 
@@ -713,7 +763,9 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
     exponents = dimensions / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.frequency_factors:
-        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32, device="cpu")
+        frequencies = frequencies / torch.tensor(
+            rope.frequency_factors, dtype=torch.float32, device="cpu"
+        )
     if rope.kind == "none":
         return torch.zeros_like(frequencies)
     if rope.kind == "proportional":
@@ -730,7 +782,8 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others blended."""
+    """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others
+    blended."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     kept = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -738,8 +791,9 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN, section 3.2: dimensions with more than beta_fast turns in the trained context are kept, those with fewer
-    than beta_slow turns are interpolated, with a linear ramp over the dimension's index between them."""
+    """YaRN, section 3.2: dimensions with more than beta_fast turns in the trained context are kept,
+    those with fewer than beta_slow turns are interpolated, with a linear ramp over the dimension's
+    index between them."""
     low = _dimension(rope.beta_fast, rope)
     high = _dimension(rope.beta_slow, rope)
     if rope.truncate:

@@ -1,7 +1,9 @@
-"""Networks that draft what a Decoder will say next from its own hidden states: EAGLE, EAGLE-3 and Medusa.
+"""Networks that draft what a Decoder will say next from its own hidden states: EAGLE, EAGLE-3 and
+Medusa.
 
-They are read from safetensors and a config.json, in the formats that their authors publish. A published head has a
-Llama's layer, whatever family its target is of. The target is whole: not a stage, not a rank.
+They are read from safetensors and a config.json, in the formats that their authors publish. A
+published head has a Llama's layer, whatever family its target is of. The target is whole: not a
+stage, not a rank.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,15 +29,16 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class EagleHead(Decoder):
-    """EAGLE (arXiv 2401.15077): one layer that drafts the target's next feature, the hidden state before its lm_head,
-    from its last one and the token that came of that.
+    """EAGLE (arXiv 2401.15077): one layer that drafts the target's next feature, the hidden state
+    before its lm_head, from its last one and the token that came of that.
 
-    It is a decoder whose inputs are pairs: feature i and token i + 1 are at position i. Its hidden states
-    are drafted features, which take the place of the target's for the next draft token.
+    It is a decoder whose inputs are pairs: feature i and token i + 1 are at position i. Its hidden
+    states are drafted features, which take the place of the target's for the next draft token.
     """
 
     feature_layers: tuple[int, ...] = ()
-    """The target's layers, from 0, whose outputs side by side are its features; none: its final hidden states."""
+    """The target's layers, from 0, whose outputs side by side are its features; none: its final
+    hidden states."""
 
     def __init__(self, config: ModelConfig, target: Decoder, *, biased: bool = False) -> None:
         """`config` describes the head's one layer. Its embedding and lm_head are the target's."""
@@ -52,11 +55,13 @@ class EagleHead(Decoder):
         yield from layer_parts(self.config, CheckpointNames(layer_prefix="layers.{}."), 0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [T, its hidden size times the number of feature layers, if any] -> [T, hidden_size]."""
+        """The target's features [T, its hidden size times the number of feature layers, if any] ->
+        [T, hidden_size]."""
         return features
 
     def pair(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        """Make the inputs at the positions of features [T, hidden_size], whose next tokens are token_ids, int64 [T]."""
+        """Make the inputs at the positions of features [T, hidden_size], whose next tokens are
+        token_ids, int64 [T]."""
         return torch.cat((self.embedding(token_ids), features), dim=-1)
 
     def _embed_tokens(self, pairs: Tensor) -> Tensor:
@@ -65,16 +70,20 @@ class EagleHead(Decoder):
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3 (arXiv 2503.01840): features of several layers in one, a layer whose attention takes pairs, and an
-    lm_head of its own, perhaps over the most frequent tokens alone."""
+    """EAGLE-3 (arXiv 2503.01840): features of several layers in one, a layer whose attention takes
+    pairs, and an lm_head of its own, perhaps over the most frequent tokens alone."""
 
     targets: Tensor
     """int64 [draft vocabulary], the target's token for each of the head's."""
 
-    def __init__(self, config: ModelConfig, target: Decoder, feature_layers: tuple[int, ...], targets: Tensor) -> None:
+    def __init__(
+        self, config: ModelConfig, target: Decoder, feature_layers: tuple[int, ...], targets: Tensor
+    ) -> None:
         super().__init__(config, target)
         self.feature_layers = feature_layers
-        self.fc = Linear(len(feature_layers) * target.config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(
+            len(feature_layers) * target.config.hidden_size, config.hidden_size, bias=False
+        )
         self.layers[0] = PairLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.norms.eps)
         self.lm_head = Linear(config.hidden_size, len(targets), bias=False)
@@ -86,7 +95,9 @@ class Eagle3Head(EagleHead):
         yield from _matrix("lm_head", self.lm_head)
         yield TensorPart("norm.weight", "norm.weight", (hidden,))
         norms = "layers.0.attention_norm"
-        yield TensorPart("midlayer.input_layernorm.weight", f"{norms}.embedding_norm.weight", (hidden,))
+        yield TensorPart(
+            "midlayer.input_layernorm.weight", f"{norms}.embedding_norm.weight", (hidden,)
+        )
         yield TensorPart("midlayer.hidden_norm.weight", f"{norms}.feature_norm.weight", (hidden,))
         for part in layer_parts(self.config, CheckpointNames(layer_prefix="midlayer."), 0):
             if part.parameter == "layers.0.qkv.weight":  # it reads pairs
@@ -108,14 +119,19 @@ class Eagle3Head(EagleHead):
 
 
 class PairLayer(DecoderLayer):
-    """The layer of EAGLE-3: attention over pairs of embedding and feature, added to the features."""
+    """The layer of EAGLE-3: attention over pairs of embedding and feature, added to the
+    features."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
         self.attention_norm = cast(RMSNorm, PairNorm(config.hidden_size, config.norms.eps))
-        self.qkv = Linear(2 * config.hidden_size, self.qkv.out_features, bias=config.attention.qkv_bias)
+        self.qkv = Linear(
+            2 * config.hidden_size, self.qkv.out_features, bias=config.attention.qkv_bias
+        )
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)
         attended = self.attend(attention, query, key, value)
         _, features = hidden.chunk(2, dim=-1)
@@ -137,8 +153,8 @@ class PairNorm(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Medusa (arXiv 2401.10774): each head drafts one further token from the same hidden state, the first head the one
-    behind that which the target itself draws from it."""
+    """Medusa (arXiv 2401.10774): each head drafts one further token from the same hidden state, the
+    first head the one behind that which the target itself draws from it."""
 
     feature_layers: tuple[int, ...] = ()
 
@@ -164,8 +180,8 @@ class MedusaHeads(nn.Module):
         return features
 
     def forward(self, hidden: Tensor, count: int) -> Tensor:
-        """The target's final hidden states [N, hidden_size] -> logits of the first `count` heads, or of all if there
-        are fewer, float32 [heads, N, vocab_size]."""
+        """The target's final hidden states [N, hidden_size] -> logits of the first `count` heads,
+        or of all if there are fewer, float32 [heads, N, vocab_size]."""
         return torch.stack([head(hidden).float() for head in self.heads[:count]])
 
 
@@ -182,8 +198,9 @@ class ResidualBlock(nn.Module):
 
 
 def load_eagle(directory: Path, target: Decoder) -> EagleHead:
-    """The EAGLE or EAGLE-3 head of a directory, in the target's dtype and on its device. Raises ModelError, one line
-    that names the directory, if it is damaged, pickled, or made for a target of another width or vocabulary."""
+    """The EAGLE or EAGLE-3 head of a directory, in the target's dtype and on its device. Raises
+    ModelError, one line that names the directory, if it is damaged, pickled, or made for a target
+    of another width or vocabulary."""
     config = ModelConfig.from_directory(directory)
     sizes = target.model_config
     tensors = read_tensors(directory)
@@ -194,14 +211,19 @@ def load_eagle(directory: Path, target: Decoder) -> EagleHead:
     if EMBEDDING not in tensors:
         _check_fit(directory, "hidden_size", config.hidden_size, sizes.hidden_size)
     if config.num_layers != 1 or config.moe is not None:
-        raise ModelError(f"{directory}: only EAGLE heads of one dense layer are read; this has {config.num_layers}")
+        raise ModelError(
+            f"{directory}: only EAGLE heads of one dense layer are read; this has "
+            f"{config.num_layers}"
+        )
     if is_third:
         return _load_eagle3(directory, config, tensors, target)
     head = EagleHead(config, target, biased="fc.bias" in tensors)
     return _filled(head, head.parts(), tensors, directory, target)
 
 
-def _load_eagle3(directory: Path, config: ModelConfig, tensors: dict[str, Tensor], target: Decoder) -> Eagle3Head:
+def _load_eagle3(
+    directory: Path, config: ModelConfig, tensors: dict[str, Tensor], target: Decoder
+) -> Eagle3Head:
     sizes = target.model_config
     fields = read_json_object(directory / "config.json")
     tensors.pop("t2d", None)  # says of each of the target's tokens whether d2t leads to it
@@ -210,13 +232,17 @@ def _load_eagle3(directory: Path, config: ModelConfig, tensors: dict[str, Tensor
     targets = torch.arange(len(offsets)) + offsets.long()
     is_token = torch.isin(targets, torch.arange(sizes.vocab_size))
     if targets.shape != (vocabulary,) or not bool(is_token.all()):
-        raise ModelError(f"{directory}: d2t does not lead from {vocabulary} tokens to tokens of the target")
+        raise ModelError(
+            f"{directory}: d2t does not lead from {vocabulary} tokens to tokens of the target"
+        )
     feature_layers = _feature_layers(directory, fields, sizes.num_layers)
     head = Eagle3Head(config, target, feature_layers, targets.to(target.device))
     parts = list(head.parts())
     if EMBEDDING in tensors:
         head.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        parts.append(TensorPart(EMBEDDING, "embedding.weight", (config.vocab_size, config.hidden_size)))
+        parts.append(
+            TensorPart(EMBEDDING, "embedding.weight", (config.vocab_size, config.hidden_size))
+        )
     return _filled(head, parts, tensors, directory, target)
 
 
@@ -231,13 +257,16 @@ def load_medusa(directory: Path, target: Decoder) -> MedusaHeads:
 
 
 def _feature_layers(directory: Path, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers that config.json names, or an early, a middle and a late one, as the authors take them."""
+    """The layers that config.json names, or an early, a middle and a late one, as the authors take
+    them."""
     eagle_config = fields.get("eagle_config") or {}
     layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
     if not layers:
         layers = [1, num_layers // 2 - 1, num_layers - 4]
     if not isinstance(layers, list) or not all(layer in range(num_layers) for layer in layers):
-        raise ModelError(f"{directory}: the head reads the layers {layers}, the target has {num_layers}")
+        raise ModelError(
+            f"{directory}: the head reads the layers {layers}, the target has {num_layers}"
+        )
     return tuple(layers)
 
 
@@ -251,7 +280,10 @@ def _count(directory: Path, fields: Mapping[str, Any], key: str, default: int) -
 
 def _check_fit(directory: Path, key: str, found: int, wanted: int) -> None:
     if found != wanted:
-        raise ModelError(f"{directory}: the head has {key} {found}, the model {wanted}; it was made for another model")
+        raise ModelError(
+            f"{directory}: the head has {key} {found}, the model {wanted}; it was made for another "
+            "model"
+        )
 
 
 def _matrix(name: str, linear: Linear) -> Iterator[TensorPart]:
@@ -262,9 +294,14 @@ def _matrix(name: str, linear: Linear) -> Iterator[TensorPart]:
 
 
 def _filled(
-    head: Head, parts: Iterable[TensorPart], tensors: dict[str, Tensor], directory: Path, target: Decoder
+    head: Head,
+    parts: Iterable[TensorPart],
+    tensors: dict[str, Tensor],
+    directory: Path,
+    target: Decoder,
 ) -> Head:
-    """The head with the tensors of its checkpoint, of which none may be left, in the target's dtype and place."""
+    """The head with the tensors of its checkpoint, of which none may be left, in the target's dtype
+    and place."""
     head.requires_grad_(False).eval()
     filled: dict[str, nn.Parameter] = {}
     for part in parts:
@@ -279,7 +316,9 @@ def _filled(
         region.copy_(found)
         check_finite(region, part.name, directory)
     if tensors:
-        raise ModelError(f"{directory}: tensor {next(iter(tensors))} does not belong to a head of this kind")
+        raise ModelError(
+            f"{directory}: tensor {next(iter(tensors))} does not belong to a head of this kind"
+        )
     for parameter in filled.values():
         parameter.data = parameter.to(target.device, target.dtype)
     return head

@@ -15,17 +15,19 @@ DTYPES = {
     "float32": torch.float32,
 }
 
-# Processor flags (x86 and Arm, as Linux names them) of instructions that multiply in bf16. Without them torch's own
-# bf16 products are emulated and slower than those in float32.
+# Processor flags (x86 and Arm, as Linux names them) of instructions that multiply in bf16. Without
+# them torch's own bf16 products are emulated and slower than those in float32.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> torch.dtype:
-    """The dtype called `name`; "auto" is bf16 where that is fast and float32 elsewhere. Raises UsageError.
+    """The dtype called `name`; "auto" is bf16 where that is fast and float32 elsewhere. Raises
+    UsageError.
 
-    `stored` is the format of the checkpoint. On a CPU without bf16 instructions, bf16 pays off if the checkpoint has 16
-    bits and nanoserve's operators are expected (half the bytes of float32 per token). fp16 is never chosen: it is as
-    exact as bf16 in practice, and a hundred times slower in torch's products on a CPU.
+    `stored` is the format of the checkpoint. On a CPU without bf16 instructions, bf16 pays off if
+    the checkpoint has 16 bits and nanoserve's operators are expected (half the bytes of float32 per
+    token). fp16 is never chosen: it is as exact as bf16 in practice, and a hundred times slower in
+    torch's products on a CPU.
     """
     if name == "auto":
         if device.type == "cuda" or _cpu_is_fast_in_bf16(stored):

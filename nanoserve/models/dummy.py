@@ -1,4 +1,5 @@
-"""Models with random weights of a real shape: as fast and as large as real models, with meaningless answers."""
+"""Models with random weights of a real shape: as fast and as large as real models, with meaningless
+answers."""
 
 import hashlib
 import json
@@ -25,16 +26,18 @@ from nanoserve.utils.sizes import format_size
 from triton_ops import PackedFormat, pack, round_to_nearest
 
 DUMMY_SEED = 1
-"""Identifies the weights of dummy models, also in caches. Change it when they are drawn in another way."""
+"""Identifies the weights of dummy models, also in caches. Change it when they are drawn in another
+way."""
 
-# A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is drawn much faster than
-# a normal one, which matters for billions of weights.
+# A uniform distribution of this half-width has the standard deviation of a fresh decoder; it is
+# drawn much faster than a normal one, which matters for billions of weights.
 _HALF_WIDTH = INITIAL_STANDARD_DEVIATION * math.sqrt(3.0)
 
 _STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 _FILE_BYTES = 256 << 20
-"""Size of a written file, unless one tensor is larger. This process holds no more of a model while it writes."""
+"""Size of a written file, unless one tensor is larger. This process holds no more of a model while
+it writes."""
 
 
 def make_dummy_model(
@@ -48,12 +51,15 @@ def make_dummy_model(
 ) -> tuple[Decoder, ModelConfig]:
     """A decoder with random weights, ready for inference, and the whole model's config.
 
-    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is the name of a published
-    model or the path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
+    The weights are always the same on a kind of device; a shard holds slices of them. `spec` is the
+    name of a published model or the path of a config.json; the other arguments are as in
+    `load_model`. Raises ModelError.
     """
     device = torch.device(device)
     config = dummy_config(spec).rounded(quantization, on_gpu=device.type == "cuda")
-    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
+    decoder = empty_decoder(
+        config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group
+    )
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
     formats: dict[str, PackedFormat] = {}
     if quantization is not None:
@@ -80,10 +86,12 @@ def save_dummy_checkpoint(
     make_file: Callable[[Path], None] = Path.touch,
     free: int | None = None,
 ) -> None:
-    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs.
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format
+    of its runs.
 
-    The directory exists; `make_file` makes each file of weights, empty; the files may take `free` bytes, by default the
-    free space of the file system. Raises ModelError if `spec` is not a model; RuntimeFailure if it cannot be written.
+    The directory exists; `make_file` makes each file of weights, empty; the files may take `free`
+    bytes, by default the free space of the file system. Raises ModelError if `spec` is not a model;
+    RuntimeFailure if it cannot be written.
     """
     config = dummy_config(spec)
     files = list(_tensors_by_file(config, dtype))
@@ -93,11 +101,15 @@ def save_dummy_checkpoint(
         free = shutil.disk_usage(directory).free
     if needed > free:
         raise RuntimeFailure(
-            f"{directory}: the weights of {spec} take {format_size(needed)}, but only {format_size(free)} are free"
+            f"{directory}: the weights of {spec} take {format_size(needed)}, but only "
+            f"{format_size(free)} are free"
         )
     names = [SINGLE_NAME]
     if len(files) > 1:
-        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+        names = [
+            f"model-{number:05}-of-{len(files):05}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
     generator = torch.Generator("cpu")
     memory = torch.empty(max(sizes), dtype=dtype, device="cpu")
     weight_map: dict[str, str] = {}
@@ -111,25 +123,32 @@ def save_dummy_checkpoint(
             make_file(directory / name)
             _write_file(directory / name, parts, dtype, numbers)
         if len(files) > 1:
-            index = {"metadata": {"total_size": needed}, "weight_map": weight_map}  # transformers wants both
+            # transformers wants both
+            index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
             (directory / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
         shape = dummy_shape(spec)
         shape["dtype"] = format_name(dtype)
         shape["torch_dtype"] = format_name(dtype)  # the key before transformers 5
         (directory / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     except OSError as error:
-        raise RuntimeFailure(f"{directory}: the weights of {spec} cannot be written ({error})") from error
+        raise RuntimeFailure(
+            f"{directory}: the weights of {spec} cannot be written ({error})"
+        ) from error
 
 
 def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers: Tensor) -> None:
-    """Write the format of safetensors: the header's length, the header, and the numbers of all tensors in order. The
-    library itself would replace the existing file by another one."""
+    """Write the format of safetensors: the header's length, the header, and the numbers of all
+    tensors in order. The library itself would replace the existing file by another one."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
         begin = end
         end += part.size * dtype.itemsize
-        header[part.name] = {"dtype": _STORED_NAMES[dtype], "shape": part.shape, "data_offsets": (begin, end)}
+        header[part.name] = {
+            "dtype": _STORED_NAMES[dtype],
+            "shape": part.shape,
+            "data_offsets": (begin, end),
+        }
     words = json.dumps(header).encode()
     words += b" " * (-len(words) % 8)  # align the numbers
     length = len(words).to_bytes(8, "little")
@@ -157,7 +176,8 @@ def _numbers(parts: list[TensorPart]) -> int:
 
 
 def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
-    """Fill a region with its part of a tensor. The whole tensor is drawn, from random numbers of its own."""
+    """Fill a region with its part of a tensor. The whole tensor is drawn, from random numbers of
+    its own."""
     if len(part.shape) == 1:
         if part.name.endswith(".bias"):
             region.fill_(0.0)
@@ -175,7 +195,11 @@ def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
 
 
 def _draw_rounded(
-    part: TensorPart, region: Tensor, generator: torch.Generator, form: PackedFormat, dtype: torch.dtype
+    part: TensorPart,
+    region: Tensor,
+    generator: torch.Generator,
+    form: PackedFormat,
+    dtype: torch.dtype,
 ) -> None:
     """Fill a region with its part of a matrix that is drawn in this dtype and rounded."""
     numbers = torch.empty(part.shape, dtype=dtype, device=region.device)

@@ -1,4 +1,5 @@
-"""A GGUF file with the interface of an open safetensors file: each expert is a tensor, Llama's heads are in order."""
+"""A GGUF file with the interface of an open safetensors file: each expert is a tensor, Llama's
+heads are in order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class GgufSlice:
-    """One tensor as the checkpoint knows it; it is indexed with slices, like a slice of safetensors."""
+    """One tensor as the checkpoint knows it; it is indexed with slices, like a slice of
+    safetensors."""
 
     tensor: GgufTensor
     expert: int | None = None
     head_size: int = 0
-    """Rows of a head, if its two halves are stored in turn (`permute` of llama.cpp's converter); 0: rows are in
-    order."""
+    """Rows of a head, if its two halves are stored in turn (`permute` of llama.cpp's converter); 0:
+    rows are in order."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
@@ -75,7 +77,9 @@ class GgufSlice:
     def _stored_rows(self) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
         tensor = self.tensor
-        stored = torch.frombuffer(tensor.data, dtype=torch.uint8, offset=tensor.offset, count=tensor.num_bytes)
+        stored = torch.frombuffer(
+            tensor.data, dtype=torch.uint8, offset=tensor.offset, count=tensor.num_bytes
+        )
         if self.expert is None:
             return stored.view(-1, tensor.row_bytes)
         by_expert = stored.view(tensor.shape[0], -1, tensor.row_bytes)
@@ -83,7 +87,8 @@ class GgufSlice:
 
 
 class GgufCheckpoint:
-    """A GGUF file whose tensors have the names of `checkpoint_names`. Raises ModelError as `GgufFile` does."""
+    """A GGUF file whose tensors have the names of `checkpoint_names`. Raises ModelError as
+    `GgufFile` does."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
@@ -121,7 +126,8 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             yield name, GgufSlice(tensor, head_size=head_size)
 
 
-# ------------------------------------------------------------------------------------ Blocks of values
+# ------------------------------------------------------------------------------------ Blocks of
+# values
 
 
 def decode_blocks(stored: Tensor, block_type: BlockType) -> GroupQuantized:
@@ -177,7 +183,8 @@ def _nibbles(stored: Tensor) -> Tensor:
 
 
 def _fifth_bits(stored: Tensor) -> Tensor:
-    """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a nibble."""
+    """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a
+    nibble."""
     shifts = torch.arange(8, dtype=torch.uint8)
     if stored.shape[2] > 1:
         shifts = shifts[:, None]
@@ -186,11 +193,12 @@ def _fifth_bits(stored: Tensor) -> Tensor:
 
 
 def _k_numbers(blocks: Tensor) -> dict[str, Tensor]:
-    """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which lie in 12 bytes and
-    are multiplied by the two numbers of the block.
+    """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which
+    lie in 12 bytes and are multiplied by the two numbers of the block.
 
-    The first four groups have the low 6 bits of the first 4 and the next 4 bytes. The last four have 4 bits in the last
-    4 bytes, scales in the low halves and minimums in the high ones, and 2 more bits at the top of the other bytes.
+    The first four groups have the low 6 bits of the first 4 and the next 4 bytes. The last four
+    have 4 bits in the last 4 bytes, scales in the low halves and minimums in the high ones, and 2
+    more bits at the top of the other bytes.
     """
     first, middle, last = torch.split(blocks[:, 4:16], 4, dim=1)
     upper_scales = (last & 15) | (first >> 2 & 48)
@@ -212,7 +220,8 @@ def _k_nibbles(stored: Tensor) -> Tensor:
 
 
 def _six_bits(blocks: Tensor) -> Tensor:
-    """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of bits."""
+    """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of
+    bits."""
     count = len(blocks)
     low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(count, -1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)

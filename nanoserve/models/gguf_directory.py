@@ -1,4 +1,5 @@
-"""A GGUF file as a Hugging Face model directory: config.json and a tokenizer from its metadata, and a link to it."""
+"""A GGUF file as a Hugging Face model directory: config.json and a tokenizer from its metadata, and
+a link to it."""
 
 import atexit
 import json
@@ -16,7 +17,14 @@ import msgspec
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, open_gguf
-from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary
+from nanoserve.models.gguf_vocabulary import (
+    BYTE,
+    CONTROL,
+    USER_DEFINED,
+    GgufVocabulary,
+    listed,
+    read_vocabulary,
+)
 from nanoserve.models.hub import LINK_NAME
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
@@ -24,7 +32,13 @@ from nanoserve.utils.temporary import choose_directory, make_directory, remove_d
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of numbers that Llama 3's rotary frequencies are divided by."""
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "glm4": "glm4"}
+_FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "glm4": "glm4",
+}
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
 _NEEDED_SIZES = {
     "hidden_size": "embedding_length",
@@ -61,7 +75,8 @@ _ROPE_KEYS = frozenset(
         "scaling.yarn_log_multiplier",
     }
 )
-"""Keys behind the architecture's name and `rope.` that are known; another one would change the angles of positions."""
+"""Keys behind the architecture's name and `rope.` that are known; another one would change the
+angles of positions."""
 
 _SAMPLING_KEYS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temperature": ("temp", float),
@@ -87,7 +102,8 @@ _WORDS = {
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
 }
-"""Regular expressions that divide text into words before pairs are merged, by `tokenizer.ggml.pre`."""
+"""Regular expressions that divide text into words before pairs are merged, by
+`tokenizer.ggml.pre`."""
 
 
 def gguf_config(path: Path) -> ModelConfig:
@@ -96,8 +112,8 @@ def gguf_config(path: Path) -> ModelConfig:
 
 
 def gguf_directory(path: Path) -> Path:
-    """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
-    file, if it is damaged or not supported."""
+    """A model directory for the file, which is removed with this process. Raises ModelError, one
+    line that names the file, if it is damaged or not supported."""
     return model_directory(open_gguf(path))
 
 
@@ -127,7 +143,10 @@ def model_directory(file: GgufFile) -> Path:
 def _config(file: GgufFile) -> dict[str, Any]:
     architecture = file.get("general.architecture", str, "")
     if architecture not in _FAMILIES:
-        raise file.fail(f"architecture {shown(architecture)} is not supported; supported: {', '.join(_FAMILIES)}")
+        raise file.fail(
+            f"architecture {shown(architecture)} is not supported; supported: "
+            f"{', '.join(_FAMILIES)}"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.fail("tensor token_embd.weight is missing")
@@ -138,10 +157,14 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config[key] = file.find(f"{architecture}.{name}", int)
     if config["head_dim"] is None:
         del config["head_dim"]
-    has_experts = file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture == "qwen3moe"
+    has_experts = (
+        file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture == "qwen3moe"
+    )
     if has_experts:
         config |= _experts(file, architecture)
-    config["model_type"] = _model_type(architecture, has_experts=has_experts, has_window=bool(config["sliding_window"]))
+    config["model_type"] = _model_type(
+        architecture, has_experts=has_experts, has_window=bool(config["sliding_window"])
+    )
     config["tensor_names"] = "gguf"
     config["vocab_size"] = embedding.shape[0]
     config["rms_norm_eps"] = file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)
@@ -149,7 +172,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config["quantization_config"] = _quantization(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(file, f"{architecture}.rope.")
+    config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(
+        file, f"{architecture}.rope."
+    )
     return config
 
 
@@ -163,7 +188,8 @@ def _model_type(architecture: str, *, has_experts: bool, has_window: bool) -> st
 
 
 def _quantization(file: GgufFile) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json: the type of each quantized tensor; None if there are none."""
+    """The `quantization_config` of config.json: the type of each quantized tensor; None if there
+    are none."""
     types = {}
     for name, tensor in file.tensors.items():
         if tensor.type.size > 1:
@@ -174,7 +200,8 @@ def _quantization(file: GgufFile) -> dict[str, Any] | None:
 
 
 def _experts(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """The sizes of a mixture of experts; those of Mixtral are as large as the file's feed-forward part."""
+    """The sizes of a mixture of experts; those of Mixtral are as large as the file's feed-forward
+    part."""
     sizes: dict[str, Any] = {}
     for key, name in _EXPERT_SIZES.items():
         if key != "moe_intermediate_size" or architecture != "llama":
@@ -190,7 +217,9 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     width = file.get(f"{architecture}.embedding_length", int, 0)
     head_dim = file.get(f"{architecture}.attention.key_length", int, width // max(heads, 1))
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
-    rope: dict[str, Any] = {"rope_theta": file.get(f"{architecture}.rope.freq_base", float, 10000.0)}
+    rope: dict[str, Any] = {
+        "rope_theta": file.get(f"{architecture}.rope.freq_base", float, 10000.0)
+    }
     rope["partial_rotary_factor"] = 1.0
     if head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
@@ -199,13 +228,15 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
         if factors.type.name != "F32":
             raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
         count = factors.num_bytes // 4
-        rope["frequency_factors"] = list(struct.unpack_from(f"<{count}f", factors.data, factors.offset))
+        rope["frequency_factors"] = list(
+            struct.unpack_from(f"<{count}f", factors.data, factors.offset)
+        )
     return rope
 
 
 def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
-    """How a longer context is made of the trained one, as llama.cpp reads it: a factor without a type is linear, one of
-    0 is none, and type none ignores it."""
+    """How a longer context is made of the trained one, as llama.cpp reads it: a factor without a
+    type is linear, one of 0 is none, and type none ignores it."""
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_KEYS:
             raise file.fail(f"{key:.80} is not supported")
@@ -225,7 +256,9 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
         magnitude = 1.0
         if factor > 0:
             magnitude += 0.1 * math.log(factor)
-        found["original_max_position_embeddings"] = file.find(f"{scaling}original_context_length", int)
+        found["original_max_position_embeddings"] = file.find(
+            f"{scaling}original_context_length", int
+        )
         found["attention_factor"] = file.get(f"{scaling}attn_factor", float, 1.0) * magnitude
         found["beta_fast"] = file.find(f"{scaling}yarn_beta_fast", float)
         found["beta_slow"] = file.find(f"{scaling}yarn_beta_slow", float)
@@ -233,9 +266,13 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
 
 
 def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
-    """Raise ModelError for numbers that would change the result and cannot be followed. Versions of llama.cpp do not
-    agree on what yarn_attn_factor and yarn_log_multiplier do to these architectures."""
-    followed: dict[str, tuple[float, ...]] = {"yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,)}
+    """Raise ModelError for numbers that would change the result and cannot be followed. Versions of
+    llama.cpp do not agree on what yarn_attn_factor and yarn_log_multiplier do to these
+    architectures."""
+    followed: dict[str, tuple[float, ...]] = {
+        "yarn_attn_factor": (1.0,),
+        "yarn_log_multiplier": (0.0,),
+    }
     if kind == "yarn":
         followed["yarn_ext_factor"] = (1.0, -1.0)
     else:
@@ -244,7 +281,9 @@ def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
     for name, numbers in followed.items():
         found = file.get(f"{prefix}{name}", float, numbers[0])
         if found not in numbers:
-            raise file.fail(f"{prefix}{name} of {found:g} is not supported with rope scaling of type {kind}")
+            raise file.fail(
+                f"{prefix}{name} of {found:g} is not supported with rope scaling of type {kind}"
+            )
 
 
 def _sampling(file: GgufFile) -> dict[str, Any]:
@@ -265,7 +304,9 @@ def _sampling(file: GgufFile) -> dict[str, Any]:
 def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path) -> None:
     settings = _tokenizer_settings(file, vocabulary)
     if vocabulary.kind == "gpt2":
-        replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, vocabulary.tokens, settings))
+        replace_file(
+            directory / "tokenizer.json", _byte_level_tokenizer(file, vocabulary.tokens, settings)
+        )
     else:
         prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
         try:
@@ -303,16 +344,31 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> bytes:
-    """tokenizer.json of a byte-level BPE vocabulary. The library writes only the parts around the vocabulary, since it
-    takes long to build one."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    """tokenizer.json of a byte-level BPE vocabulary. The library writes only the parts around the
+    vocabulary, since it takes long to build one."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     if "tokenizer.ggml.pre" not in file.metadata:
-        told = "tokenizer.ggml.pre is missing, so text is divided into words as for gpt-2; answers may be worse"
-        logging.getLogger("nanoserve").warning("nanoserve: %s: %s: convert the model again", file.path, told)
+        told = (
+            "tokenizer.ggml.pre is missing, so text is divided into words as for gpt-2; answers "
+            "may be worse"
+        )
+        logging.getLogger("nanoserve").warning(
+            "nanoserve: %s: %s: convert the model again", file.path, told
+        )
     words = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if words not in _WORDS:
-        raise file.fail(f"pre-tokenizer {shown(words)} is not supported; supported: {', '.join(_WORDS)}")
+        raise file.fail(
+            f"pre-tokenizer {shown(words)} is not supported; supported: {', '.join(_WORDS)}"
+        )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words == "llama-bpe"))
@@ -338,7 +394,9 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     return _with_vocabulary(tokenizer.to_str(), vocabulary, merges)
 
 
-def _with_vocabulary(tokenizer: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> bytes:
+def _with_vocabulary(
+    tokenizer: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]
+) -> bytes:
     """A tokenizer.json with this vocabulary, and with added tokens under their ids in it."""
     whole = json.loads(tokenizer)
     whole["model"]["vocab"] = vocabulary
@@ -357,14 +415,16 @@ def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, st
         whole = left + right
         if left not in vocabulary or right not in vocabulary or whole not in vocabulary:
             wrong = next(token for token in (whole, left, right) if token not in vocabulary)
-            raise file.fail(f"the tokenizer's merges do not fit its tokens ({shown(wrong)} is none)")
+            raise file.fail(
+                f"the tokenizer's merges do not fit its tokens ({shown(wrong)} is none)"
+            )
         pairs.append((left, right))
     return pairs
 
 
 def _surrounding(file: GgufFile, vocabulary: Mapping[str, int], settings: Mapping[str, Any]) -> Any:
-    """The post-processor that puts BOS and EOS around a text. A tokenizer.json has it itself: the settings
-    add_bos_token and add_eos_token do not count beside it."""
+    """The post-processor that puts BOS and EOS around a text. A tokenizer.json has it itself: the
+    settings add_bos_token and add_eos_token do not count beside it."""
     from tokenizers import processors
 
     pieces = ["$A"]
@@ -379,11 +439,14 @@ def _surrounding(file: GgufFile, vocabulary: Mapping[str, int], settings: Mappin
     try:
         return processors.TemplateProcessing(single=pieces, special_tokens=special)
     except ValueError as error:
-        raise file.fail(f"the tokenizer's BOS or EOS is spelled in a way that is not supported ({error})") from error
+        raise file.fail(
+            f"the tokenizer's BOS or EOS is spelled in a way that is not supported ({error})"
+        ) from error
 
 
 def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:
-    """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
+    """A sentencepiece model of these pieces, in the wire format of protocol buffers
+    (sentencepiece_model.proto)."""
     model = bytearray()
     for number, token in enumerate(vocabulary.tokens):
         piece = _text(1, token.encode())
@@ -391,7 +454,8 @@ def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:
         piece += _integer(3, vocabulary.types[number])
         model += _text(1, piece)
     trainer = _integer(3, 2)  # byte-pair encoding
-    trainer += _integer(35, int(BYTE in vocabulary.types))  # whether unknown characters are spelled in bytes
+    # whether unknown characters are spelled in bytes
+    trainer += _integer(35, int(BYTE in vocabulary.types))
     model += _text(2, trainer)
     normalizer = _text(1, b"identity")
     normalizer += _integer(3, int(prefix))

@@ -1,7 +1,8 @@
-"""Read a GGUF file: metadata, and where each tensor lies. Every length and offset is checked before it is followed.
+"""Read a GGUF file: metadata, and where each tensor lies. Every length and offset is checked before
+it is followed.
 
-The format is little-endian: magic, version, counts, metadata, tensor descriptions, padding, data. Nothing outside the
-file is read, and nothing in it is executed. The data stay in the mapped file.
+The format is little-endian: magic, version, counts, metadata, tensor descriptions, padding, data.
+Nothing outside the file is read, and nothing in it is executed. The data stay in the mapped file.
 """
 
 import math
@@ -31,12 +32,26 @@ _DEFAULT_ALIGNMENT = 32
 
 _LENGTH = struct.Struct("<Q")
 # Scalar types of metadata by their number: the format characters of `struct`.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 # Names of all types of tensors, in the order of their numbers.
 _TYPE_NAMES = (
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
-    " IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8"
+    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
+    "IQ3_XXS IQ1_S IQ4_NL"
+    " IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 "
+    "IQ4_NL_4_4 IQ4_NL_4_8"
     " IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
 )
 
@@ -45,14 +60,15 @@ _FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class GgufStrings:
-    """An array of strings in the header. They stay in the mapped file, and are decoded each time they are read.
-    Iterating over them raises ModelError for one that is not UTF-8."""
+    """An array of strings in the header. They stay in the mapped file, and are decoded each time
+    they are read. Iterating over them raises ModelError for one that is not UTF-8."""
 
     path: Path
     data: mmap.mmap
     """The mapped file."""
     offset: int
-    """First byte of the first string's length, from the beginning of the file. All lengths have been checked."""
+    """First byte of the first string's length, from the beginning of the file. All lengths have
+    been checked."""
     count: int
 
     def __len__(self) -> int:
@@ -103,8 +119,8 @@ class GgufTensor:
 
 
 def open_gguf(path: Path) -> "GgufFile":
-    """The open file. Its header is read once in a process, however often it is opened, unless the file has changed.
-    Raises ModelError as `GgufFile` does."""
+    """The open file. Its header is read once in a process, however often it is opened, unless the
+    file has changed. Raises ModelError as `GgufFile` does."""
     try:
         status = path.stat()
     except OSError as error:
@@ -118,8 +134,8 @@ def _opened(path: Path, identity: tuple[int, ...]) -> "GgufFile":
 
 
 class GgufFile:
-    """An open GGUF file, with the tensors of all files of a model that is split. Raises ModelError, one line that names
-    the file, if one is damaged or of another kind."""
+    """An open GGUF file, with the tensors of all files of a model that is split. Raises ModelError,
+    one line that names the file, if one is damaged or of another kind."""
 
     def __init__(self, path: Path, *, is_first: bool = True) -> None:
         self.path = path
@@ -141,7 +157,9 @@ class GgufFile:
         first = _FIRST_OF_SEVERAL.fullmatch(self.path.name)
         if first is None or int(first[2]) != count:
             name = f"-00001-of-{count!s:0>5.9}.gguf"
-            instead = f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
+            instead = (
+                f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
+            )
             raise self.fail(f"one of several files of a model; {instead}")
         stem, last, ending = first.groups()
         for number in range(2, count + 1):
@@ -149,18 +167,21 @@ class GgufFile:
             other = GgufFile(path, is_first=False)
             known = self.tensors.keys() & other.tensors.keys()
             if known:
-                raise other.fail(f"tensor {shown(min(known))} is also in an earlier file of the model")
+                raise other.fail(
+                    f"tensor {shown(min(known))} is also in an earlier file of the model"
+                )
             self.tensors |= other.tensors
             self._mapped.append(other.data)
 
     def release_pages(self) -> None:
-        """Give the memory of what was read back to the system. It is read again where it is looked at."""
+        """Give the memory of what was read back to the system. It is read again where it is looked
+        at."""
         for data in self._mapped:
             data.madvise(mmap.MADV_DONTNEED)
 
     def find(self, key: str, kind: type[Item]) -> Item | None:
-        """The metadata under that key, if there are any; a whole number is a float, too, but true and false are not
-        numbers."""
+        """The metadata under that key, if there are any; a whole number is a float, too, but true
+        and false are not numbers."""
         value = self.metadata.get(key)
         if kind is float and type(value) is int:
             value = float(value)
@@ -190,13 +211,19 @@ class GgufFile:
             raise unusable_file(self.path, f"{self.path}: not a GGUF file")
         version = self._number("I")
         if version and version % (1 << 16) == 0:
-            raise self.fail("a big-endian file; convert it with `gguf-convert-endian FILE little` of the package gguf")
+            raise self.fail(
+                "a big-endian file; convert it with `gguf-convert-endian FILE little` of the "
+                "package gguf"
+            )
         if version not in _VERSIONS:
             raise self.fail(f"GGUF version {version} is not read; convert the file to version 3")
         num_tensors = self._number("Q")
         num_entries = self._number("Q")
         if max(num_tensors, num_entries) > _MAX_ENTRIES:
-            raise self.fail(f"{num_tensors} tensors and {num_entries} metadata keys; at most {_MAX_ENTRIES} are read")
+            raise self.fail(
+                f"{num_tensors} tensors and {num_entries} metadata keys; at most {_MAX_ENTRIES} "
+                "are read"
+            )
         for _ in range(num_entries):
             key = self._string(_MAX_NAME_BYTES)
             if key in self.metadata:
@@ -212,7 +239,9 @@ class GgufFile:
             if tensor.name in self.tensors:
                 raise self.fail(f"tensor {shown(tensor.name)} occurs twice")
             if tensor.offset % alignment:
-                raise self.fail(f"tensor {shown(tensor.name)} does not begin at a multiple of {alignment} bytes")
+                raise self.fail(
+                    f"tensor {shown(tensor.name)} does not begin at a multiple of {alignment} bytes"
+                )
             self.tensors[tensor.name] = replace(tensor, offset=start + tensor.offset)
         self._check_places()
 
@@ -224,22 +253,32 @@ class GgufFile:
         if placed:
             last = placed[-1]
             if last.end > len(self.data):
-                raise self.fail(f"tensor {shown(last.name)} ends beyond the file, which is truncated")
+                raise self.fail(
+                    f"tensor {shown(last.name)} ends beyond the file, which is truncated"
+                )
 
     def _tensor(self) -> GgufTensor:
         """The next description, whose offset is counted from the data's beginning."""
         name = self._string(_MAX_NAME_BYTES)
         num_dimensions = self._number("I")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
-            raise self.fail(f"tensor {shown(name)} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
+            raise self.fail(
+                f"tensor {shown(name)} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are "
+                "read"
+            )
         sizes = [self._number("Q") for _ in range(num_dimensions)]
         shape = tuple(reversed(sizes))
         block_type = self._block_type(name, self._number("I"))
         offset = self._number("Q")
         if not 0 < math.prod(shape) * block_type.num_bytes <= len(self.data) * block_type.size:
-            raise self.fail(f"tensor {shown(name)} of shape {list(shape)} does not fit into the file")
+            raise self.fail(
+                f"tensor {shown(name)} of shape {list(shape)} does not fit into the file"
+            )
         if shape[-1] % block_type.size:
-            raise self.fail(f"tensor {shown(name)}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
+            raise self.fail(
+                f"tensor {shown(name)}: rows of {shape[-1]} are not whole blocks of "
+                f"{block_type.size}"
+            )
         return GgufTensor(name, shape, block_type, self.data, offset)
 
     def _block_type(self, tensor_name: str, number: int) -> BlockType:
@@ -252,11 +291,13 @@ class GgufFile:
         if found is None:
             known = ", ".join(BLOCK_TYPES)
             raise self.fail(
-                f"tensor {shown(tensor_name)} has type {type_name}, which is not read; use a file of {known}"
+                f"tensor {shown(tensor_name)} has type {type_name}, which is not read; use a file "
+                f"of {known}"
             )
         return found
 
-    # ------------------------------------------------------------------------------------ Reading bytes in order
+    # ------------------------------------------------------------------------------------ Reading
+    # bytes in order
 
     def _skip(self, count: int) -> int:
         """Go on by `count` bytes. Returns the place where they begin."""
@@ -292,7 +333,8 @@ class GgufFile:
             raise _not_utf8(self.path) from error
 
     def _strings(self, count: int) -> GgufStrings:
-        """A view of strings in the mapped file. Only their lengths are read, to find where they end."""
+        """A view of strings in the mapped file. Only their lengths are read, to find where they
+        end."""
         data = self.data
         end = self._position
         last = len(data) - _LENGTH.size

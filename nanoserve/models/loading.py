@@ -23,7 +23,13 @@ from nanoserve.models.hub import LINK_NAME
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
+from nanoserve.models.weights import (
+    TensorPart,
+    may_be_ignored,
+    shard_parts,
+    tensor_parts,
+    tied_parts,
+)
 from nanoserve.utils.files import read_json_object, unusable_file
 from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
@@ -37,9 +43,11 @@ _STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
 }
 """Bytes per number of the formats that are read, by the name in the file."""
 _MAPPED_BYTES = 64 << 20
-"""Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
+"""Bytes to read before a file is opened again: until then, its mapped pages count as this process's
+memory."""
 
-_reading = deferred_interrupts()  # safetensors turns a KeyboardInterrupt inside a read into a ValueError
+# safetensors turns a KeyboardInterrupt inside a read into a ValueError
+_reading = deferred_interrupts()
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -47,7 +55,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place and form of a tensor of the checkpoint, from the header of its file; its numbers are not read."""
+    """The place and form of a tensor of the checkpoint, from the header of its file; its numbers
+    are not read."""
 
     path: Path
     name: str
@@ -55,7 +64,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     decode: Decode | None = None
-    """Reads rows of a quantized matrix, of the files that its first argument opens; None for other tensors."""
+    """Reads rows of a quantized matrix, of the files that its first argument opens; None for other
+    tensors."""
     form: MatrixForm | None = None
     """How a matrix of integers is packed."""
 
@@ -72,13 +82,15 @@ class Checkpoint:
     """The files once more, for readers that outlive the checkpoint."""
 
     def view(self, part: TensorPart) -> Tensor:
-        """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
-        mapping lives as long as the view, even if the checkpoint is closed and its files are deleted."""
+        """A part in its stored format, in the mapped memory of its file, which is read when the
+        part is used. The mapping lives as long as the view, even if the checkpoint is closed and
+        its files are deleted."""
         stored = self.stored[part.name]
         return _view(part, stored, self._files[stored.path])
 
     def reader(self, part: TensorPart, *, packed: bool) -> Callable[[], Tensor]:
-        """Reads the part as its parameter holds it, perhaps packed. A matrix of integers needs the open checkpoint."""
+        """Reads the part as its parameter holds it, perhaps packed. A matrix of integers needs the
+        open checkpoint."""
         stored = self.stored[part.name]
         if stored.decode is None:
             view = self.view(part)
@@ -117,11 +129,12 @@ def load_model(
     group: TensorParallelGroup | None = None,
     quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder of a model directory with its weights, ready for inference, and the whole model's config.
+    """The decoder of a model directory with its weights, ready for inference, and the whole model's
+    config.
 
-    `dtype` is as in `resolve_dtype`; `shard` and `group` are as in `Decoder`. For a shard, only its own slices are
-    read, but all headers of the checkpoint are checked. Raises ModelError, one line naming the file (and the tensor),
-    and UsageError for an unknown dtype.
+    `dtype` is as in `resolve_dtype`; `shard` and `group` are as in `Decoder`. For a shard, only its
+    own slices are read, but all headers of the checkpoint are checked. Raises ModelError, one line
+    naming the file (and the tensor), and UsageError for an unknown dtype.
     """
     path = Path(directory)
     device = torch.device(device)
@@ -139,8 +152,8 @@ def load_model(
 
 @contextmanager
 def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
-    missing, damaged or of another model; one line that names it."""
+    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if
+    a file or tensor is missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {}
         for path in _weight_files(directory):
@@ -153,9 +166,11 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
         yield checkpoint
 
 
-def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, config: ModelConfig) -> None:
-    """Fill a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds exactly these
-    parts. Raises ModelError."""
+def fill_layers(
+    decoder: Decoder, parts: Sequence[TensorPart], path: Path, config: ModelConfig
+) -> None:
+    """Fill a decoder's layers, which are not packed, from a file of a quantized checkpoint that
+    holds exactly these parts. Raises ModelError."""
     with _OpenFiles() as files:
         opened = {path: files(path)}
         stored = _with_matrices(parts, _stored_tensors(opened), config, files)
@@ -164,8 +179,8 @@ def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, confi
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory by their names, as they are stored, in the mapped memory of their files. Raises
-    ModelError."""
+    """The tensors of a directory by their names, as they are stored, in the mapped memory of their
+    files. Raises ModelError."""
     tensors = {}
     with _OpenFiles() as files:
         opened = {path: files(path) for path in _weight_files(directory)}
@@ -184,10 +199,12 @@ def empty_decoder(
     group: TensorParallelGroup | None = None,
     zeroed: bool = True,
 ) -> Decoder:
-    """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU, large ones take no
-    memory until they are written. But if `zeroed`, biases are zero, as a checkpoint may have them for some rows alone,
-    and so is everything on a tensor-parallel rank: its padding stays zero."""
-    # The meta device is not used: torch imports its compiler for it, which takes longer than loading a small model.
+    """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU,
+    large ones take no memory until they are written. But if `zeroed`, biases are zero, as a
+    checkpoint may have them for some rows alone, and so is everything on a tensor-parallel rank:
+    its padding stays zero."""
+    # The meta device is not used: torch imports its compiler for it, which takes longer than
+    # loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -204,8 +221,8 @@ def empty_decoder(
 
 
 def place(decoder: Decoder, device: torch.device) -> None:
-    """Move a decoder from the CPU before it has weights: they are zero then. A GPU never holds a matrix that is packed
-    in 16 bits."""
+    """Move a decoder from the CPU before it has weights: they are zero then. A GPU never holds a
+    matrix that is packed in 16 bits."""
     if device.type == "cpu":
         return
     for parameter in decoder.parameters():
@@ -217,7 +234,8 @@ def place(decoder: Decoder, device: torch.device) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files of the weights: those that an index names, or model.safetensors, or the only safetensors file."""
+    """The files of the weights: those that an index names, or model.safetensors, or the only
+    safetensors file."""
     single = directory / SINGLE_NAME
     index = _find_index(directory)
     if index is not None:
@@ -239,13 +257,15 @@ def _weight_files(directory: Path) -> list[Path]:
     for path in directory.glob("*"):
         if path.suffix in (".bin", ".pt"):
             raise ModelError(
-                f"{directory}: only {path.suffix} weights found, which are not read; convert them to safetensors"
+                f"{directory}: only {path.suffix} weights found, which are not read; convert them "
+                "to safetensors"
             )
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
 
 
 def _find_index(directory: Path) -> Path | None:
-    """The file that says which tensor is in which file, if there is one; quantizers give it names of their own."""
+    """The file that says which tensor is in which file, if there is one; quantizers give it names
+    of their own."""
     usual = directory / INDEX_NAME
     found = list(directory.glob("*.safetensors.index.json"))
     if usual in found:
@@ -261,8 +281,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelError(f"{index}: no weight_map")
     for name in weight_map.values():
         # Files lie beside their index; another path would read files that the user did not offer.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: {shown(name)} is not the name of a safetensors file in this directory")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise ModelError(
+                f"{index}: {shown(name)} is not the name of a safetensors file in this directory"
+            )
     return weight_map
 
 
@@ -279,7 +305,8 @@ def _open(path: Path) -> Any:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Whether a file of weights is one of safetensors; else it is a GGUF file, which may have any name."""
+    """Whether a file of weights is one of safetensors; else it is a GGUF file, which may have any
+    name."""
     return path.suffix == ".safetensors"
 
 
@@ -307,8 +334,11 @@ def _stored_tensors(handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _with_embedding(stored: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors with the output matrix as the embedding, if config.json ties the two and the embedding is missing."""
+def _with_embedding(
+    stored: dict[str, StoredTensor], config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """The tensors with the output matrix as the embedding, if config.json ties the two and the
+    embedding is missing."""
     embedding, head = tied_parts(config)
     if not config.tie_word_embeddings or embedding.name in stored or head.name not in stored:
         return stored
@@ -324,9 +354,13 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 @_reading
 def _with_matrices(
-    parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
+    parts: Iterable[TensorPart],
+    stored: dict[str, StoredTensor],
+    config: ModelConfig,
+    open_file: OpenFile,
 ) -> dict[str, StoredTensor]:
-    """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
+    """The tensors with each quantized matrix in the place of those that make it. It stops at the
+    first missing part."""
     left = dict(stored)
     for part in parts:
         matrix = find_matrix(part, stored, config, open_file)
@@ -346,7 +380,9 @@ def _with_matrices(
     return left
 
 
-def _decode_rounded(stored: StoredTensor, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
+def _decode_rounded(
+    stored: StoredTensor, form: PackedFormat, open_file: OpenFile, rows: slice
+) -> GroupQuantized:
     if stored.decode is None:
         numbers = open_file(stored.path).get_slice(stored.name)[rows]
     else:
@@ -361,8 +397,8 @@ def _check(
     config: ModelConfig,
     files: Mapping[Path, Any],
 ) -> list[TensorPart]:
-    """The parts, after a check that the checkpoint holds each in the right shape, and nothing else. It stops at the
-    first missing part, because a config may name any number of experts."""
+    """The parts, after a check that the checkpoint holds each in the right shape, and nothing else.
+    It stops at the first missing part, because a config may name any number of experts."""
     known: dict[str, TensorPart] = {}
     for part in wanted_parts:
         found = stored.get(part.name)
@@ -370,22 +406,32 @@ def _check(
             raise _missing(part.name, stored, list(files))
         tensor = f"{found.path}: tensor {part.name}"
         if found.shape != part.shape:
-            raise ModelError(f"{tensor} has shape {list(found.shape)}, config.json says {list(part.shape)}")
+            raise ModelError(
+                f"{tensor} has shape {list(found.shape)}, config.json says {list(part.shape)}"
+            )
         if found.dtype not in _STORED_BYTES:
-            raise ModelError(f"{tensor} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read")
+            raise ModelError(
+                f"{tensor} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
+            )
         if found.decode is not None and len(part.shape) != 2:
             raise ModelError(f"{tensor} is stored as {found.dtype}; only matrices may be")
         known[part.name] = part
     for name, found in stored.items():
-        if name in known or may_be_ignored(name, config) or _adds_nothing(name, found, known, files):
+        if (
+            name in known
+            or may_be_ignored(name, config)
+            or _adds_nothing(name, found, known, files)
+        ):
             continue
-        raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
+        raise ModelError(
+            f"{found.path}: tensor {name} does not belong to a {config.family} model of this config"
+        )
     return list(known.values())
 
 
 def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path]) -> ModelError:
-    """The error for a tensor that is not stored. If an index says in which of the files it should be, or a tensor of
-    which the matrix is made, the error names that file."""
+    """The error for a tensor that is not stored. If an index says in which of the files it should
+    be, or a tensor of which the matrix is made, the error names that file."""
     directory = files[0].parent
     index = _find_index(directory)
     if index is not None:
@@ -394,16 +440,20 @@ def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path
             promised_name = _text_name(promised)
             is_part = promised_name.startswith(name.removesuffix("weight"))
             if is_part and promised_name not in stored and path in files:
-                return ModelError(f"{path}: tensor {promised} is missing; {index.name} says it is here")
+                return ModelError(
+                    f"{path}: tensor {promised} is missing; {index.name} says it is here"
+                )
     place = directory
     if len(files) == 1:
         place = files[0]
     return ModelError(f"{place}: tensor {name} is missing from the checkpoint")
 
 
-def _adds_nothing(name: str, found: StoredTensor, known: Mapping[str, TensorPart], files: Mapping[Path, Any]) -> bool:
-    """Whether a tensor is the bias of a matrix that has none in this model, and is zero: AutoGPTQ writes one for every
-    matrix."""
+def _adds_nothing(
+    name: str, found: StoredTensor, known: Mapping[str, TensorPart], files: Mapping[Path, Any]
+) -> bool:
+    """Whether a tensor is the bias of a matrix that has none in this model, and is zero: AutoGPTQ
+    writes one for every matrix."""
     if not name.endswith(".bias"):
         return False
     module = name.removesuffix(".bias")
@@ -428,13 +478,17 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
         of_head = checkpoint.view(replace(piece, name=head.name))
         if not bool((of_embedding == of_head).all()):
             raise ModelError(
-                f"{stored.path}: tensor {head.name} differs from {embedding.name}, to which config.json ties it;"
+                f"{stored.path}: tensor {head.name} differs from {embedding.name}, to which "
+                "config.json ties it;"
                 ' set "tie_word_embeddings" to false there to use it'
             )
 
 
 def _fill(
-    decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, StoredTensor], progress: Progress | None
+    decoder: Decoder,
+    parts: list[TensorPart],
+    stored: Mapping[str, StoredTensor],
+    progress: Progress | None,
 ) -> None:
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
@@ -469,7 +523,8 @@ class _OpenFiles(ExitStack):
         return self._files[path]
 
     def enter_portion(self, path: Path, number: int) -> None:
-        """Go on in a portion of a file. All files are closed before another portion, which frees their mapped pages."""
+        """Go on in a portion of a file. All files are closed before another portion, which frees
+        their mapped pages."""
         if self._portion not in (None, (path, number)):
             self._files.clear()
             self.close()
@@ -496,7 +551,8 @@ def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed
     if isinstance(found, GroupQuantized):
         if not found.is_finite():
             raise ModelError(
-                f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file is damaged"
+                f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file "
+                "is damaged"
             )
         if packed:
             if columns is not None:

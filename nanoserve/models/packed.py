@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, MixtureOfExperts, VocabParallelEmbedding, VocabularyShard, route
+from nanoserve.models.decoder import (
+    Decoder,
+    MixtureOfExperts,
+    VocabParallelEmbedding,
+    VocabularyShard,
+    route,
+)
 from nanoserve.models.weights import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
@@ -36,7 +42,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedShape:
-    """A matrix of a module that is packed: by its path, "layers.0.qkv" or "layers.0.feed_forward.gate_up"."""
+    """A matrix of a module that is packed: by its path, "layers.0.qkv" or
+    "layers.0.feed_forward.gate_up"."""
 
     path: str
     segments: tuple[Segment, ...]
@@ -65,7 +72,8 @@ class PackedMatrix(nn.Module):
         """The order of columns of each segment that has one, int64 [K]."""
 
     def region(self, part: TensorPart) -> Tensor:
-        """The view that the part fills: whole blocks of rows of one segment, and of them the first columns."""
+        """The view that the part fills: whole blocks of rows of one segment, and of them the first
+        columns."""
         columns = self.shape.columns
         if part.columns is not None:
             columns = len(part.columns)
@@ -130,7 +138,9 @@ class PackedEmbedding(VocabularyShard):
 class PackedExperts(nn.Module):
     """A mixture of experts whose matrices are packed."""
 
-    def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, replaced: MixtureOfExperts) -> None:
+    def __init__(
+        self, gate_up: PackedMatrix, down: PackedMatrix, replaced: MixtureOfExperts
+    ) -> None:
         super().__init__()
         self.moe = replaced.moe
         self.router = replaced.router
@@ -178,9 +188,12 @@ def _parameter(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     return found
 
 
-def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
-    """Put packed layers, which are zero, in the place of those whose parts all have a form, by the name of the part.
-    Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""
+def pack_decoder(
+    decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]
+) -> None:
+    """Put packed layers, which are zero, in the place of those whose parts all have a form, by the
+    name of the part. Raises UsageError if the ranks of a stage cannot divide a matrix into whole
+    groups of columns."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
         if len(part.shape) == 2:
@@ -217,7 +230,11 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
         holder = module.get_submodule(parent)
         layer = module.get_submodule(shape.path)
         if isinstance(layer, VocabParallelEmbedding):
-            if isinstance(module, Decoder) and module.is_last and module.lm_head.weight is layer.weight:
+            if (
+                isinstance(module, Decoder)
+                and module.is_last
+                and module.lm_head.weight is layer.weight
+            ):
                 setattr(module, "lm_head", PackedLinear(weight, None))  # noqa: B010  (its type is another)
             setattr(holder, attribute, PackedEmbedding(weight, layer))
         else:
@@ -228,14 +245,17 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
         holder = module.get_submodule(parent)
         replaced = cast(MixtureOfExperts, module.get_submodule(path))
         if len(matrices) == 2:
-            setattr(holder, attribute, PackedExperts(matrices["gate_up"], matrices["down"], replaced))
+            setattr(
+                holder, attribute, PackedExperts(matrices["gate_up"], matrices["down"], replaced)
+            )
 
 
 def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str, PackedFormat]:
-    """The format of each tensor that `--quantization` rounds, from the parts of the whole model: all matrices but
-    routers. The vocabulary's have 8 bits, or with int4 6 bits where 256 divides their columns. A matrix that no group
-    divides is left alone. Raises UsageError if the user named the group. Ranks have slices of what is rounded so, and
-    no format depends on how many there are."""
+    """The format of each tensor that `--quantization` rounds, from the parts of the whole model:
+    all matrices but routers. The vocabulary's have 8 bits, or with int4 6 bits where 256 divides
+    their columns. A matrix that no group divides is left alone. Raises UsageError if the user named
+    the group. Ranks have slices of what is rounded so, and no format depends on how many there
+    are."""
     rounding = config.quantization
     assert rounding is not None
     found: dict[str, PackedFormat] = {}
@@ -246,10 +266,13 @@ def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str,
         group = rounding.group_of(columns, _head(part, config))
         if group is not None:
             is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
-            found[part.name] = _rounded_form(rounding.bits, group, columns, is_vocabulary=is_vocabulary)
+            found[part.name] = _rounded_form(
+                rounding.bits, group, columns, is_vocabulary=is_vocabulary
+            )
         elif not rounding.groups:
             raise UsageError(
-                f"--quantization int{rounding.bits}:{rounding.group}: groups of {rounding.group} do not divide the "
+                f"--quantization int{rounding.bits}:{rounding.group}: groups of {rounding.group} "
+                "do not divide the "
                 f"{columns} columns of {part.name}; choose a smaller group, or none"
             )
     return found
@@ -264,7 +287,8 @@ def _rounded_form(bits: int, group: int, columns: int, *, is_vocabulary: bool) -
 
 
 def _head(part: TensorPart, config: ModelConfig) -> int:
-    """The columns of a head, of which ranks have whole ones; 0 for matrices that are not divided by heads."""
+    """The columns of a head, of which ranks have whole ones; 0 for matrices that are not divided by
+    heads."""
     layer, _, matrix = part.parameter.removeprefix("layers.").partition(".")
     if matrix != "output.weight":
         return 0
@@ -284,11 +308,15 @@ def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
     if part.columns is None:
         return
     if form.order is not None:
-        raise UsageError(f"--tp {degree} would cut {part.name}, whose columns have an order of their own; leave it out")
+        raise UsageError(
+            f"--tp {degree} would cut {part.name}, whose columns have an order of their own; leave "
+            "it out"
+        )
     span = form.format.span
     if part.columns.start % span or part.columns.stop % span:
         raise UsageError(
-            f"--tp {degree} would cut groups of {span} columns in {part.name}, which has {part.shape[1]};"
+            f"--tp {degree} would cut groups of {span} columns in {part.name}, which has "
+            f"{part.shape[1]};"
             " choose a smaller degree"
         )
 
@@ -296,8 +324,8 @@ def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
 def _shape(
     name: str, parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm], decoder: Decoder
 ) -> Iterator[PackedShape]:
-    """The packed shape of a matrix that these parts fill, in the order of rows; none for experts of several formats.
-    Rows that no part fills belong to the part before them."""
+    """The packed shape of a matrix that these parts fill, in the order of rows; none for experts of
+    several formats. Rows that no part fills belong to the part before them."""
     shape = decoder.get_parameter(name).shape
     rows, columns = shape[-2:]
     if len(shape) == 3:
@@ -318,7 +346,8 @@ def _shape(
 
 
 def _fit_one_segment(parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm]) -> bool:
-    """Whether the matrices of all experts are in one format, in whole blocks of rows, and columns are in order."""
+    """Whether the matrices of all experts are in one format, in whole blocks of rows, and columns
+    are in order."""
     first = forms[parts[0].name]
     for part in parts:
         form = forms[part.name]
@@ -328,7 +357,8 @@ def _fit_one_segment(parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm
 
 
 def _can_join(segment: Segment, following: Segment) -> bool:
-    """Whether two neighbours can be packed as one: they are in one format and the first ends with a block of rows."""
+    """Whether two neighbours can be packed as one: they are in one format and the first ends with a
+    block of rows."""
     if segment.has_order or following.has_order:
         return False
     return segment.format == following.format and segment.rows % ROWS == 0

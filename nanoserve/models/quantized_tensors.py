@@ -1,7 +1,8 @@
-"""Quantized matrices of Hugging Face checkpoints: which stored tensors make one, and how they are decoded.
+"""Quantized matrices of Hugging Face checkpoints: which stored tensors make one, and how they are
+decoded.
 
-Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), fp8 and MXFP4. Modules
-that are left alone are recognized by their tensors, not by config.json.
+Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), fp8
+and MXFP4. Modules that are left alone are recognized by their tensors, not by config.json.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from triton_ops import GroupQuantized
 
 OpenFile = Callable[[Path], Any]
 Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
-"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
+"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for
+fp8."""
 Read = Callable[[str], Any]
 """Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
 _Rows = Callable[[Read, slice], GroupQuantized | Tensor]
@@ -30,7 +32,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
 _WORD_BITS = 32
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the sizes of MXFP4's numbers of 4 bits, whose highest bit is their sign (OCP Microscaling 1.0, 5.3.3)."""
+"""Twice the sizes of MXFP4's numbers of 4 bits, whose highest bit is their sign (OCP Microscaling
+1.0, 5.3.3)."""
 
 INTEGERS = "integers"
 """The stored format of a quantized matrix."""
@@ -52,9 +55,10 @@ class _Known(NamedTuple):
 def find_matrix(
     part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, open_file: OpenFile
 ) -> tuple[list[str], Decode] | None:
-    """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
-    not quantized. `stored` has the StoredTensor of every name. Raises ModelError, one line that names the
-    file and the tensor, if one is missing or does not fit the part."""
+    """The tensors that make a part of the model, the one with the numbers first, and their decoder;
+    None if the part is not quantized. `stored` has the StoredTensor of every name. Raises
+    ModelError, one line that names the file and the tensor, if one is missing or does not fit the
+    part."""
     stacked = _stacked_name(part)
     if stacked in stored:
         return [stacked], _stacked_decoder(part, stored[stacked], stacked, config)
@@ -90,7 +94,9 @@ def find_matrix(
             path = stored[names[0]].path
             if found is not None:
                 path = found.path
-            raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
+            raise ModelError(
+                f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json"
+            )
     unused = [f"{module}.{suffix}" for suffix in _UNUSED]
     return names + unused, decode_rows
 
@@ -104,7 +110,8 @@ def _find_tensor(stored: Mapping[str, Any], files: OpenFile, name: str) -> Any:
 
 
 def _stacked_decoder(part: TensorPart, found: Any, name: str, config: ModelConfig) -> Decode:
-    """The decoder of an expert's matrix, which is stored transposed in one tensor with those of all experts."""
+    """The decoder of an expert's matrix, which is stored transposed in one tensor with those of all
+    experts."""
     wanted: tuple[int, ...] = ()
     if config.moe is not None:
         rows, columns = part.shape
@@ -133,7 +140,8 @@ def _stacked_name(part: TensorPart) -> str:
 def _problem(
     name: str, known: _Known, part: TensorPart, found: Any, quantization: Quantization, read: Read
 ) -> str | None:
-    """A tensor's fault that makes a matrix unreadable, or None; `found` describes the tensor as it is stored."""
+    """A tensor's fault that makes a matrix unreadable, or None; `found` describes the tensor as it
+    is stored."""
     columns = part.shape[1]
     group = quantization.group
     if found is None:
@@ -168,9 +176,11 @@ def _is_needed(name: str, quantization: Quantization) -> bool:
     return not name.endswith(_OPTIONAL)
 
 
-def _wanted(module: str, part: TensorPart, plain: Any, quantization: Quantization) -> dict[str, _Known]:
-    """The tensors of a module by their names, the one with the numbers first; `plain` is the tensor `weight`, if there
-    is one."""
+def _wanted(
+    module: str, part: TensorPart, plain: Any, quantization: Quantization
+) -> dict[str, _Known]:
+    """The tensors of a module by their names, the one with the numbers first; `plain` is the tensor
+    `weight`, if there is one."""
     rows, columns = part.shape
     dtype = None
     if plain is not None:
@@ -204,7 +214,8 @@ def _whole(quantization: Quantization) -> list[tuple[int, ...]]:
 
 
 def _wanted_words(rows: int, columns: int, quantization: Quantization) -> dict[str, _Known]:
-    """The tensors of GPTQ, whose words lie along the columns, and of AWQ, whose words lie along the rows."""
+    """The tensors of GPTQ, whose words lie along the columns, and of AWQ, whose words lie along the
+    rows."""
     bits = quantization.bits
     groups = _groups(columns, quantization.group)
     qweight = (columns, _words(rows, bits))
@@ -232,7 +243,9 @@ def _wanted_fp8(rows: int, columns: int, quantization: Quantization) -> dict[str
     }
 
 
-def _wanted_compressed(rows: int, columns: int, dtype: str | None, quantization: Quantization) -> dict[str, _Known]:
+def _wanted_compressed(
+    rows: int, columns: int, dtype: str | None, quantization: Quantization
+) -> dict[str, _Known]:
     """The tensors of integers as compressed-tensors stores them: int8, or packed into words."""
     bits = quantization.bits
     groups = _groups(columns, quantization.group)
@@ -269,7 +282,9 @@ def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _R
     return wanted, decode
 
 
-def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: slice) -> GroupQuantized:
+def _decode_mxfp4(
+    stem: str, expert: int | None, first: int, read: Read, rows: slice
+) -> GroupQuantized:
     """Codes of 5 bits for twice the numbers, and half of the scale: both are exact."""
     taken: Any = slice(first + rows.start, first + rows.stop)
     if expert is not None:
@@ -287,7 +302,8 @@ def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: s
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [N, W] -> uint8 [N, count]: numbers of `bits` bits, the lowest bits first, dense across words."""
+    """int32 [N, W] -> uint8 [N, count]: numbers of `bits` bits, the lowest bits first, dense across
+    words."""
     if _WORD_BITS % bits == 0:
         shifts = torch.arange(0, _WORD_BITS, bits)
         mask = (1 << bits) - 1
@@ -301,7 +317,8 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpack_words`: numbers from 0, of any integer dtype, [N, K] -> int32 [N, W]."""
+    """The inverse of `unpack_words`: numbers from 0, of any integer dtype, [N, K] -> int32 [N,
+    W]."""
     rows, columns = codes.shape
     padded = functional.pad(codes, (0, -columns % _WORD_BITS))
     blocks = padded.view(rows, -1, _WORD_BITS).long()
@@ -315,7 +332,9 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     return filled[:, : _words(columns, bits)].to(torch.int32)
 
 
-def _decode_compressed(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized | Tensor:
+def _decode_compressed(
+    module: str, quantization: Quantization, read: Read, rows: slice
+) -> GroupQuantized | Tensor:
     """Packed codes are stored with half of their range added, and so are their zero points."""
     scales = read(f"{module}.weight_scale")
     zero_points = read(f"{module}.weight_zero_point")
@@ -347,7 +366,9 @@ def _taken(numbers: Any, rows: slice, count: int) -> Tensor:
     return found.reshape(1, 1).expand(count, 1)
 
 
-def _decode_gptq(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized:
+def _decode_gptq(
+    module: str, quantization: Quantization, read: Read, rows: slice
+) -> GroupQuantized:
     """Words lie along the columns of the matrix; zero points along its rows."""
     bits = quantization.bits
     words = read(f"{module}.qweight")[:, rows]
@@ -400,9 +421,11 @@ def _decode_fp8(module: str, quantization: Quantization, read: Read, rows: slice
     return values
 
 
-def _integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, groups: Any) -> GroupQuantized:
-    """Codes that are stored with half of their range added; `groups` names the group of each column, if they are not in
-    order."""
+def _integers(
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, groups: Any
+) -> GroupQuantized:
+    """Codes that are stored with half of their range added; `groups` names the group of each
+    column, if they are not in order."""
     order = None
     if groups is not None:
         of_columns = groups[:]
@@ -415,7 +438,9 @@ def _integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, gr
         zero = 0
     if zeros is not None:
         zeros = zeros.contiguous()
-    return GroupQuantized(codes.contiguous(), max(bits, 4), scales.contiguous(), zero=zero, zeros=zeros, order=order)
+    return GroupQuantized(
+        codes.contiguous(), max(bits, 4), scales.contiguous(), zero=zero, zeros=zeros, order=order
+    )
 
 
 _DECODERS: Mapping[str, Callable[[str, Quantization, Read, slice], GroupQuantized | Tensor]] = {

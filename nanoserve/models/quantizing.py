@@ -1,7 +1,9 @@
-"""Quantize a checkpoint layer by layer into one of compressed-tensors, as `nanoserve quantize` does.
+"""Quantize a checkpoint layer by layer into one of compressed-tensors, as `nanoserve quantize`
+does.
 
-Each layer is computed in float32 on the CPU, first as it was, then as it was written, so only one is in memory. Its
-tensors go into a file of their own. After an interruption, a run computes the layers that are there and continues.
+Each layer is computed in float32 on the CPU, first as it was, then as it was written, so only one
+is in memory. Its tensors go into a file of their own. After an interruption, a run computes the
+layers that are there and continues.
 """
 
 import hashlib
@@ -22,7 +24,14 @@ from nanoserve.config.quantization import CALIBRATING, Quantization
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.models.loading import INDEX_NAME, Checkpoint, Progress, fill_layers, load_model, open_checkpoint
+from nanoserve.models.loading import (
+    INDEX_NAME,
+    Checkpoint,
+    Progress,
+    fill_layers,
+    load_model,
+    open_checkpoint,
+)
 from nanoserve.models.packed import region_of
 from nanoserve.models.quantized_tensors import pack_words
 from nanoserve.models.shards import Shard
@@ -81,7 +90,9 @@ class Recipe:
         if self.method != "gptq":
             return rounding.rtn(weight, self.bits, self.group, scale_dtype=dtype)
         assert gram is not None
-        return rounding.gptq(weight, gram, self.bits, self.group, act_order=self.act_order, scale_dtype=dtype)
+        return rounding.gptq(
+            weight, gram, self.bits, self.group, act_order=self.act_order, scale_dtype=dtype
+        )
 
     def stored(self, module: str, matrix: GroupQuantized) -> dict[str, Tensor]:
         """The tensors of a module, by their names in the checkpoint."""
@@ -106,19 +117,24 @@ def quantize_checkpoint(
     held_out: Sequence[Tensor],
     progress: Progress,
 ) -> tuple[float, float] | None:
-    """Write the model directory `source` quantized to `output`, which is new, empty, or the unfinished output of the
-    same work. Texts are token ids, int64 [T] each. Returns the perplexities of the held-out texts before and after,
-    None if there are none. `progress` is called with the layers that are done.
+    """Write the model directory `source` quantized to `output`, which is new, empty, or the
+    unfinished output of the same work. Texts are token ids, int64 [T] each. Returns the
+    perplexities of the held-out texts before and after, None if there are none. `progress` is
+    called with the layers that are done.
 
-    Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and RuntimeFailure if
-    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to continue.
+    Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and
+    RuntimeFailure if it cannot be written; an error or Ctrl-C leaves whole layers behind, and says
+    how to continue.
     """
     config = ModelConfig.from_directory(source)
     with open_checkpoint(source, config) as checkpoint:
         _check(source, config, recipe, [part for part in checkpoint.parts if _is_quantized(part)])
         _begin(output, recipe, checkpoint, calibration)
         count = config.num_layers
-        files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
+        files = [
+            output / f"model-{place:05}-of-{count + 1:05}.safetensors"
+            for place in range(1, count + 2)
+        ]
         section = recipe.section(_ignored(checkpoint, config))
         quantized = replace(config, quantization=Quantization.from_hf(section, str(output)))
         before = list(held_out)
@@ -131,7 +147,11 @@ def quantize_checkpoint(
                 progress(index, count)
                 shard = Shard(range(index, index + 1), index, count)
                 decoder, _ = load_model(source, "float32", shard=shard)
-                parts = [part for part in shard_parts(checkpoint.parts, config, shard) if "layers." in part.parameter]
+                parts = [
+                    part
+                    for part in shard_parts(checkpoint.parts, config, shard)
+                    if "layers." in part.parameter
+                ]
                 before = rounding.run_texts(decoder, before)
                 if not path.exists():
                     _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
@@ -141,7 +161,9 @@ def quantize_checkpoint(
             _finish(source, output, files, section)
     if not held_out:
         return None
-    return rounding.perplexity(decoder, before, held_out), rounding.perplexity(decoder, after, held_out)
+    return rounding.perplexity(decoder, before, held_out), rounding.perplexity(
+        decoder, after, held_out
+    )
 
 
 def _ignored(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
@@ -161,20 +183,31 @@ def _tensors_beside_layers(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return tensors
 
 
-def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence[TensorPart]) -> None:
+def _check(
+    source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence[TensorPart]
+) -> None:
     if config.tensor_names == "gguf":
-        raise UsageError("a GGUF file cannot be quantized again; give the Hugging Face directory of the model")
+        raise UsageError(
+            "a GGUF file cannot be quantized again; give the Hugging Face directory of the model"
+        )
     if config.quantization is not None:
-        raise UsageError(f"{source} is quantized already ({config.quantization.method}); give the model in 16 bits")
+        raise UsageError(
+            f"{source} is quantized already ({config.quantization.method}); give the model in 16 "
+            "bits"
+        )
     if config.moe is not None and config.moe.style == "gpt_oss":
-        raise UsageError(f"the experts of {config.family} are not quantized here; take its checkpoint in MXFP4")
+        raise UsageError(
+            f"the experts of {config.family} are not quantized here; take its checkpoint in MXFP4"
+        )
     if config.moe is not None and recipe.method in CALIBRATING:
         raise UsageError(
-            f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
+            f"--method {recipe.method} does not quantize the experts of {config.family}; choose "
+            "rtn or llm-int8"
         )
     if recipe.method == "awq" and config.norms.places not in ("before", "around"):
         raise UsageError(
-            f"--method awq needs norms before both parts of a layer, which {config.family} has not; choose gptq"
+            f"--method awq needs norms before both parts of a layer, which {config.family} has "
+            "not; choose gptq"
         )
     divisor = recipe.group
     if recipe.group == -1:
@@ -203,7 +236,9 @@ def _is_quantized(part: TensorPart) -> bool:
     return "layers." in part.parameter
 
 
-def _begin(output: Path, recipe: Recipe, checkpoint: Checkpoint, calibration: Sequence[Tensor]) -> None:
+def _begin(
+    output: Path, recipe: Recipe, checkpoint: Checkpoint, calibration: Sequence[Tensor]
+) -> None:
     """Make the output directory, or check that it holds the beginning of the same work."""
     model = []
     for path in sorted({found.path for found in checkpoint.stored.values()}):
@@ -222,7 +257,10 @@ def _begin(output: Path, recipe: Recipe, checkpoint: Checkpoint, calibration: Se
     differing = [name for name in state if begun.get(name) != state[name]]
     if begun and differing:
         names = ", ".join(differing)
-        raise UsageError(f"{output} was begun with another {names}; give the same to go on, or choose another --output")
+        raise UsageError(
+            f"{output} was begun with another {names}; give the same to go on, or choose another "
+            "--output"
+        )
     for draft in output.glob(".*.safetensors.*"):  # of a process that was killed
         draft.unlink(missing_ok=True)
     (output / INDEX_NAME).unlink(missing_ok=True)
@@ -235,20 +273,29 @@ def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, RuntimeFailure) as error:
         done = sum(path.exists() for path in files[1:])
-        told = f"{done} of {len(files) - 1} layers are in {output}; the same command continues after them"
+        told = (
+            f"{done} of {len(files) - 1} layers are in {output}; the same command continues after "
+            "them"
+        )
         if str(error):
             told = f"{error}; {told}"
         raise type(error)(told) from error
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    content = save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}
+    )
     with deferred_interrupts():
         replace_file(path, content)
 
 
 def _quantized_layer(
-    decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, inputs: Sequence[Tensor]
+    decoder: Decoder,
+    parts: Sequence[TensorPart],
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    inputs: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     """The tensors that are stored for the only layer of the decoder."""
     layer = cast(DecoderLayer, decoder.layers[0])
@@ -286,7 +333,11 @@ def _quantized_layer(
 def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[str, Any]) -> None:
     """Write all but the weights; config.json is the last."""
     for path in sorted(source.iterdir()):
-        if path.suffix in _COPIED and path.name not in ("config.json", INDEX_NAME) and path.is_file():
+        if (
+            path.suffix in _COPIED
+            and path.name not in ("config.json", INDEX_NAME)
+            and path.is_file()
+        ):
             copy = output / path.name
             with unwritable_as_failure(copy):
                 replace_file(copy, path.read_bytes())

@@ -1,14 +1,16 @@
-"""The weights of a worker that computes under several parallel layouts, one at a time: dynamic model re-sharding
-(Seesaw, section 4.1).
+"""The weights of a worker that computes under several parallel layouts, one at a time: dynamic
+model re-sharding (Seesaw, section 4.1).
 
-The checkpoint stays mapped into memory, and the page cache holds it once for all workers of a machine. A worker has one
-storage for its weights, as large as the largest of its shards. The parameters of every layout's decoder are views of
-it. A transition copies the slices of the other layout into it. Nothing is allocated and no parameter moves, so that
-compiled code and captured graphs stay valid.
+The checkpoint stays mapped into memory, and the page cache holds it once for all workers of a
+machine. A worker has one storage for its weights, as large as the largest of its shards. The
+parameters of every layout's decoder are views of it. A transition copies the slices of the other
+layout into it. Nothing is allocated and no parameter moves, so that compiled code and captured
+graphs stay valid.
 
-A mapped file may be deleted or replaced by another of the same name. It must not be truncated in place: reading a
-mapping beyond the end of its file kills the process. Pages that a worker has read count as shared in its resident size.
-With strict overcommit (vm.overcommit_memory 2), the kernel charges every worker for the whole checkpoint.
+A mapped file may be deleted or replaced by another of the same name. It must not be truncated in
+place: reading a mapping beyond the end of its file kills the process. Pages that a worker has read
+count as shared in its resident size. With strict overcommit (vm.overcommit_memory 2), the kernel
+charges every worker for the whole checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +22,30 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
-from nanoserve.models.loading import Checkpoint, Progress, check_finite, empty_decoder, open_checkpoint
+from nanoserve.models.loading import (
+    Checkpoint,
+    Progress,
+    check_finite,
+    empty_decoder,
+    open_checkpoint,
+)
 from nanoserve.models.packed import region_of
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import shard_parts, unfilled_regions
 
 _ALIGNMENT = 256
-"""Alignment of parameters in bytes, as in CUDA's own allocations; also a multiple of cache lines."""
+"""Alignment of parameters in bytes, as in CUDA's own allocations; also a multiple of cache
+lines."""
 
 _PIECE_NUMBERS = 4 << 20
-"""Most numbers to copy at once, unless a row is longer. It bounds page-locked buffers and steps of progress."""
+"""Most numbers to copy at once, unless a row is longer. It bounds page-locked buffers and steps of
+progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A piece of a tensor: how it is read from a mapped file, and the view of a parameter that it fills."""
+    """A piece of a tensor: how it is read from a mapped file, and the view of a parameter that it
+    fills."""
 
     read: Callable[[], Tensor]
     region: Tensor
@@ -67,15 +78,22 @@ class ReshardableWeights:
     ) -> None:
         """Map the checkpoint, and put the first layout in place.
 
-        `config` is the whole model's; `shards` and `groups` are this worker's for each layout, as in `Decoder`;
-        `progress` is called with the bytes of the first layout that are in place, and their total. Raises ModelError,
-        one line naming the file (and the tensor). Other workers check the values of the other layouts.
+        `config` is the whole model's; `shards` and `groups` are this worker's for each layout, as
+        in `Decoder`; `progress` is called with the bytes of the first layout that are in place, and
+        their total. Raises ModelError, one line naming the file (and the tensor). Other workers
+        check the values of the other layouts.
         """
         decoders = []
         for shard, group in zip(shards, groups, strict=True):
-            # A decoder that was never written takes no memory on a CPU; below, its parameters become views.
-            decoders.append(empty_decoder(config, dtype, torch.device("cpu"), shard=shard, group=group, zeroed=False))
-        # One decoder per layout, ready for inference while its layout is in place. They share their memory.
+            # A decoder that was never written takes no memory on a CPU; below, its parameters
+            # become views.
+            decoders.append(
+                empty_decoder(
+                    config, dtype, torch.device("cpu"), shard=shard, group=group, zeroed=False
+                )
+            )
+        # One decoder per layout, ready for inference while its layout is in place. They share their
+        # memory.
         self.decoders = tuple(decoders)
         with open_checkpoint(directory, config) as opened:
             checkpoint = opened.rounded(config)
@@ -92,9 +110,9 @@ class ReshardableWeights:
         self._fill(self._fillings[0], progress, checked=True)
 
     def fill(self, layout: int, progress: Progress | None = None) -> int:
-        """Put the slices of a layout in place, and zeros elsewhere in its parameters; on return, the device has them.
-        Returns the bytes moved, in the format of the parameters and without zeros. `progress` is called with the bytes
-        that were moved and their total."""
+        """Put the slices of a layout in place, and zeros elsewhere in its parameters; on return,
+        the device has them. Returns the bytes moved, in the format of the parameters and without
+        zeros. `progress` is called with the bytes that were moved and their total."""
         filling = self._fillings[layout]
         self._fill(filling, progress, checked=False)
         return filling.num_bytes
@@ -116,7 +134,8 @@ class ReshardableWeights:
 class _Copies:
     """Copies from a mapped file to the device, into the parameters' number format.
 
-    They reach a GPU through two page-locked buffers: one is sent while the processor fills the other.
+    They reach a GPU through two page-locked buffers: one is sent while the processor fills the
+    other.
     """
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
@@ -124,12 +143,15 @@ class _Copies:
         self._device = device
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            self._buffers = [torch.empty(most_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._buffers = [
+                torch.empty(most_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
             self._emptied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
             self._turn, self._used = 0, 0
 
     def copy(self, source: Tensor, region: Tensor) -> Tensor:
-        """Start to copy; returns the converted numbers in host memory, valid until the next call."""
+        """Start to copy; returns the converted numbers in host memory, valid until the next
+        call."""
         if not self._on_gpu:
             return region.copy_(source)
         if self._used + region.nbytes > len(self._buffers[self._turn]):
@@ -151,7 +173,8 @@ class _Copies:
 
 
 def _weights(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """The parameters that share a storage. Orders of columns, which are small, stay where they are."""
+    """The parameters that share a storage. Orders of columns, which are small, stay where they
+    are."""
     return {name: found for name, found in decoder.named_parameters() if found.dtype != torch.int64}
 
 
@@ -171,7 +194,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _lay_out(decoder: Decoder, storage: Tensor) -> None:
-    """Make the parameters views of the storage, one after another. A tied matrix is one parameter and stays one."""
+    """Make the parameters views of the storage, one after another. A tied matrix is one parameter
+    and stays one."""
     offsets, _ = _offsets(decoder)
     for parameter, offset in zip(_weights(decoder).values(), offsets, strict=True):
         place = storage[offset : offset + parameter.nbytes]

@@ -1,8 +1,9 @@
 """Algorithms that quantize weights: round to nearest, GPTQ, AWQ, and the products of LLM.int8().
 
-Weights are [N, K] as in `torch.nn.Linear`. They become integers of 3, 4 or 8 bits, symmetric around zero, with a scale
-for each group of columns: those of compressed-tensors. Groups of -1 are whole rows; a matrix that is given as one row
-gets one scale. GPTQ and AWQ need statistics of what enters a layer, which a run over a text gathers.
+Weights are [N, K] as in `torch.nn.Linear`. They become integers of 3, 4 or 8 bits, symmetric around
+zero, with a scale for each group of columns: those of compressed-tensors. Groups of -1 are whole
+rows; a matrix that is given as one row gets one scale. GPTQ and AWQ need statistics of what enters
+a layer, which a run over a text gathers.
 """
 
 import math
@@ -26,7 +27,9 @@ _AWQ_EXPONENTS = [place / 20 for place in range(20)]
 """The grid that AWQ searches (section 3.2)."""
 
 
-def rtn(weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype = torch.float32) -> GroupQuantized:
+def rtn(
+    weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype = torch.float32
+) -> GroupQuantized:
     """Round each number to the nearest code."""
     rows, span = weight.shape
     if group != -1:
@@ -46,16 +49,18 @@ def gptq(
     act_order: bool = False,
     scale_dtype: torch.dtype = torch.float32,
 ) -> GroupQuantized:
-    """GPTQ (arXiv 2210.17323, algorithm 1): round column by column, and after each change the columns that are left so
-    that the layer's output changes least. `gram` is the inputs' ``X^T X``, [K, K]. With `act_order`, columns of large
-    inputs go first; scales are then those of the weight as it was, so that groups stay groups of neighbours (what
-    compressed-tensors calls actorder "weight")."""
+    """GPTQ (arXiv 2210.17323, algorithm 1): round column by column, and after each change the
+    columns that are left so that the layer's output changes least. `gram` is the inputs' ``X^T X``,
+    [K, K]. With `act_order`, columns of large inputs go first; scales are then those of the weight
+    as it was, so that groups stay groups of neighbours (what compressed-tensors calls actorder
+    "weight")."""
     rows, columns = weight.shape
     span = columns
     if group != -1:
         span = group
     block = _GPTQ_BLOCK
-    follows_groups = group != -1 and not act_order  # scales are chosen when the columns before have been rounded
+    # scales are chosen when the columns before have been rounded
+    follows_groups = group != -1 and not act_order
     if follows_groups:
         block = group
     order = torch.arange(columns)
@@ -82,7 +87,8 @@ def gptq(
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32. The factor 2 of the Hessian cancels out."""
+    """The upper Cholesky factor of the damped Hessian's inverse, float32. The factor 2 of the
+    Hessian cancels out."""
     damped = gram.double()
     diagonal = damped.diagonal()
     diagonal.add_(_DAMPING * diagonal.mean())
@@ -93,10 +99,13 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     return factor.float()
 
 
-def awq_scales(weight: Tensor, gram: Tensor, magnitudes: Tensor, bits: int, group: int = -1) -> Tensor:
-    """AWQ (arXiv 2306.00978, equation 4): numbers [K] by which the columns of the weight are to be multiplied, and the
-    input divided, so that the output changes least when the weight is rounded. `magnitudes` [K] are the mean absolute
-    inputs, `gram` is their ``X^T X``, [K, K]; matrices with the same input are given as one."""
+def awq_scales(
+    weight: Tensor, gram: Tensor, magnitudes: Tensor, bits: int, group: int = -1
+) -> Tensor:
+    """AWQ (arXiv 2306.00978, equation 4): numbers [K] by which the columns of the weight are to be
+    multiplied, and the input divided, so that the output changes least when the weight is rounded.
+    `magnitudes` [K] are the mean absolute inputs, `gram` is their ``X^T X``, [K, K]; matrices with
+    the same input are given as one."""
     weight = weight.float()
     best = torch.ones_like(magnitudes)
     least = float("inf")
@@ -113,8 +122,9 @@ def awq_scales(weight: Tensor, gram: Tensor, magnitudes: Tensor, bits: int, grou
 
 
 def llm_int8(input: Tensor, weight: Tensor, *, threshold: float = 6.0) -> Tensor:
-    """LLM.int8() (arXiv 2208.07339, section 3.2): input [T, K] times weight [N, K] transposed. Columns with an input of
-    at least the threshold are multiplied as they are, the others in 8 bits with a scale for each row of both."""
+    """LLM.int8() (arXiv 2208.07339, section 3.2): input [T, K] times weight [N, K] transposed.
+    Columns with an input of at least the threshold are multiplied as they are, the others in 8 bits
+    with a scale for each row of both."""
     is_outlier = input.abs().amax(0) >= threshold
     exact = functional.linear(input[:, is_outlier], weight[:, is_outlier])
     rounded_input = rtn(input[:, ~is_outlier], 8).dequantize()
@@ -133,8 +143,8 @@ def run_texts(decoder: Decoder, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
-    """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
-    come from the last stage."""
+    """exp of the mean negative log probability of all tokens but the first of each text, from the
+    hidden states that come from the last stage."""
     losses = []
     for states, text in zip(hidden, texts, strict=True):
         logits = decoder.compute_logits(states[:-1])
@@ -160,7 +170,8 @@ class InputStatistics:
 
 @contextmanager
 def input_statistics(layer: DecoderLayer) -> Iterator[dict[str, InputStatistics]]:
-    """Statistics of the inputs of the layer's matrices, by their names in it, of all runs within the block."""
+    """Statistics of the inputs of the layer's matrices, by their names in it, of all runs within
+    the block."""
     found: dict[str, InputStatistics] = {}
 
     def gather(statistics: InputStatistics, _: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -175,10 +186,12 @@ def input_statistics(layer: DecoderLayer) -> Iterator[dict[str, InputStatistics]
         yield found
 
 
-def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics], bits: int, group: int = -1) -> None:
-    """Multiply the columns of a dense layer's matrices by their `awq_scales`, and divide the norm or the matrix before
-    them, so that the layer computes what it did. Values are shared by the query heads of a group, and so are the scales
-    behind them."""
+def fold_awq_scales(
+    layer: DecoderLayer, statistics: dict[str, InputStatistics], bits: int, group: int = -1
+) -> None:
+    """Multiply the columns of a dense layer's matrices by their `awq_scales`, and divide the norm
+    or the matrix before them, so that the layer computes what it did. Values are shared by the
+    query heads of a group, and so are the scales behind them."""
     config = layer.config
     feed_forward = cast(FeedForward, layer.feed_forward)
 
@@ -187,7 +200,9 @@ def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics],
         linear.weight.mul_(scales)
         return scales
 
-    down_scales = scale(feed_forward.down, "feed_forward.down", statistics["feed_forward.down"].magnitudes)
+    down_scales = scale(
+        feed_forward.down, "feed_forward.down", statistics["feed_forward.down"].magnitudes
+    )
     _divide_rows(feed_forward.gate_up, config.intermediate_size, down_scales)
     by_head = statistics["output"].magnitudes.view(config.num_kv_heads, -1, config.head_dim)
     shared = by_head.mean(1, keepdim=True).expand_as(by_head)
@@ -213,8 +228,8 @@ def _divide_rows(linear: nn.Linear, first: int, divisors: Tensor) -> None:
 
 
 def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Scales of numbers [..., n] over the last dimension, as compressed-tensors has them: half of the range of codes is
-    the largest absolute number."""
+    """Scales of numbers [..., n] over the last dimension, as compressed-tensors has them: half of
+    the range of codes is the largest absolute number."""
     half_range = (2**bits - 1) / 2
     largest = groups.abs().amax(-1)
     scales = (largest / half_range).to(dtype)

@@ -1,15 +1,18 @@
-"""A model divided over devices: pipeline stages of whole layers, each stage over the ranks of a tensor-parallel group.
+"""A model divided over devices: pipeline stages of whole layers, each stage over the ranks of a
+tensor-parallel group.
 
-Within a stage, as in Megatron-LM (arXiv 1909.08053, section 3), the matrices that fan out (query, key and value; gate
-and up) are divided by rows of the weight, and those that fan in (output, down) by columns. So a layer needs two
-all-reduces and nothing else. Key-value heads are divided while there are enough, and replicated otherwise. The
-vocabulary's rows are divided too. Norms and routers are replicated.
+Within a stage, as in Megatron-LM (arXiv 1909.08053, section 3), the matrices that fan out (query,
+key and value; gate and up) are divided by rows of the weight, and those that fan in (output, down)
+by columns. So a layer needs two all-reduces and nothing else. Key-value heads are divided while
+there are enough, and replicated otherwise. The vocabulary's rows are divided too. Norms and routers
+are replicated.
 
-A mixture of experts is divided inside each expert, like a dense layer. Every rank then has the same work whichever
-experts the tokens choose, and one all-reduce serves both kinds of layers.
+A mixture of experts is divided inside each expert, like a dense layer. Every rank then has the same
+work whichever experts the tokens choose, and one all-reduce serves both kinds of layers.
 
-Inner sizes and the vocabulary are padded with zeros where they do not divide evenly. Where weights are packed, a rank
-gets whole groups of an inner size, so that the integers and scales are those of one rank. No torch here.
+Inner sizes and the vocabulary are padded with zeros where they do not divide evenly. Where weights
+are packed, a rank gets whole groups of an inner size, so that the integers and scales are those of
+one rank. No torch here.
 """
 
 from collections.abc import Sequence
@@ -68,8 +71,8 @@ class Shard:
         return self.is_last and self.rank == 0
 
     def share(self, size: int, part: int | None = None) -> range:
-        """This rank's range of `size` rows or columns: equal parts, of `part` each if that is given, except that the
-        last may be shorter."""
+        """This rank's range of `size` rows or columns: equal parts, of `part` each if that is
+        given, except that the last may be shorter."""
         if part is None:
             part = divided(size, self.degree)
         first = min(self.rank * part, size)
@@ -77,7 +80,8 @@ class Shard:
         return range(first, after)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """The key-value heads that this rank's query heads use. With more ranks than heads, ranks share heads."""
+        """The key-value heads that this rank's query heads use. With more ranks than heads, ranks
+        share heads."""
         first = self.rank * num_kv_heads // self.degree
         count = max(1, num_kv_heads // self.degree)
         return range(first, first + count)
@@ -89,8 +93,8 @@ def whole_model(config: ModelConfig) -> Shard:
 
 
 def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[Shard], ...]:
-    """The shards of each of the engine's layouts, by layout and rank. Raises UsageError if the model cannot be divided
-    like this; the line names the option that asked for it."""
+    """The shards of each of the engine's layouts, by layout and rank. Raises UsageError if the
+    model cannot be divided like this; the line names the option that asked for it."""
     options: tuple[str | None, ...] = PAIR_OPTIONS
     if engine.decode_layout is None:
         options = (None,)
@@ -118,9 +122,10 @@ def make_shards(
     pipeline_split: tuple[int, ...] | None = None,
     asked: str | None = None,
 ) -> list[Shard]:
-    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. `pipeline_split` names the
-    layers of each stage; None divides by cost. Raises UsageError if the model cannot be divided like this; the line
-    names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
+    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group.
+    `pipeline_split` names the layers of each stage; None divides by cost. Raises UsageError if the
+    model cannot be divided like this; the line names `asked`, the option and value that ask for
+    this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, _divide_layers, asked=asked)
     _check_degree(config, tensor_parallel, asked)
     _check_stages(config, stages, asked or f"--pp {pipeline_parallel}")
@@ -134,21 +139,28 @@ def make_shards(
 def _check_stages(config: ModelConfig, stages: Sequence[range], told: str) -> None:
     """Raise UsageError if stages part layers that need each other."""
     if config.embedding.per_layer_size and len(stages) > 1:
-        raise UsageError(f"{told}: all layers of this {config.family} read the tokens, so they are one stage")
+        raise UsageError(
+            f"{told}: all layers of this {config.family} read the tokens, so they are one stage"
+        )
     for layers in stages:
         sources = config.layers.kv_sources[layers.start : layers.stop]
         if not all(source in layers for source in sources):
-            raise UsageError(f"{told}: layers that share keys and values must be in one stage; choose --pp-split")
+            raise UsageError(
+                f"{told}: layers that share keys and values must be in one stage; choose --pp-split"
+            )
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the whole vocabulary."""
+    """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the
+    whole vocabulary."""
     layers, degree = shard.layers, shard.degree
     moe = config.moe
     if moe is not None:
         moe = replace(
             moe,
-            sparse_layers=frozenset(layer - layers.start for layer in moe.sparse_layers if layer in layers),
+            sparse_layers=frozenset(
+                layer - layers.start for layer in moe.sparse_layers if layer in layers
+            ),
             intermediate_size=config.inner_part(moe.intermediate_size, degree),
             shared_size=config.inner_part(moe.shared_size, degree),
         )
@@ -177,7 +189,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
     if degree == 1 and part.num_layers == config.num_layers:
         return part
-    return replace(part, groups=config.cache_groups.of_layers(layers, config.layer_kv_numbers(degree)))
+    return replace(
+        part, groups=config.cache_groups.of_layers(layers, config.layer_kv_numbers(degree))
+    )
 
 
 def divided(size: int, degree: int) -> int:

@@ -1,8 +1,9 @@
-"""The map from tensors of a Hugging Face checkpoint to rows of parameters, used to load and to save.
+"""The map from tensors of a Hugging Face checkpoint to rows of parameters, used to load and to
+save.
 
-The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a layer in two. A
-checkpoint holds them apart or, for some families, together. A `TensorPart` is one tensor of the checkpoint, or the part
-of it that one shard of the model needs.
+The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a
+layer in two. A checkpoint holds them apart or, for some families, together. A `TensorPart` is one
+tensor of the checkpoint, or the part of it that one shard of the model needs.
 """
 
 import math
@@ -26,8 +27,8 @@ _FEED_FORWARD = frozenset({"gate_up", "down", "gate_up_bias", "down_bias"})
 _CACHE_SCALES = re.compile(
     r"\.self_attn\.(?:(?:[qkv]|qkv)_proj\.|attn\.)?(?:[qkv]|kv|prob|prob_output|output)_(?:scale|zero_point|global_scale)$"
 )
-"""Scales of attention in 8 bits or fewer, as AutoFP8, compressed-tensors and ModelOpt call them. The cache has 16 or 32
-bits, so they scale nothing."""
+"""Scales of attention in 8 bits or fewer, as AutoFP8, compressed-tensors and ModelOpt call them.
+The cache has 16 or 32 bits, so they scale nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class TensorPart:
 
 
 def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
-    """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and not listed."""
+    """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and
+    not listed."""
     names = checkpoint_names(config)
     embedding, head = tied_parts(config)
     hidden = config.hidden_size
@@ -124,15 +126,21 @@ def tied_parts(config: ModelConfig) -> tuple[TensorPart, TensorPart]:
     return embedding, head
 
 
-def shard_parts(parts: Iterable[TensorPart], config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
-    """The parts of the whole model's `parts` that a shard needs, with the shard's own parameters."""
+def shard_parts(
+    parts: Iterable[TensorPart], config: ModelConfig, shard: Shard
+) -> Iterator[TensorPart]:
+    """The parts of the whole model's `parts` that a shard needs, with the shard's own
+    parameters."""
     for part in parts:
         for parameter in _parameters_in(shard, part.parameter, config):
             yield from _cut(replace(part, parameter=parameter), config, shard)
 
 
-def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Views of the regions that a shard's `parts` do not fill: padding, and biases that another rank adds."""
+def unfilled_regions(
+    parts: Iterable[TensorPart], parameters: Mapping[str, Tensor]
+) -> Iterator[Tensor]:
+    """Views of the regions that a shard's `parts` do not fill: padding, and biases that another
+    rank adds."""
     filled: dict[tuple[str, int | None], list[TensorPart]] = defaultdict(list)
     for part in parts:
         filled[part.parameter, part.expert].append(part)
@@ -147,8 +155,9 @@ def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tenso
 
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in 8 bits, a copy of a
-    tied matrix, a layer for drafts, keys and values of a layer that shares others, or a part that reads images."""
+    """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in
+    8 bits, a copy of a tied matrix, a layer for drafts, keys and values of a layer that shares
+    others, or a part that reads images."""
     names = checkpoint_names(config)
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
@@ -180,8 +189,12 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         yield TensorPart(prefix + layer.scale, target + "scale", (1,))
     if config.embedding.per_layer_size:
         size = config.embedding.per_layer_size
-        yield TensorPart(f"{prefix}{layer.input_gate}.weight", target + "input_gate.weight", (size, hidden))
-        yield TensorPart(f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size))
+        yield TensorPart(
+            f"{prefix}{layer.input_gate}.weight", target + "input_gate.weight", (size, hidden)
+        )
+        yield TensorPart(
+            f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size)
+        )
     if config.attention.mla is not None:
         yield from _latent_parts(config, config.attention.mla, layer, prefix, target)
     else:
@@ -189,18 +202,30 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
         yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.attention.qkv_bias)
     output_name = prefix + layer.output
-    yield from _rows([output_name], target + "output", (hidden,), config.output_size, bias=config.attention.output_bias)
+    yield from _rows(
+        [output_name],
+        target + "output",
+        (hidden,),
+        config.output_size,
+        bias=config.attention.output_bias,
+    )
     target += "feed_forward."
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target, hidden)
         return
     inner = config.intermediate_size
     gate_up_names = [prefix + name for name in layer.gate_up]
-    yield from _rows(gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.feed_forward.bias)
-    yield from _rows([prefix + layer.down], target + "down", (hidden,), inner, bias=config.feed_forward.bias)
+    yield from _rows(
+        gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.feed_forward.bias
+    )
+    yield from _rows(
+        [prefix + layer.down], target + "down", (hidden,), inner, bias=config.feed_forward.bias
+    )
 
 
-def _norm_parts(config: ModelConfig, layer: LayerNames, prefix: str, target: str) -> Iterator[TensorPart]:
+def _norm_parts(
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str
+) -> Iterator[TensorPart]:
     """The weights of a layer's norms."""
     hidden = config.hidden_size
     norms: dict[str, tuple[str, int]] = {}
@@ -242,19 +267,32 @@ def _latent_parts(
         yield TensorPart(f"{prefix}{name}.weight", f"{target}latent.{parameter}.weight", shape)
     query_name, latent_name = layer.qkv
     hidden = config.hidden_size
-    # Queries that are made of the hidden state itself have no bias, whatever attention_bias says; theirs stays zero.
+    # Queries that are made of the hidden state itself have no bias, whatever attention_bias says;
+    # theirs stays zero.
     query_bias = config.attention.qkv_bias and mla.q_lora_rank > 0
     target += "qkv"
     yield from _rows([prefix + query_name], target, (first_rows,), hidden, bias=query_bias)
     yield from _rows(
-        [prefix + latent_name], target, (config.head_dim,), hidden, bias=config.attention.qkv_bias, first_row=first_rows
+        [prefix + latent_name],
+        target,
+        (config.head_dim,),
+        hidden,
+        bias=config.attention.qkv_bias,
+        first_row=first_rows,
     )
 
 
 def _rows(
-    names: Sequence[str], parameter: str, sizes: tuple[int, ...], columns: int, *, bias: bool, first_row: int = 0
+    names: Sequence[str],
+    parameter: str,
+    sizes: tuple[int, ...],
+    columns: int,
+    *,
+    bias: bool,
+    first_row: int = 0,
 ) -> Iterator[TensorPart]:
-    """The parts of a matrix of row blocks; one name for several blocks means that they are stored fused."""
+    """The parts of a matrix of row blocks; one name for several blocks means that they are stored
+    fused."""
     if len(names) < len(sizes):
         sizes = (sum(sizes),)
     for name, rows in zip(names, sizes, strict=True):
@@ -264,7 +302,9 @@ def _rows(
         first_row += rows
 
 
-def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int) -> Iterator[TensorPart]:
+def _expert_parts(
+    moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int
+) -> Iterator[TensorPart]:
     count = moe.num_experts
     inner = moe.intermediate_size
     router = prefix + layer.router
@@ -280,7 +320,9 @@ def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, h
     if shared:
         names = [prefix + name for name in layer.shared_gate_up]
         yield from _rows(names, target + "shared.gate_up", (shared, shared), hidden, bias=False)
-        yield from _rows([prefix + layer.shared_down], target + "shared.down", (hidden,), shared, bias=False)
+        yield from _rows(
+            [prefix + layer.shared_down], target + "shared.down", (hidden,), shared, bias=False
+        )
     rows = inner
     if len(layer.expert_gate_up) == 1:  # gate and up are stored fused
         rows = 2 * inner
@@ -297,7 +339,8 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
     if parameter == "embedding.weight":
         if shard.is_first:
             return [parameter]
-        if config.tie_word_embeddings and shard.is_last:  # the head of a last stage has a copy of its own
+        # the head of a last stage has a copy of its own
+        if config.tie_word_embeddings and shard.is_last:
             return ["lm_head.weight"]
         return []
     if parameter.startswith("layers."):
@@ -312,7 +355,8 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
 
 
 def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
-    """Regions of a matrix or vector that the parts, in the order of rows, leave: rows between, columns beside them."""
+    """Regions of a matrix or vector that the parts, in the order of rows, leave: rows between,
+    columns beside them."""
     done = 0
     for part in parts:
         if done < part.first_row:
@@ -356,7 +400,8 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
 
 
 def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
-    """The kept rows of each block that this part fills; only a fused tensor fills several blocks."""
+    """The kept rows of each block that this part fills; only a fused tensor fills several
+    blocks."""
     part_end = part.first_row + part.shape[0]
     whole, own = 0, 0
     for block in blocks:
@@ -421,7 +466,9 @@ def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_
     return ()
 
 
-def _feed_forward_blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
+def _feed_forward_blocks(
+    matrix: str, part: TensorPart, config: ModelConfig, shard: Shard
+) -> tuple[_Block, ...]:
     """The inner size of a feed-forward part, of shared experts, or of each expert is divided."""
     size = config.intermediate_size
     of_expert = part.expert is not None or matrix.endswith("_bias")
@@ -443,7 +490,9 @@ def _feed_forward_blocks(matrix: str, part: TensorPart, config: ModelConfig, sha
     return inner, inner
 
 
-def _latent_blocks(matrix: str, config: ModelConfig, mla: MlaConfig, shard: Shard) -> tuple[_Block, ...]:
+def _latent_blocks(
+    matrix: str, config: ModelConfig, mla: MlaConfig, shard: Shard
+) -> tuple[_Block, ...]:
     """Heads are divided; latents, which all heads share, are whole on every rank."""
     if matrix == "latent_up":
         return (_evenly(mla.expanded_size(config.num_heads), shard),)

@@ -1,4 +1,5 @@
-"""ChromeTraceFile: bars and counters over time as a file for ui.perfetto.dev or chrome://tracing."""
+"""ChromeTraceFile: bars and counters over time as a file for ui.perfetto.dev or
+chrome://tracing."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +19,9 @@ class Track(NamedTuple):
 
 
 class ChromeTraceFile:
-    """A context that writes events to a JSON array in the trace event format. The array may end anywhere: what is in
-    the file after a ``flush`` can be looked at, even if nothing follows it. Every method raises RuntimeFailure if the
-    file cannot be written."""
+    """A context that writes events to a JSON array in the trace event format. The array may end
+    anywhere: what is in the file after a ``flush`` can be looked at, even if nothing follows it.
+    Every method raises RuntimeFailure if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,17 +38,34 @@ class ChromeTraceFile:
         self.close()
 
     def bar(
-        self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
+        self,
+        track: Track,
+        name: str,
+        start: float,
+        end: float,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
-        """Something that lasts from `start` to `end`, in seconds; bars of a track lie within each other or apart."""
+        """Something that lasts from `start` to `end`, in seconds; bars of a track lie within each
+        other or apart."""
         begin, duration = round(start * _MICROSECONDS, 1), round((end - start) * _MICROSECONDS, 1)
         place = {"pid": self._group(track.group), "tid": self._track(track)}
-        self._write({"name": name, "ph": "X", "ts": begin, "dur": duration, **place, "args": arguments or {}})
+        self._write(
+            {
+                "name": name,
+                "ph": "X",
+                "ts": begin,
+                "dur": duration,
+                **place,
+                "args": arguments or {},
+            }
+        )
 
     def counter(self, group: str, name: str, time: float, values: Mapping[str, float]) -> None:
         """Values that hold from this moment on, in seconds; they are drawn on top of each other."""
         moment = round(time * _MICROSECONDS, 1)
-        self._write({"name": name, "ph": "C", "ts": moment, "pid": self._group(group), "args": values})
+        self._write(
+            {"name": name, "ph": "C", "ts": moment, "pid": self._group(group), "args": values}
+        )
 
     def flush(self) -> None:
         with unwritable_as_failure(self._path):
@@ -65,7 +83,14 @@ class ChromeTraceFile:
         if name not in self._groups:
             self._groups[name] = number = len(self._groups)
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}})
-            self._write({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
+            self._write(
+                {
+                    "name": "process_sort_index",
+                    "ph": "M",
+                    "pid": number,
+                    "args": {"sort_index": number},
+                }
+            )
         return self._groups[name]
 
     def _track(self, track: Track) -> int:

@@ -34,12 +34,15 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     transitions: int = 0
     losses: int = 0
     host_losses: int = 0
-    """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
-    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)  # stays at zeros without speculation
+    """How often workers died and were restarted, and attention on the CPU was lost and its
+    sequences recomputed."""
+    # stays at zeros without speculation
+    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
 
     @classmethod
     def of(cls, scheduler: Scheduler, losses: int) -> Self:
-        """Return the status of one engine, from its scheduler and the number of times that its workers died."""
+        """Return the status of one engine, from its scheduler and the number of times that its
+        workers died."""
         status = cls(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -69,7 +72,8 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
         if attached.cpu_attention is not None:
             status = replace(status, host_losses=attached.cpu_attention.losses)
         if attached.drafts is not None:
-            counts = attached.drafts.proposer.counts + DraftCounts()  # a copy: the proposer goes on counting
+            # a copy: the proposer goes on counting
+            counts = attached.drafts.proposer.counts + DraftCounts()
             status = replace(status, drafts=counts)
         return status
 

@@ -1,7 +1,8 @@
-"""Events of a run, in the order in which they become known. An observer is called with each of them.
+"""Events of a run, in the order in which they become known. An observer is called with each of
+them.
 
-Times are the executor's; ``clock`` is the engine's, on which all that happens between two results has one moment if
-the engine's clock is stepped, as it is for a replay.
+Times are the executor's; ``clock`` is the engine's, on which all that happens between two results
+has one moment if the engine's clock is stepped, as it is for a replay.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,14 +87,18 @@ class Planned(msgspec.Struct, frozen=True):
     plan: StepPlan
     load: Load | None
     decision: Decision
-    """The policy saw the load and took the decision; the load is None if no scheduler made the plan."""
-    blocks: Blocks  # blocks after the plan's rows and swaps; the plan itself says what it took and freed
+    """The policy saw the load and took the decision; the load is None if no scheduler made the
+    plan."""
+    # blocks after the plan's rows and swaps; the plan itself says what it took and freed
+    blocks: Blocks
     tables: tuple[HeldBlocks, ...] = ()
-    """All block tables after the plan was made, oldest sequence first; none unless the recorder keeps them."""
+    """All block tables after the plan was made, oldest sequence first; none unless the recorder
+    keeps them."""
 
 
 class Worked(msgspec.Struct, frozen=True):
-    """The executor reported its times. A simulated one does so after each plan, for what it will do."""
+    """The executor reported its times. A simulated one does so after each plan, for what it will
+    do."""
 
     stages: tuple[StageTimes, ...]
     beside: tuple[Beside, ...]
@@ -127,7 +132,8 @@ class Finished(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A plan was predicted, just before it is told as planned; told again once its step was measured."""
+    """A plan was predicted, just before it is told as planned; told again once its step was
+    measured."""
 
     step: int
     decision: Decision
@@ -145,12 +151,24 @@ class Corrected(msgspec.Struct, frozen=True):
     """Correction factor of each part of a prediction."""
 
 
-Event = Arrived | Stopped | Planned | Worked | Collected | ExecutorFailed | Gained | Finished | Forecast | Corrected
+Event = (
+    Arrived
+    | Stopped
+    | Planned
+    | Worked
+    | Collected
+    | ExecutorFailed
+    | Gained
+    | Finished
+    | Forecast
+    | Corrected
+)
 Observer = Callable[[Event], None]
 
 
 class StepObserver:
-    """An observer of a simulated run, which is shown each plan together with what its stages will do for it."""
+    """An observer of a simulated run, which is shown each plan together with what its stages will
+    do for it."""
 
     _planned: Planned
 

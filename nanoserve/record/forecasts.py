@@ -24,12 +24,13 @@ if TYPE_CHECKING:  # most engines have no cohorts
     from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 
 _MANY, _ONE_IN = 256, 17
-"""The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or
-fourth would always pick the same one of micro-batches that take turns."""
+"""The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the
+CPU. Every second or fourth would always pick the same one of micro-batches that take turns."""
 
 
 def learn_from_results(scheduler: Scheduler) -> None:
-    """Have a scheduler's predictors learn from its results, if there are any that do and they are not learning yet."""
+    """Have a scheduler's predictors learn from its results, if there are any that do and they are
+    not learning yet."""
     if any(isinstance(observer, Forecasts) for observer in scheduler.observers):
         return
     if not any(isinstance(predictor, LearningPredictor) for predictor in scheduler.predictors):
@@ -49,12 +50,13 @@ class _PlanInFlight(NamedTuple):
 
 
 class Forecasts:
-    """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
+    """A SchedulerObserver with a predictor for each layout; only predictors that learn get
+    forecasts.
 
-    ``emit``, which a recorder sets, is called with each forecast when its step is planned, and again when it was
-    measured and learned from; and with the predictor's corrections when they may have changed. Without it nothing is
-    predicted here: a prediction takes as long as what is learned from it. ``cohorts`` are those of the scheduler, if
-    host sequences decode.
+    ``emit``, which a recorder sets, is called with each forecast when its step is planned, and
+    again when it was measured and learned from; and with the predictor's corrections when they may
+    have changed. Without it nothing is predicted here: a prediction takes as long as what is
+    learned from it. ``cohorts`` are those of the scheduler, if host sequences decode.
     """
 
     def __init__(
@@ -64,10 +66,13 @@ class Forecasts:
         cohorts: "HostCohorts | None" = None,
     ) -> None:
         self._learning = {
-            layout: predictor for layout, predictor in enumerate(predictors) if isinstance(predictor, LearningPredictor)
+            layout: predictor
+            for layout, predictor in enumerate(predictors)
+            if isinstance(predictor, LearningPredictor)
         }
         self._cohorts = cohorts
-        self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
+        # whether every plan is predicted, as a trace wants it; else only those learned from
+        self.of_all = False
         self._in_flight: dict[int, _PlanInFlight] = {}
         self._newest: LearningPredictor | None = None  # predictor of the newest plan
         self.emit = emit
@@ -97,7 +102,8 @@ class Forecasts:
     def on_result(self, result: StepResult) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
         if self._newest is not None and result.host.work and next(self._host_results):
-            # An asymmetric step attends for the same sequences in layer after layer: together they are one number.
+            # An asymmetric step attends for the same sequences in layer after layer: together they
+            # are one number.
             by_size: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
             for one in result.host.work:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
@@ -132,7 +138,8 @@ def _lessons() -> Iterator[bool]:
 
 
 def features_of(plan: StepPlan, cohorts: "HostCohorts | None" = None) -> StepFeatures:
-    """Sum a plan up, as if all cohorts under way, before they follow it, join an overlapped step."""
+    """Sum a plan up, as if all cohorts under way, before they follow it, join an overlapped
+    step."""
     if cohorts is None:
         return StepFeatures(strategy=plan.host.strategy, device=work_of(plan.rows))
     device = work_of(row for row in plan.rows if row.host is None)
@@ -148,7 +155,8 @@ def features_of(plan: StepPlan, cohorts: "HostCohorts | None" = None) -> StepFea
 
 
 def _batches(rows: Iterable[Row], cohorts: "HostCohorts") -> tuple[HostBatch, ...]:
-    """Rows of an asymmetric step, by how far they are; a row of no tokens is under way, and leaves its cohort."""
+    """Rows of an asymmetric step, by how far they are; a row of no tokens is under way, and leaves
+    its cohort."""
     equally_far: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
         attended = 0
@@ -168,8 +176,11 @@ def _passing(cohort: Cohort) -> HostBatch:
     return HostBatch(cohort.sequences, cohort.context_tokens, cohort.layers + 1)
 
 
-def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: "HostCohorts | None") -> tuple[HostBatch, ...]:
-    """Host batches that took part in an overlapped step: they began in it, or their cohort advanced or finished."""
+def _joined(
+    work: StepFeatures, result: StepResult, step: int, cohorts: "HostCohorts | None"
+) -> tuple[HostBatch, ...]:
+    """Host batches that took part in an overlapped step: they began in it, or their cohort advanced
+    or finished."""
     assert cohorts is not None, "only host sequences make a step overlap"
     joined = [batch for batch in work.host if batch.attended == 0]
     layers = {progress.step: progress.layers for progress in result.host.cohorts}

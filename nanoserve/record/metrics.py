@@ -16,7 +16,8 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """When the tokens of one request became known."""
 
     input_tokens: int
-    token_times: tuple[float, ...]  # seconds from the request's issue to each output token, one at least, in order
+    # seconds from the request's issue to each output token, one at least, in order
+    token_times: tuple[float, ...]
 
     @property
     def output_tokens(self) -> int:
@@ -34,8 +35,11 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first: (E2EL - TTFT) / (output - 1); None with fewer than two tokens."""
-        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+        """Time per output token after the first: (E2EL - TTFT) / (output - 1); None with fewer than
+        two tokens."""
+        return (
+            None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+        )
 
     @property
     def itls(self) -> tuple[float, ...]:
@@ -44,7 +48,8 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Some values in brief. Percentiles interpolate linearly between neighbours, as numpy does by default."""
+    """Some values in brief. Percentiles interpolate linearly between neighbours, as numpy does by
+    default."""
 
     n: int
     mean: float
@@ -81,7 +86,8 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(sum(found) / len(found), min(found), max(found))
 
     def text(self, form: str) -> str:
-        """Format as "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree; ``form`` is for str.format."""
+        """Format as "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree; ``form`` is
+        for str.format."""
         mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
         return mean if low == high else f"{mean} [{low}..{high}]"
 
@@ -90,7 +96,8 @@ class BatchRates(msgspec.Struct, frozen=True):
     """Tokens per second of requests that were issued together."""
 
     prefill: float  # prompt tokens of all over the time until every request had its first token
-    decode: float | None  # tokens after the first of all, over the time from there to the end; None if there are none
+    # tokens after the first of all, over the time from there to the end; None if there are none
+    decode: float | None
     output: float  # all output tokens over the whole time
     total: float  # prompt and output tokens over the whole time
 
@@ -122,7 +129,8 @@ class TimedRequest(Protocol):
 
 
 def request_distributions(requests: Sequence[TimedRequest]) -> dict[str, Distribution | None]:
-    """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
+    """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in
+    milliseconds."""
     return {
         "ttft_ms": in_milliseconds(request.ttft for request in requests),
         "tpot_ms": in_milliseconds(request.tpot for request in requests),
@@ -152,13 +160,18 @@ class Slo(msgspec.Struct, frozen=True):
     e2el: float | None = None
 
     def allows(self, ttft: float, tpot: float | None, e2el: float) -> bool:
-        """Whether times in seconds are within all of the limits; a TPOT that does not exist breaks none."""
+        """Whether times in seconds are within all of the limits; a TPOT that does not exist breaks
+        none."""
         pairs = ((self.ttft, ttft), (self.tpot, tpot), (self.e2el, e2el))
-        return not any(limit is not None and time is not None and time * MILLISECONDS > limit for limit, time in pairs)
+        return not any(
+            limit is not None and time is not None and time * MILLISECONDS > limit
+            for limit, time in pairs
+        )
 
 
 def parse_slo(text: str | None) -> Slo | None:
-    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds. Raises UsageError for anything else."""
+    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds. Raises UsageError for
+    anything else."""
     if text is None:
         return None
     limits: dict[str, float] = {}
@@ -169,6 +182,8 @@ def parse_slo(text: str | None) -> Slo | None:
         except ValueError:
             limit = -1.0
         if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
-            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {shown(text)}")
+            raise UsageError(
+                f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {shown(text)}"
+            )
         limits[name] = limit
     return Slo(**limits)

@@ -1,4 +1,5 @@
-"""Metrics of a run while it goes on, in memory that does not grow with its length: observers of its events."""
+"""Metrics of a run while it goes on, in memory that does not grow with its length: observers of its
+events."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,11 +13,13 @@ from nanoserve.record.sketches import Occupancy, Series, Sketch
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Sequence, SequenceUpdate
 
-FILLING_SHARE = 0.3  # of the arrivals of an open loop, before the window in which its rates are measured
+# of the arrivals of an open loop, before the window in which its rates are measured
+FILLING_SHARE = 0.3
 
 
 class CompletedRequest(NamedTuple):
-    """Lengths and latencies of a finished request; TTFT and E2EL run from the arrival, in seconds."""
+    """Lengths and latencies of a finished request; TTFT and E2EL run from the arrival, in
+    seconds."""
 
     request_id: str
     arrival: float
@@ -32,7 +35,8 @@ RequestObserver = Callable[[CompletedRequest], None]
 
 
 class SloMeter:
-    """A RequestObserver that counts the requests within the limits; several of them sweep the limits in one run."""
+    """A RequestObserver that counts the requests within the limits; several of them sweep the
+    limits in one run."""
 
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
@@ -49,7 +53,8 @@ class SloMeter:
 
 
 class LatencyMetrics:
-    """TTFT, TPOT, ITL and E2EL, in milliseconds, and counts; ``observers`` are shown every request that has ended."""
+    """TTFT, TPOT, ITL and E2EL, in milliseconds, and counts; ``observers`` are shown every request
+    that has ended."""
 
     def __init__(self, observers: Iterable[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
@@ -62,13 +67,18 @@ class LatencyMetrics:
             return
         now, last_update = event.time, self._last_update
         requests = [update.request_id for update in event.updates]
-        previous = Counter(map(last_update.get, requests))  # most of a step have waited since the same moment
+        # most of a step have waited since the same moment
+        previous = Counter(map(last_update.get, requests))
         if None in previous:
-            for request in [one.sequence.request for one in event.updates if one.request_id not in last_update]:
+            for request in [
+                one.sequence.request for one in event.updates if one.request_id not in last_update
+            ]:
                 self.input_tokens += len(request.prompt)
                 self.ttft.add((now - request.arrival_time) * MILLISECONDS)
         last_update.update(dict.fromkeys(requests, now))
-        for sequence in [one.sequence for one in event.updates if one.sequence.finish_reason is not None]:
+        for sequence in [
+            one.sequence for one in event.updates if one.sequence.finish_reason is not None
+        ]:
             self._finish(sequence, now)
         for last, times in previous.items():
             if last is not None:
@@ -97,7 +107,8 @@ class LatencyMetrics:
 
 
 class SteadyRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of an open loop between two arrivals: without the time in which it fills, and that in which it drains."""
+    """Rates of an open loop between two arrivals: without the time in which it fills, and that in
+    which it drains."""
 
     begin: float
     end: float
@@ -105,7 +116,8 @@ class SteadyRates(msgspec.Struct, frozen=True, kw_only=True):
     arrivals_before: int  # requests that had come when the window began
     requests_per_second: float  # requests that ended
     output_tokens_per_second: float
-    tokens_per_second: float  # input and output tokens; a prompt counts when its first token is known
+    # input and output tokens; a prompt counts when its first token is known
+    tokens_per_second: float
     goodput: float  # requests that ended within the limits, per second
 
 
@@ -118,7 +130,8 @@ class _Progress(NamedTuple):
 
 
 class ArrivalWindow:
-    """Measures rates from a share of the arrivals to the last one. Several engines may share one window.
+    """Measures rates from a share of the arrivals to the last one. Several engines may share one
+    window.
 
     Progress is kept at arrivals, thinned to a thousand of them.
     """
@@ -132,7 +145,13 @@ class ArrivalWindow:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Arrived):
             self._arrivals += 1
-            counts = self._arrivals, self._requests, self._good, self._input_tokens, self._output_tokens
+            counts = (
+                self._arrivals,
+                self._requests,
+                self._good,
+                self._input_tokens,
+                self._output_tokens,
+            )
             self._last = (event.time, _Progress(*counts))
             self._series.add(*self._last)
         elif isinstance(event, Gained):
@@ -183,14 +202,17 @@ class StepMetrics(StepObserver):
 
     def __init__(self, block_size: int, layouts: int = 1, groups: int = 1) -> None:
         self.tokens = Sketch()  # tokens of each step
-        self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
+        # number, decodes and prompt tokens of a step, over time
+        self.counts = Series[tuple[int, int, int]]()
         self.occupancy, self.host_occupancy = Occupancy(), Occupancy()  # shares of KV blocks in use
         self.strategy_steps: Counter[str] = Counter()  # how many steps had which strategy
-        self.swapped_tokens: Counter[str] = Counter()  # what the blocks moved in each direction hold
+        # what the blocks moved in each direction hold
+        self.swapped_tokens: Counter[str] = Counter()
         self.transitions = 0  # changes of the layout, from the reload's begin to its end
         self.transition_seconds = self.processor_seconds = 0.0  # in which the CPU attended
         self._block_size, self._groups = block_size, groups
-        self._idle_seconds = self._last_end = 0.0  # time in which nothing was in flight, because there was no request
+        # time in which nothing was in flight, because there was no request
+        self._idle_seconds = self._last_end = 0.0
         self._times = [LayoutTime(0.0, 0.0)] * layouts
         self._layout = 0
         self._since = self._idle_before = 0.0
@@ -206,7 +228,9 @@ class StepMetrics(StepObserver):
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
         if isinstance(times, SwapTimes):
-            blocks = next(swap.device_blocks for swap in planned.plan.host.swaps if swap.swap == times.swap)
+            blocks = next(
+                swap.device_blocks for swap in planned.plan.host.swaps if swap.swap == times.swap
+            )
             self.swapped_tokens[times.direction] += len(blocks) // self._groups * self._block_size
             self._keep_busy(planned.time, times.ended)
             self._look_at_host(planned)

@@ -1,4 +1,5 @@
-"""Phases of an engine with two parallel layouts: computing in one, draining it, re-sharding to the other. No torch."""
+"""Phases of an engine with two parallel layouts: computing in one, draining it, re-sharding to the
+other. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ class PhaseTurn(NamedTuple):
     """Fates of the sequences that were on the device when the layout was to change."""
 
     finished: int
-    """Sequences on the device when the host pool ran empty that decoded to their ends; 0 after a prefill phase."""
+    """Sequences on the device when the host pool ran empty that decoded to their ends; 0 after a
+    prefill phase."""
     through_pool: int  # sequences that went to the host pool, to come back under the other layout
     recomputed: int  # sequences that gave up their blocks
 
@@ -24,7 +26,8 @@ class Phase:
     """A part of a run; phases follow each other without gaps."""
 
     kind: Literal["compute", "drain", "reshard"]
-    """A drain lasts from the first result after which no rows are planned, until the device holds no sequence."""
+    """A drain lasts from the first result after which no rows are planned, until the device holds
+    no sequence."""
     layout: int
     began: float
     ended: float
@@ -42,7 +45,8 @@ class Phase:
         return self.ended - self.began
 
     def name(self, layouts: Sequence[str]) -> str:
-        """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in T2"."""
+        """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in
+        T2"."""
         layout = layouts[self.layout]
         if self.kind == "drain":
             return f"draining {layout}"
@@ -72,7 +76,8 @@ class PhaseTracker:
 
     def __init__(self) -> None:
         self._phase: Phase | None = None
-        self._idle: Phase | None = None  # what would be the drain: since a result after which no rows were planned
+        # what would be the drain: since a result after which no rows were planned
+        self._idle: Phase | None = None
         self._blocks: Blocks | None = None
         self._left = 0  # on the device since the host pool was empty
 
@@ -81,7 +86,9 @@ class PhaseTracker:
         if isinstance(event, Planned):
             return self._on_plan(event)
         if isinstance(event, Collected):
-            return [over for result in event.results for over in self._on_result(result, event.time)]
+            return [
+                over for result in event.results for over in self._on_result(result, event.time)
+            ]
         if isinstance(event, ExecutorFailed | Finished):
             return self._finish(event.time)
         return []

@@ -24,7 +24,9 @@ class RecentSteps(EngineObserver):
             plan = scheduler.plans_in_flight.get(result.step)  # its result is not applied yet
             if plan is not None:
                 running, waiting = len(scheduler.running), len(scheduler.waiting)
-                step = RecentStep(plan.step, plan.decodes, plan.prompt_tokens, running, waiting, result.seconds)
+                step = RecentStep(
+                    plan.step, plan.decodes, plan.prompt_tokens, running, waiting, result.seconds
+                )
                 self._steps.append(step)
 
     def take(self) -> list[RecentStep]:

@@ -1,7 +1,8 @@
-"""Recorder: listens to an engine and its scheduler, and makes events of everything that passes between them.
+"""Recorder: listens to an engine and its scheduler, and makes events of everything that passes
+between them.
 
-An engine has no recorder until a caller asks for events. Observers of the events decide what to keep: sketches, a
-trace, a window, or everything (`RunRecord`).
+An engine has no recorder until a caller asks for events. Observers of the events decide what to
+keep: sketches, a trace, a window, or everything (`RunRecord`).
 """
 
 from collections.abc import Callable, Iterator
@@ -63,10 +64,13 @@ class Recorder(EngineObserver):
         self._observers: list[events.Observer] = []
         self._forecasts = [one for one in engine.scheduler.observers if isinstance(one, Forecasts)]
         executor = engine.executor
-        self._take_times = executor.take_times if isinstance(executor, TimedExecutor) else tuple[Times, ...]
+        self._take_times = (
+            executor.take_times if isinstance(executor, TimedExecutor) else tuple[Times, ...]
+        )
         self._load: Load | None = None
         self._decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
-        self._clock = self._planned = 0.0  # when that was planned, on the engine's clock and on the executor's
+        # when that was planned, on the engine's clock and on the executor's
+        self._clock = self._planned = 0.0
         engine.observers.append(self)
         engine.scheduler.observers.append(self)
         for forecasts in self._forecasts:
@@ -90,7 +94,7 @@ class Recorder(EngineObserver):
         self._show_times()
         self._emit(events.Finished(self._executor.now(), events.Blocks.of(self._scheduler)))
 
-    # ---- the engine's part ------------------------------------------------------------------------------------
+    # ---- the engine's part -----------------------------------------------------------------------
 
     def on_request(self, request: Request) -> None:
         self._emit(events.Arrived(self._engine.now(), request))
@@ -100,7 +104,11 @@ class Recorder(EngineObserver):
 
     def on_submit(self, plan: StepPlan) -> None:
         blocks, tables = events.Blocks.of(self._scheduler), tuple(self._tables())
-        self._emit(events.Planned(self._planned, self._clock, plan, self._load, self._decision, blocks, tables))
+        self._emit(
+            events.Planned(
+                self._planned, self._clock, plan, self._load, self._decision, blocks, tables
+            )
+        )
         self._show_times()
 
     def on_results(self, results: SequenceOf[StepResult]) -> None:
@@ -119,7 +127,7 @@ class Recorder(EngineObserver):
         """Emit the end of the run; raises RuntimeFailure if an observer could not finish."""
         self.finish()
 
-    # ---- the scheduler's part ---------------------------------------------------------------------------------
+    # ---- the scheduler's part --------------------------------------------------------------------
 
     def on_plan(self, plan: StepPlan, load: Load, decision: Decision) -> None:
         """Remember what the scheduler made the newest plan from."""
@@ -133,7 +141,7 @@ class Recorder(EngineObserver):
     def on_reset(self) -> None:
         """Plans in flight are not kept here."""
 
-    # -----------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _emit(self, event: events.Event) -> None:
         for observer in self._observers:
@@ -142,7 +150,9 @@ class Recorder(EngineObserver):
     def _choose_forecasts(self) -> None:
         """Have every plan predicted if an observer wants it."""
         for forecasts in self._forecasts:
-            forecasts.of_all = any(getattr(one, "wants_forecasts", False) for one in self._observers)
+            forecasts.of_all = any(
+                getattr(one, "wants_forecasts", False) for one in self._observers
+            )
 
     def _show_times(self) -> None:
         times = self._take_times()
@@ -155,6 +165,10 @@ class Recorder(EngineObserver):
         is_wanted = any(getattr(one, "keeps_tables", False) for one in self._observers)
         for one in self._scheduler.table.sequences.values() if is_wanted else ():
             if one.block_table:
-                yield events.HeldBlocks(one.sequence_id, "device", tuple(one.block_table), one.computed)
+                yield events.HeldBlocks(
+                    one.sequence_id, "device", tuple(one.block_table), one.computed
+                )
             if one.host_table:
-                yield events.HeldBlocks(one.sequence_id, "host", tuple(one.host_table), one.computed)
+                yield events.HeldBlocks(
+                    one.sequence_id, "host", tuple(one.host_table), one.computed
+                )

@@ -1,4 +1,5 @@
-"""RunRecord: every event of a run, and what can be computed from them when it is over: requests, stages, moves."""
+"""RunRecord: every event of a run, and what can be computed from them when it is over: requests,
+stages, moves."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,16 @@ from typing import Literal, TypeVar
 import msgspec
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
+from nanoserve.record.events import (
+    Arrived,
+    Blocks,
+    Collected,
+    Event,
+    Finished,
+    Gained,
+    Planned,
+    Worked,
+)
 from nanoserve.record.metrics import RequestTiming
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, StageTimes, SwapTimes
@@ -26,9 +36,12 @@ E = TypeVar("E")
 class RunRecord:
     """An observer that keeps every event in order; everything else is read when the run is over."""
 
-    def __init__(self, max_in_flight: int, events: Iterable[Event] = (), *, keeps_tables: bool = False) -> None:
+    def __init__(
+        self, max_in_flight: int, events: Iterable[Event] = (), *, keeps_tables: bool = False
+    ) -> None:
         self.max_in_flight = max_in_flight  # plans that the executor takes at a time
-        self.keeps_tables = keeps_tables  # whether the recorder is to add the block tables to every plan
+        # whether the recorder is to add the block tables to every plan
+        self.keeps_tables = keeps_tables
         self.events: list[Event] = list(events)
 
     def __call__(self, event: Event) -> None:
@@ -62,12 +75,14 @@ class RunRecord:
 
     @cached_property
     def known(self) -> dict[int, float]:
-        """Time of each plan's result or loss on the engine's clock, by step; none for plans that only move KV."""
+        """Time of each plan's result or loss on the engine's clock, by step; none for plans that
+        only move KV."""
         return {step: moment for step, (moment, _) in self._answers.items()}
 
     @cached_property
     def result_of(self) -> dict[int, StepResult]:
-        """The results by step. The death of workers belongs to the last plan that was lost; earlier ones have none."""
+        """The results by step. The death of workers belongs to the last plan that was lost; earlier
+        ones have none."""
         return {step: result for step, (_, result) in self._answers.items() if result is not None}
 
     @cached_property
@@ -97,7 +112,8 @@ class RunRecord:
         return [result.lost for result in self.results if result.lost is not None]
 
     def check(self) -> None:
-        """Raise RuntimeFailure if a request failed, workers died, or attention on the CPU was lost."""
+        """Raise RuntimeFailure if a request failed, workers died, or attention on the CPU was
+        lost."""
         for update in self._updates:
             if update.sequence.error is not None:
                 raise RuntimeFailure(update.sequence.error)
@@ -106,7 +122,8 @@ class RunRecord:
         for result in self.results:
             if result.host.lost:
                 raise RuntimeFailure(
-                    f"nothing can be measured of a run in which attention on the CPU is lost: {result.host.lost}"
+                    "nothing can be measured of a run in which attention on the CPU is lost: "
+                    f"{result.host.lost}"
                 )
 
     @cached_property
@@ -116,7 +133,12 @@ class RunRecord:
     @cached_property
     def moves(self) -> list[Move]:
         """Every worker's moves between device and host memory."""
-        return [move for event in self.of(Worked) for move in event.beside if not isinstance(move, HostTimes)]
+        return [
+            move
+            for event in self.of(Worked)
+            for move in event.beside
+            if not isinstance(move, HostTimes)
+        ]
 
     def stages(self, tensor_parallel: int = 1) -> list[list[StageTimes]]:
         """Times of the first rank of each stage, in the order of the plans."""
@@ -127,7 +149,11 @@ class RunRecord:
     @cached_property
     def blocks(self) -> list[tuple[float, Blocks]]:
         """Times and blocks, at every plan and at the end."""
-        return [(event.time, event.blocks) for event in self.events if isinstance(event, Planned | Finished)]
+        return [
+            (event.time, event.blocks)
+            for event in self.events
+            if isinstance(event, Planned | Finished)
+        ]
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -166,11 +192,15 @@ class RunRecord:
     def rebased_requests(self) -> list[Request]:
         """The requests, with arrival times from 0 on."""
         first = self._requests[0].arrival_time
-        return [replace(request, arrival_time=request.arrival_time - first) for request in self._requests]
+        return [
+            replace(request, arrival_time=request.arrival_time - first)
+            for request in self._requests
+        ]
 
     @property
     def tiers(self) -> list[list[Tier]]:
-        """For each request, the tier of the KV of each of its tokens: every sampled row begins one."""
+        """For each request, the tier of the KV of each of its tokens: every sampled row begins
+        one."""
         tiers: dict[int, list[Tier]] = {}
         for row in chain.from_iterable(plan.rows for plan in self.plans):
             if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
@@ -187,7 +217,8 @@ class StageShares(msgspec.Struct, frozen=True):
     """Share from the end of computing until the activations, or the answer, were on their way."""
     metadata: float  # share in which only the inputs were missing
     waiting: float  # share in which the stage waited for activations, or for a plan: the rest
-    metadata_of_step: float  # time waiting for inputs, as a share of the time waiting for inputs, computing and sending
+    # time waiting for inputs, as a share of the time waiting for inputs, computing and sending
+    metadata_of_step: float
 
     @property
     def bubbles(self) -> float:
@@ -196,7 +227,9 @@ class StageShares(msgspec.Struct, frozen=True):
 
 def working_seconds(record: RunRecord) -> float:
     """Seconds with anything in flight. Time without a request is no bubble."""
-    in_flight = merged((planned.time, record.known[step]) for step, planned in record.planned.items())
+    in_flight = merged(
+        (planned.time, record.known[step]) for step, planned in record.planned.items()
+    )
     return _length(in_flight)
 
 
@@ -227,8 +260,9 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
 def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> float:
     """How long a stage could have computed its plans already, had their inputs been prepared.
 
-    A stage can compute a plan once it has finished the previous one and has its work: the engine's plan, or the stage
-    before's activations. The result includes the transfer of the activations, if preparing took that long.
+    A stage can compute a plan once it has finished the previous one and has its work: the engine's
+    plan, or the stage before's activations. The result includes the transfer of the activations, if
+    preparing took that long.
     """
     seconds, free = 0.0, given[0]
     for times, begin in zip(parts, given, strict=True):
@@ -239,11 +273,13 @@ def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> fl
 
 
 def engine_seconds(record: RunRecord) -> list[float]:
-    """For each plan, the seconds that the engine took to apply the previous result and to decide."""
+    """For each plan, the seconds that the engine took to apply the previous result and to
+    decide."""
     found, before = [], 0.0
     for planned in record.planned.values():
         began = max(planned.clock, before)
-        found.append(max(0.0, planned.time - began))  # the clock is in ticks, so a difference may be below 0
+        # the clock is in ticks, so a difference may be below 0
+        found.append(max(0.0, planned.time - began))
         before = planned.time
     return found
 
@@ -256,13 +292,19 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes moved by all workers together."""
     seconds: float  # time in which any worker was moving
     gb_per_s: float | None
-    """Mean bandwidth of one worker while it was moving; swaps that follow a step's row mostly wait and do not count."""
-    share_of_link: float | None  # ``gb_per_s`` over the measured bandwidth between device and host memory of one worker
-    hidden: float | None  # share of the workers' moving time in which the same worker also computed a step
+    """Mean bandwidth of one worker while it was moving; swaps that follow a step's row mostly wait
+    and do not count."""
+    # ``gb_per_s`` over the measured bandwidth between device and host memory of one worker
+    share_of_link: float | None
+    # share of the workers' moving time in which the same worker also computed a step
+    hidden: float | None
 
 
-def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:
-    """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes per second."""
+def move_metrics(
+    record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None
+) -> MoveMetrics:
+    """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes
+    per second."""
     moves: list[Move] = []
     copies: list[Move] = []  # all but the swaps that follow a step's row
     identities = set()
@@ -305,7 +347,9 @@ def _speed(copies: Sequence[Move]) -> float | None:
 def _hidden_share(record: RunRecord, moves: Sequence[Move]) -> float | None:
     busy = covered = 0.0
     for rank, moving in _spans(moves).items():
-        steps = merged((times.started, times.computed) for times in record.stage_times if times.rank == rank)
+        steps = merged(
+            (times.started, times.computed) for times in record.stage_times if times.rank == rank
+        )
         busy += _length(moving)
         covered += overlap(moving, steps)
     if busy <= 0:

@@ -1,4 +1,5 @@
-"""Many values in memory that does not grow with their number: sketches of distributions, and thinned curves."""
+"""Many values in memory that does not grow with their number: sketches of distributions, and
+thinned curves."""
 
 import heapq
 import math
@@ -16,7 +17,8 @@ _KEPT_POINTS = 1000
 
 
 class Sketch:
-    """Many positive values in brief: count, mean, deviation and ends exactly, percentiles by logarithmic classes."""
+    """Many positive values in brief: count, mean, deviation and ends exactly, percentiles by
+    logarithmic classes."""
 
     def __init__(self) -> None:
         self._sum = self._sum_of_squares = 0.0
@@ -62,7 +64,8 @@ class Sketch:
 
 
 class Series(Generic[Value]):
-    """A curve over time, thinned as it grows: when it has too many points, every second one goes."""
+    """A curve over time, thinned as it grows: when it has too many points, every second one
+    goes."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, Value]] = []
@@ -84,7 +87,10 @@ def mean_series(curves: Sequence[Series[float]]) -> Series[float]:
         return curves[0]
     mean = Series[float]()
     values, total = [0.0] * len(curves), 0.0
-    tagged = [[(time, number, value) for time, value in curve.points] for number, curve in enumerate(curves)]
+    tagged = [
+        [(time, number, value) for time, value in curve.points]
+        for number, curve in enumerate(curves)
+    ]
     for time, number, value in heapq.merge(*tagged):
         total += value - values[number]
         values[number] = value

@@ -1,8 +1,9 @@
-"""Times of an executor: of a plan's rows, of a change of layout, of a swap, of attention on the CPU.
+"""Times of an executor: of a plan's rows, of a change of layout, of a swap, of attention on the
+CPU.
 
-Workers report them afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
-clock, for workers ``time.monotonic()``, which all processes of a machine share. Ranks are stage-major: stage *
-tensor-parallel degree + rank within the stage.
+Workers report them afterwards, a simulated executor as soon as it has a plan. All moments are
+seconds on the executor's clock, for workers ``time.monotonic()``, which all processes of a machine
+share. Ranks are stage-major: stage * tensor-parallel degree + rank within the stage.
 """
 
 from typing import Literal
@@ -11,7 +12,8 @@ import msgspec
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One worker's part in one plan, in the order in which it happens; ``prepared`` may come after ``arrived``."""
+    """One worker's part in one plan, in the order in which it happens; ``prepared`` may come after
+    ``arrived``."""
 
     step: int
     rank: int
@@ -21,18 +23,21 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prepared: float
     """When its inputs were ready; a thread prepares them while another plan computes."""
     began: float  # when the worker was free and turned to the plan
-    arrived: float  # when the previous stage's activations had arrived; ``began`` in the first stage
+    # when the previous stage's activations had arrived; ``began`` in the first stage
+    arrived: float
     computed: float  # when the device's work was done
     sent: float  # when the activations left for the next stage, or the answer for the engine
 
     @property
     def started(self) -> float:
-        """When the device's work could begin: worker free, inputs ready and activations received."""
+        """When the device's work could begin: worker free, inputs ready and activations
+        received."""
         return max(self.began, self.arrived, self.prepared)
 
 
 class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One worker's part in a change of layout (Seesaw, section 4.1); it does nothing else meanwhile."""
+    """One worker's part in a change of layout (Seesaw, section 4.1); it does nothing else
+    meanwhile."""
 
     step: int  # the plan that holds the transition
     rank: int
@@ -58,7 +63,8 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real CPUs report `HostWork`."""
+    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real CPUs report
+    `HostWork`."""
 
     began: float
     ended: float

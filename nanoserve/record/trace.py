@@ -1,4 +1,5 @@
-"""A run as a file for ui.perfetto.dev or chrome://tracing, while it goes on or afterwards: observers of its events."""
+"""A run as a file for ui.perfetto.dev or chrome://tracing, while it goes on or afterwards:
+observers of its events."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,16 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Collected, Corrected, Event, ExecutorFailed, Finished, Forecast, Planned, Worked
+from nanoserve.record.events import (
+    Collected,
+    Corrected,
+    Event,
+    ExecutorFailed,
+    Finished,
+    Forecast,
+    Planned,
+    Worked,
+)
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes
 from nanoserve.scheduler.optional import HostWork, draft_of
@@ -18,7 +28,8 @@ _MILLI, _GIGA = 1e3, 1e9
 
 @dataclass(slots=True)
 class _Cohort:
-    """Host sequences that began a token in this step, in a track since then; some of them still wait for it."""
+    """Host sequences that began a token in this step, in a track since then; some of them still
+    wait for it."""
 
     step: int
     track: int
@@ -28,16 +39,19 @@ class _Cohort:
 
 
 class RunTrace:
-    """An observer that writes what happens to plans, in workers, between device and host memory, and on the CPU.
+    """An observer that writes what happens to plans, in workers, between device and host memory,
+    and on the CPU.
 
-    The scheduler's tracks show each micro-batch from its submission to its result, swaps as they are planned, phases,
-    cohorts of host sequences, and counters of tokens, blocks and corrections. The workers' tracks show waiting,
-    computing and sending, transitions and swaps. A full disk ends the trace, not the run: ``on_failure`` is told at
-    once, and the end of the run raises RuntimeFailure.
+    The scheduler's tracks show each micro-batch from its submission to its result, swaps as they
+    are planned, phases, cohorts of host sequences, and counters of tokens, blocks and corrections.
+    The workers' tracks show waiting, computing and sending, transitions and swaps. A full disk ends
+    the trace, not the run: ``on_failure`` is told at once, and the end of the run raises
+    RuntimeFailure.
 
-    Moment ``began`` of the executor's clock becomes 0. If workers do not report times, the only worker is drawn by its
-    results. ``host_link_bandwidth`` is measured, in bytes per second of one worker while all others move as much.
-    ``name`` tells runs or engines in one file apart. ``close`` is called at the end of the run.
+    Moment ``began`` of the executor's clock becomes 0. If workers do not report times, the only
+    worker is drawn by its results. ``host_link_bandwidth`` is measured, in bytes per second of one
+    worker while all others move as much. ``name`` tells runs or engines in one file apart.
+    ``close`` is called at the end of the run.
     """
 
     wants_forecasts = True  # of every plan that can be predicted
@@ -67,7 +81,8 @@ class RunTrace:
         self._reports_times, self._reports_host_times = reports_times, False
         self._link, self._close, self._on_failure = host_link_bandwidth, close, on_failure
         self._phases = PhaseTracker()
-        self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
+        # by step: which track, and what
+        self._in_flight: dict[int | None, tuple[int, Planned]] = {}
         self._free: dict[int, float] = {}  # by rank: since when
         self._processor, self._processor_free = Track(self._workers, "attention on the CPU"), began
         self._cohorts: list[_Cohort] = []
@@ -78,7 +93,8 @@ class RunTrace:
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write an event, until one cannot be written; raises RuntimeFailure at the end, if there was one."""
+        """Write an event, until one cannot be written; raises RuntimeFailure at the end, if there
+        was one."""
         try:
             if self._failure is None:
                 self._write(event)
@@ -128,7 +144,13 @@ class RunTrace:
         for swap in plan.host.swaps:
             moved = len(swap.device_blocks)
             arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": moved}
-            self._bar(Track(self._scheduler, "swaps"), f"{moved} blocks {swap.direction}", now, now, arguments)
+            self._bar(
+                Track(self._scheduler, "swaps"),
+                f"{moved} blocks {swap.direction}",
+                now,
+                now,
+                arguments,
+            )
         moves_something = len(plan.host.swaps) > 0 or plan.layouts.transition is not None
         if moves_something and not plan.rows:
             return  # swaps alone have no end, and a change of the layout is no micro-batch
@@ -163,12 +185,24 @@ class RunTrace:
             if all_lost or not cohort.waiting:
                 self._cohorts.remove(cohort)
                 cohort_track = Track(self._scheduler, f"cohort {cohort.track}")
-                self._bar(cohort_track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
+                self._bar(
+                    cohort_track,
+                    f"{cohort.size} host sequences",
+                    cohort.since,
+                    now,
+                    {"step": cohort.step},
+                )
 
-    def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
+    def _on_step(
+        self, track: int, planned: Planned, result: StepResult, collected: Collected
+    ) -> None:
         plan = planned.plan
         forecast = self._forecasts.pop(plan.step, None)
-        facts: dict[str, object] = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
+        facts: dict[str, object] = {
+            "step": plan.step,
+            "decodes": plan.decodes,
+            "prompt_tokens": plan.prompt_tokens,
+        }
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
         if plan.host.strategy != "device":
             name = f"{plan.host.strategy}: {name}"
@@ -178,7 +212,13 @@ class RunTrace:
             name = f"{name} + {draft_tokens} draft tokens"
         facts["sequences"] = len(plan.rows)
         facts |= facts_of(plan, forecast, result)
-        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
+        self._bar(
+            Track(self._scheduler, f"micro-batch {track}"),
+            name,
+            planned.time,
+            collected.time,
+            facts,
+        )
         if forecast is not None and self._corrections != self._drawn_corrections:
             self._drawn_corrections = self._corrections
             rounded = {part: round(factor, 3) for part, factor in self._corrections.items()}
@@ -208,7 +248,9 @@ class RunTrace:
         if isinstance(move, HostTimes):
             self._reports_host_times = True
             arguments = {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
-            self._bar(self._processor, f"{move.sequences} sequences", move.began, move.ended, arguments)
+            self._bar(
+                self._processor, f"{move.sequences} sequences", move.began, move.ended, arguments
+            )
             return
         seconds = move.ended - move.began
         if isinstance(move, ReshardTimes):
@@ -240,13 +282,18 @@ class RunTrace:
         return Track(self._workers, f"stage {stage}, rank {within}")
 
     def _draw_works(self, works: Sequence[HostWork], now: float) -> None:
-        """Draw attention on a real CPU, of which only durations are known, in a row that ends when it is reported."""
+        """Draw attention on a real CPU, of which only durations are known, in a row that ends when
+        it is reported."""
         worked = sum(work.seconds for work in works)
         start = max(self._processor_free, now - worked)
         for work in works:
             end = min(start + work.seconds, now)
             sequences, keys = work.sequences, work.context_tokens
-            arguments = {"sequences": sequences, "keys": keys, "ms": round(work.seconds * _MILLI, 3)}
+            arguments = {
+                "sequences": sequences,
+                "keys": keys,
+                "ms": round(work.seconds * _MILLI, 3),
+            }
             self._bar(self._processor, f"{sequences} sequences, {keys} keys", start, end, arguments)
             self._processor_free = start = end
 
@@ -254,7 +301,12 @@ class RunTrace:
         self._file.counter(self._scheduler, name, time - self._began, values)
 
     def _bar(
-        self, track: Track, name: str, start: float, end: float, facts: Mapping[str, object] | None = None
+        self,
+        track: Track,
+        name: str,
+        start: float,
+        end: float,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         self._file.bar(track, name, start - self._began, end - self._began, facts)
 
@@ -265,7 +317,8 @@ def _first_free(taken: Iterable[int]) -> int:
 
 
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
-    """Names, starts and ends of a worker's activities that took time; it finished the plan before at ``free``."""
+    """Names, starts and ends of a worker's activities that took time; it finished the plan before
+    at ``free``."""
     ready = max(free, times.prepared)
     bars = [
         ("wait for inputs", max(free, times.received), times.prepared),
@@ -277,10 +330,16 @@ def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
 
 
 def facts_of(plan: StepPlan, forecast: Forecast | None, result: StepResult) -> dict[str, object]:
-    """Arguments of a step's bar: how it ran, what it took, and what was predicted. Cohorts are named by their step."""
-    facts: dict[str, object] = {"strategy": plan.host.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
+    """Arguments of a step's bar: how it ran, what it took, and what was predicted. Cohorts are
+    named by their step."""
+    facts: dict[str, object] = {
+        "strategy": plan.host.strategy,
+        "measured_ms": round(result.seconds * _MILLI, 3),
+    }
     if result.host.cohorts:
-        facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.host.cohorts}
+        facts["layers_of_cohorts"] = {
+            f"step {cohort.step}": cohort.layers for cohort in result.host.cohorts
+        }
     if forecast is not None:
         decision = forecast.decision
         facts["predicted_ms"] = round(forecast.predicted * _MILLI, 3)
@@ -300,11 +359,20 @@ def facts_of(plan: StepPlan, forecast: Forecast | None, result: StepResult) -> d
 
 
 def _facts(phase: Phase) -> dict[str, object]:
-    """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the sequences on the device."""
+    """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the
+    sequences on the device."""
     if phase.kind == "compute":
-        counts = {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes}
+        counts = {
+            "plans": phase.plans,
+            "prompt_tokens": phase.prompt_tokens,
+            "decodes": phase.decodes,
+        }
         return {**counts, "swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
     if phase.turn is None:
         return {}
-    names = ("finished since the pool was empty", "sequences sent through the pool", "to be computed again")
+    names = (
+        "finished since the pool was empty",
+        "sequences sent through the pool",
+        "to be computed again",
+    )
     return dict(zip(names, phase.turn, strict=True))

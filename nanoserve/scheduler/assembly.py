@@ -20,9 +20,9 @@ def make_extensions(
 ) -> Extensions:
     """Make the mechanisms that are asked for.
 
-    ``host_blocks`` are the KV blocks in host memory; with none, nothing ever moves there. Sequences there decode if it
-    ``attends_on_host``. ``other_layouts`` are the parallel layouts 1, 2, ...; the scheduler's own is 0. A
-    ``proposer`` adds draft tokens to what the policy has decided.
+    ``host_blocks`` are the KV blocks in host memory; with none, nothing ever moves there. Sequences
+    there decode if it ``attends_on_host``. ``other_layouts`` are the parallel layouts 1, 2, ...;
+    the scheduler's own is 0. A ``proposer`` adds draft tokens to what the policy has decided.
     """
     host = HostTier(host_blocks) if host_blocks else None
     return Extensions(

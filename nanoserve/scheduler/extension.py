@@ -1,9 +1,10 @@
 """Extension: how a mechanism that most requests do without attaches to the scheduler.
 
-The scheduler, its table and its plan builder know requests, blocks, the prefix cache, chunks and preemption. A
-mechanism (another parallel layout, host memory, attention on the CPU, draft tokens) is an object of a folder of its
-own. It overrides the moments at which it has something to do. The scheduler binds these methods once, at construction,
-so that a mechanism which is not there costs an empty loop in each plan, and nothing in each row.
+The scheduler, its table and its plan builder know requests, blocks, the prefix cache, chunks and
+preemption. A mechanism (another parallel layout, host memory, attention on the CPU, draft tokens)
+is an object of a folder of its own. It overrides the moments at which it has something to do. The
+scheduler binds these methods once, at construction, so that a mechanism which is not there costs an
+empty loop in each plan, and nothing in each row.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +25,13 @@ if TYPE_CHECKING:  # a plain scheduler runs without these folders
 
 
 class Extension:
-    """A mechanism beside the plain path. It does nothing at the moments that it does not override."""
+    """A mechanism beside the plain path. It does nothing at the moments that it does not
+    override."""
 
     def attach(self, scheduler: "Scheduler") -> None:
         """Learn to know the scheduler, which is complete by now."""
 
-    # ---- a plan is made: the moments in their order -----------------------------------------------------------
+    # ---- a plan is made: the moments in their order ----------------------------------------------
 
     def holds_back(self) -> bool:
         """Return whether no plan may be made now."""
@@ -42,16 +44,20 @@ class Extension:
         """Return whether the plan holds no rows, but what the mechanism has put into it."""
         return False
 
-    def before_rows(self, builder: "PlanBuilder", decodes: list[Sequence], prefills: list[Sequence]) -> list[Sequence]:
+    def before_rows(
+        self, builder: "PlanBuilder", decodes: list[Sequence], prefills: list[Sequence]
+    ) -> list[Sequence]:
         """Act before the first row; returns the decodes that may enter the plan."""
         return decodes
 
     def has_room_soon(self, sequence: Sequence, count: int) -> bool:
-        """Return whether blocks that are about to be free hold this many more positions, so that nobody gives way."""
+        """Return whether blocks that are about to be free hold this many more positions, so that
+        nobody gives way."""
         return False
 
     def rescue(self, builder: "PlanBuilder", victim: Sequence) -> bool:
-        """Return whether the mechanism frees the victim's blocks by itself, so that it need not be recomputed."""
+        """Return whether the mechanism frees the victim's blocks by itself, so that it need not be
+        recomputed."""
         return False
 
     def after_decodes(self, builder: "PlanBuilder") -> None:
@@ -72,8 +78,8 @@ class Extension:
         return False
 
     def run_first(self, builder: "PlanBuilder", first: Sequence | None) -> bool:
-        """Nothing is in flight, and the decision moved nothing. Return whether a sequence of the mechanism's was put
-        into the plan, as it goes before the ``first`` of the others."""
+        """Nothing is in flight, and the decision moved nothing. Return whether a sequence of the
+        mechanism's was put into the plan, as it goes before the ``first`` of the others."""
         return False
 
     def complete(self, plan: StepPlan) -> StepPlan:
@@ -83,7 +89,7 @@ class Extension:
     def planned(self, plan: StepPlan) -> None:
         """Follow a plan that is about to be submitted."""
 
-    # ---- a result is taken in ---------------------------------------------------------------------------------
+    # ---- a result is taken in --------------------------------------------------------------------
 
     def answered(self, sequence: Sequence, row: PlannedRow, answer: Answer) -> None:
         """Act on a sampled row whose sequence has its tokens."""
@@ -97,7 +103,7 @@ class Extension:
     def plan_ended(self, plan: StepPlan, result: StepResult) -> None:
         """Act on the end of a plan."""
 
-    # ---- sequences come and go --------------------------------------------------------------------------------
+    # ---- sequences come and go -------------------------------------------------------------------
 
     def added(self, sequence: Sequence) -> None:
         """Act on a new sequence."""
@@ -112,35 +118,56 @@ class Extension:
 def _bound(extensions: "Extensions", moment: str) -> tuple[Any, ...]:
     """The bound methods of the extensions that override this moment."""
     plain = getattr(Extension, moment)
-    return tuple(getattr(one, moment) for one in extensions if getattr(type(one), moment) is not plain)
+    return tuple(
+        getattr(one, moment) for one in extensions if getattr(type(one), moment) is not plain
+    )
 
 
 class Moments:
-    """The moments of all extensions of a scheduler, bound: empty tuples where nothing is attached."""
+    """The moments of all extensions of a scheduler, bound: empty tuples where nothing is
+    attached."""
 
     def __init__(self, extensions: "Extensions") -> None:
         self.holds_back: tuple[Callable[[], bool], ...] = _bound(extensions, "holds_back")
         self.survey: tuple[Callable[[Load], None], ...] = _bound(extensions, "survey")
         self.take_over: tuple[Callable[[PlanBuilder], bool], ...] = _bound(extensions, "take_over")
-        self.before_rows: tuple[Callable[[PlanBuilder, list[Sequence], list[Sequence]], list[Sequence]], ...] = _bound(
-            extensions, "before_rows"
+        self.before_rows: tuple[
+            Callable[[PlanBuilder, list[Sequence], list[Sequence]], list[Sequence]], ...
+        ] = _bound(extensions, "before_rows")
+        self.has_room_soon: tuple[Callable[[Sequence, int], bool], ...] = _bound(
+            extensions, "has_room_soon"
         )
-        self.has_room_soon: tuple[Callable[[Sequence, int], bool], ...] = _bound(extensions, "has_room_soon")
-        self.rescue: tuple[Callable[[PlanBuilder, Sequence], bool], ...] = _bound(extensions, "rescue")
-        self.after_decodes: tuple[Callable[[PlanBuilder], None], ...] = _bound(extensions, "after_decodes")
-        self.may_admit: tuple[Callable[[PlanBuilder, Sequence], bool], ...] = _bound(extensions, "may_admit")
+        self.rescue: tuple[Callable[[PlanBuilder, Sequence], bool], ...] = _bound(
+            extensions, "rescue"
+        )
+        self.after_decodes: tuple[Callable[[PlanBuilder], None], ...] = _bound(
+            extensions, "after_decodes"
+        )
+        self.may_admit: tuple[Callable[[PlanBuilder, Sequence], bool], ...] = _bound(
+            extensions, "may_admit"
+        )
         self.after_prompt_row: tuple[Callable[[PlanBuilder, Sequence], None], ...] = _bound(
             extensions, "after_prompt_row"
         )
-        self.after_rows: tuple[Callable[[PlanBuilder], None], ...] = _bound(extensions, "after_rows")
+        self.after_rows: tuple[Callable[[PlanBuilder], None], ...] = _bound(
+            extensions, "after_rows"
+        )
         self.goes_on: tuple[Callable[[], bool], ...] = _bound(extensions, "goes_on")
-        self.run_first: tuple[Callable[[PlanBuilder, Sequence | None], bool], ...] = _bound(extensions, "run_first")
+        self.run_first: tuple[Callable[[PlanBuilder, Sequence | None], bool], ...] = _bound(
+            extensions, "run_first"
+        )
         self.complete: tuple[Callable[[StepPlan], StepPlan], ...] = _bound(extensions, "complete")
         self.planned: tuple[Callable[[StepPlan], None], ...] = _bound(extensions, "planned")
-        self.answered: tuple[Callable[[Sequence, PlannedRow, Answer], None], ...] = _bound(extensions, "answered")
-        self.answered_elsewhere: tuple[Callable[[Sequence], None], ...] = _bound(extensions, "answered_elsewhere")
+        self.answered: tuple[Callable[[Sequence, PlannedRow, Answer], None], ...] = _bound(
+            extensions, "answered"
+        )
+        self.answered_elsewhere: tuple[Callable[[Sequence], None], ...] = _bound(
+            extensions, "answered_elsewhere"
+        )
         self.take_in: tuple[Callable[[StepResult, int], None], ...] = _bound(extensions, "take_in")
-        self.plan_ended: tuple[Callable[[StepPlan, StepResult], None], ...] = _bound(extensions, "plan_ended")
+        self.plan_ended: tuple[Callable[[StepPlan, StepResult], None], ...] = _bound(
+            extensions, "plan_ended"
+        )
         self.added: tuple[Callable[[Sequence], None], ...] = _bound(extensions, "added")
         self.released: tuple[Callable[[Sequence], None], ...] = _bound(extensions, "released")
         self.abandon: tuple[Callable[..., None], ...] = _bound(extensions, "abandon")
@@ -148,8 +175,8 @@ class Moments:
 
 @dataclass(frozen=True)
 class Extensions:
-    """The mechanisms that are attached to a scheduler, in the order in which they are asked; None is one that is not
-    used. `nanoserve.scheduler.assembly` makes them."""
+    """The mechanisms that are attached to a scheduler, in the order in which they are asked; None
+    is one that is not used. `nanoserve.scheduler.assembly` makes them."""
 
     layouts: "Layouts | None" = None
     host: "HostTier | None" = None
@@ -158,7 +185,12 @@ class Extensions:
 
     def __iter__(self) -> Iterator[Extension]:
         """Iterate over the mechanisms that are attached."""
-        mechanisms: tuple[Extension | None, ...] = (self.layouts, self.host, self.cpu_attention, self.drafts)
+        mechanisms: tuple[Extension | None, ...] = (
+            self.layouts,
+            self.host,
+            self.cpu_attention,
+            self.drafts,
+        )
         return (mechanism for mechanism in mechanisms if mechanism is not None)
 
 

@@ -1,6 +1,8 @@
-"""How far the running sequences will grow, estimated from the lengths of the answers that have ended.
+"""How far the running sequences will grow, estimated from the lengths of the answers that have
+ended.
 
-With nothing new admitted, a policy should keep free the most that they will ever hold beyond what they hold now.
+With nothing new admitted, a policy should keep free the most that they will ever hold beyond what
+they hold now.
 """
 
 import math
@@ -13,16 +15,18 @@ import numpy as np
 
 from nanoserve.request import Place, Sequence, Status
 
-_RENEWED_EVERY = 16  # steps between two forecasts of all running sequences; in between, those that begin are added
+# steps between two forecasts of all running sequences; in between, those that begin are added
+_RENEWED_EVERY = 16
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
-_DEVIATIONS = 1.5  # added to what is expected: normally distributed sums of lengths exceed that once in fifteen times
+# added to what is expected: normally distributed sums of lengths exceed that once in fifteen times
+_DEVIATIONS = 1.5
 
 
 class GrowthForecast:
-    """Forecasts how far answers will grow, by the last thousand that ended and the answers that still run. The first
-    answers to end are short, so running answers count too. Kaplan's and Meier's estimate (1958) of a survival curve
-    takes both into account."""
+    """Forecasts how far answers will grow, by the last thousand that ended and the answers that
+    still run. The first answers to end are short, so running answers count too. Kaplan's and
+    Meier's estimate (1958) of a survival curve takes both into account."""
 
     def __init__(self) -> None:
         self._in_order_of_time = deque[int]()
@@ -45,16 +49,18 @@ class GrowthForecast:
         going_on = sorted(produced)
         self._lengths = self._sorted.copy()
         self._longest = max(going_on, default=0)
-        running = len(going_on) - np.searchsorted(going_on, self._lengths)  # that have produced at least each length
+        # that have produced at least each length
+        running = len(going_on) - np.searchsorted(going_on, self._lengths)
         ended = np.arange(len(self._lengths), 0, -1)  # answers that are at least as long
         self._ended = (1 - np.cumprod(1 - 1 / (ended + running))).tolist()
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that this sequence may still produce: one draw from the distribution of lengths.
 
-        It lies on the curve beyond what the sequence has produced, at a place that depends on its id alone: multiples
-        of the golden ratio spread evenly. Beyond the curve's end the longest running sequence counts as half done.
-        With no answer known, an answer counts as long as its prompt.
+        It lies on the curve beyond what the sequence has produced, at a place that depends on its
+        id alone: multiples of the golden ratio spread evenly. Beyond the curve's end the longest
+        running sequence counts as half done. With no answer known, an answer counts as long as its
+        prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
@@ -80,11 +86,15 @@ class GrowthForecast:
         return math.sqrt(shares @ (lengths - mean) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
-        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included. Some
-        standard deviations of the sum of the lengths are added, or every second forecast would be too low."""
-        futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
+        """Tokens by which the running sequences together will at most exceed what they hold now,
+        prompts included. Some standard deviations of the sum of the lengths are added, or every
+        second forecast would be too low."""
+        futures = sorted(
+            ((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True
+        )
         peak = held = 0
-        # From the last to end to the first: when the one with `remaining` ends, all before it in the list still run.
+        # From the last to end to the first: when the one with `remaining` ends, all before it in
+        # the list still run.
         for number, (remaining, length) in enumerate(futures, start=1):
             held += length
             peak = max(peak, held + number * remaining)
@@ -92,11 +102,15 @@ class GrowthForecast:
         return peak - held + round(margin)
 
     def add(self, begun: Iterable[Sequence]) -> None:
-        """Add the sequences that begin with the latest plan; sequences on the host take no device block."""
-        self._growth += sum([self.remaining(sequence) for sequence in begun if sequence.place is Place.DEVICE])
+        """Add the sequences that begin with the latest plan; sequences on the host take no device
+        block."""
+        self._growth += sum(
+            [self.remaining(sequence) for sequence in begun if sequence.place is Place.DEVICE]
+        )
 
     def look(self, step: int, running: SequenceOf[Sequence]) -> tuple[int, int]:
-        """``Load.expected_growth`` and ``longest_remaining`` for plan ``step``, from the sequences on the device."""
+        """``Load.expected_growth`` and ``longest_remaining`` for plan ``step``, from the sequences
+        on the device."""
         if step % _RENEWED_EVERY == 0:
             self.renew(sequence.output_length for sequence in running)
             decodes = (sequence for sequence in running if sequence.status is Status.DECODE)

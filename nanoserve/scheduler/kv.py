@@ -9,15 +9,18 @@ import msgspec
 from nanoserve.request import Fork, Sequence
 
 NO_BLOCK = -1
-"""Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
+"""Stands in a block table for a block that the sequence has given back, or never had: no query will
+read it."""
 
 
 class CachedColumn(msgspec.Struct, eq=False, gc=False):
-    """A block's worth of tokens behind a prefix: one block of every cache group, for the same positions.
+    """A block's worth of tokens behind a prefix: one block of every cache group, for the same
+    positions.
 
-    Its address is the column before it (the salt, for a first one) and its own tokens. Columns are compared by identity
-    and their tokens are compared as they are, so equal addresses mean equal prefixes, and a hash collision can never
-    serve another prompt's cache. They are never in a cycle, so the garbage collector skips them.
+    Its address is the column before it (the salt, for a first one) and its own tokens. Columns are
+    compared by identity and their tokens are compared as they are, so equal addresses mean equal
+    prefixes, and a hash collision can never serve another prompt's cache. They are never in a
+    cycle, so the garbage collector skips them.
     """
 
     address: "Address"
@@ -32,18 +35,21 @@ Address = tuple[CachedColumn | str, tuple[int, ...]]
 
 
 class BlockPool:
-    """Hands out blocks ``0..num_blocks-1``, and finds the cached blocks that hold a prompt's next tokens.
+    """Hands out blocks ``0..num_blocks-1``, and finds the cached blocks that hold a prompt's next
+    tokens.
 
-    A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
-    cached ones, least recently used first.
+    A block is *owned* while its reference count is positive. Free blocks without cached content are
+    reused first, then cached ones, least recently used first.
 
-    A block of each of the ``groups`` of a model's caches, for the same positions, is a column; with one group a column
-    is a block. A full column, with owners or without, is known as long as one of its blocks is cached, or a column
-    after it is known: where queries see only close positions, the beginning of a prefix may be gone and its end is of
-    use.
+    A block of each of the ``groups`` of a model's caches, for the same positions, is a column; with
+    one group a column is a block. A full column, with owners or without, is known as long as one of
+    its blocks is cached, or a column after it is known: where queries see only close positions, the
+    beginning of a prefix may be gone and its end is of use.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, groups: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, groups: int = 1
+    ) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.groups = groups
@@ -58,8 +64,8 @@ class BlockPool:
         self._cached: list[CachedColumn | None] = [None] * num_blocks  # by block
 
     def replace_blocks(self, num_blocks: int) -> None:
-        """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
-        has an owner."""
+        """Replace the blocks by those of another parallel layout; nothing is kept. Raises
+        RuntimeError if one of these has an owner."""
         if self.free_blocks != self.num_blocks:
             raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
         self._fill(num_blocks)
@@ -74,8 +80,8 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; their content is lost to the prefix cache. Raises RuntimeError if fewer are free;
-        callers look at ``free_blocks`` first."""
+        """Take ``count`` blocks; their content is lost to the prefix cache. Raises RuntimeError if
+        fewer are free; callers look at ``free_blocks`` first."""
         if count > self.free_blocks:
             raise RuntimeError(f"{count} blocks asked for, {self.free_blocks} free")
         blocks = []
@@ -99,7 +105,8 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: SequenceOf[int]) -> None:
-        """Drop one owner of each block, the last block of a sequence first, so that it is reused first."""
+        """Drop one owner of each block, the last block of a sequence first, so that it is reused
+        first."""
         for block in reversed(blocks):
             if block == NO_BLOCK:
                 continue
@@ -115,8 +122,8 @@ class BlockPool:
         return self._references[block] == 1
 
     def match(self, tokens: SequenceOf[int], salt: str) -> list[CachedColumn]:
-        """The longest known chain of columns for ``tokens``; some of their blocks may be missing. At least one token is
-        left out."""
+        """The longest known chain of columns for ``tokens``; some of their blocks may be missing.
+        At least one token is left out."""
         found: list[CachedColumn] = []
         previous: CachedColumn | str = salt
         size = self.block_size
@@ -128,10 +135,12 @@ class BlockPool:
             previous = column
         return found
 
-    def insert(self, blocks: list[int], previous: CachedColumn | str, tokens: tuple[int, ...]) -> CachedColumn:
-        """Record that the ``blocks``, one of each group, hold these tokens after that column, or salt; returns the
-        column of this content. If another block of a group holds the same content already, that one stays the shared
-        one."""
+    def insert(
+        self, blocks: list[int], previous: CachedColumn | str, tokens: tuple[int, ...]
+    ) -> CachedColumn:
+        """Record that the ``blocks``, one of each group, hold these tokens after that column, or
+        salt; returns the column of this content. If another block of a group holds the same content
+        already, that one stays the shared one."""
         address = (previous, tokens)
         new = CachedColumn(address, blocks)
         column = self._known.setdefault(address, new)
@@ -177,8 +186,9 @@ class BlockPool:
 class SequenceBlocks:
     """The block tables of all sequences: prefix hits, growth, forks, release.
 
-    A table is a list of columns, each a block of every cache group: block ``i`` of group ``g`` is at
-    ``i * groups + g``. So all groups grow together, and with one group it is the plain list of blocks.
+    A table is a list of columns, each a block of every cache group: block ``i`` of group ``g`` is
+    at ``i * groups + g``. So all groups grow together, and with one group it is the plain list of
+    blocks.
     """
 
     slides = False
@@ -190,7 +200,8 @@ class SequenceBlocks:
         self._block_size = pool.block_size
 
     def most_held(self, tokens: int, chunk: int | None = None) -> int:
-        """Blocks that a sequence of this many tokens, computed in such chunks, holds at most at any time."""
+        """Blocks that a sequence of this many tokens, computed in such chunks, holds at most at any
+        time."""
         return self.pool.blocks_for(tokens) * self.groups
 
     def first_columns(self, position: int) -> list[int]:
@@ -198,7 +209,8 @@ class SequenceBlocks:
         return [0] * self.groups
 
     def take_prefix(self, sequence: Sequence) -> None:
-        """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
+        """Begin the table with the cached blocks of the sequence's prefix; those positions need no
+        computing."""
         for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
             if NO_BLOCK in column.blocks:
                 break
@@ -218,20 +230,23 @@ class SequenceBlocks:
         return blocks // self.groups * self._block_size - sequence.computed
 
     def fits(self, sequence: Sequence, count: int) -> bool:
-        """Whether ``count`` more positions fit; usually the last block has room, and the pool need not be asked."""
+        """Whether ``count`` more positions fit; usually the last block has room, and the pool need
+        not be asked."""
         return sequence.computed + count <= sequence.capacity or count <= self.capacity(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Append the blocks that ``count`` more positions need; they must be free. Returns them, and the (source,
-        target) of blocks to copy before the first of them is written. This is copy-on-write: at its first write a fork
-        copies the blocks in which its prompt ends, but for those that nobody else owns."""
+        """Append the blocks that ``count`` more positions need; they must be free. Returns them,
+        and the (source, target) of blocks to copy before the first of them is written. This is
+        copy-on-write: at its first write a fork copies the blocks in which its prompt ends, but for
+        those that nobody else owns."""
         end = sequence.computed + count
         if end <= sequence.capacity:  # a fork that has not written yet misses one column at least
             return [], []
         missing = self.pool.blocks_for(end - sequence.capacity) * self.groups
         copies: list[tuple[int, int]] = []
         if sequence.fork is not None and sequence.fork.copy_source:
-            # The sources are not in the block table, so `missing` counts them. Only those that others own are copied.
+            # The sources are not in the block table, so `missing` counts them. Only those that
+            # others own are copied.
             sources, sequence.fork = sequence.fork.copy_source, None
             shared = [source for source in sources if not self.pool.owned_once(source)]
             fresh = iter(self.pool.allocate(missing - len(sources) + len(shared)))
@@ -257,7 +272,8 @@ class SequenceBlocks:
         del sequence.block_table[kept:]
 
     def share_full(self, sequence: Sequence, computed: int) -> None:
-        """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
+        """Let other sequences find every full block of the first ``computed`` tokens, which are
+        known."""
         columns, size = sequence.cached_columns, self._block_size
         shared, full = len(columns), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
@@ -266,11 +282,14 @@ class SequenceBlocks:
         previous = columns[-1] if columns else sequence.request.cache_salt
         for index in range(shared, full):
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            previous = self.pool.insert(table[index * groups : (index + 1) * groups], previous, tokens)
+            previous = self.pool.insert(
+                table[index * groups : (index + 1) * groups], previous, tokens
+            )
             columns.append(previous)
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
-        """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
+        """Share all of the parent's prompt but its last token, whose logits the sibling samples for
+        itself."""
         sibling.computed = parent.prompt_length - 1
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups
@@ -278,8 +297,8 @@ class SequenceBlocks:
         sibling.cached_columns = parent.cached_columns[:full]
         self.pool.share(sibling.block_table)
         if partial:
-            # `grow` copies them when the sibling first writes. Until then the parent may write to them: only after
-            # the prompt, where the sibling does not read.
+            # `grow` copies them when the sibling first writes. Until then the parent may write to
+            # them: only after the prompt, where the sibling does not read.
             sibling.fork = Fork(copy_source=tuple(parent.block_table[end : end + self.groups]))
             self.pool.share(sibling.fork.copy_source)
 

@@ -1,7 +1,7 @@
 """Load, the snapshot a policy sees; Decision, what it answers; and Policy, what every policy is.
 
-A policy is a pure function of a Load, which holds state such as the previous decision too. It chooses *how many*; the
-Scheduler chooses *which*: the oldest first, or in the policy's order.
+A policy is a pure function of a Load, which holds state such as the previous decision too. It
+chooses *how many*; the Scheduler chooses *which*: the oldest first, or in the policy's order.
 """
 
 import math
@@ -13,7 +13,14 @@ from typing import Any, ClassVar, Self
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
 from nanoserve.request import Request
-from nanoserve.scheduler.optional import DEVICE_ONLY, NO_HOST, ONE_LAYOUT, HostDecision, HostLoad, LayoutsLoad
+from nanoserve.scheduler.optional import (
+    DEVICE_ONLY,
+    NO_HOST,
+    ONE_LAYOUT,
+    HostDecision,
+    HostLoad,
+    LayoutsLoad,
+)
 from nanoserve.scheduler.predictor import Predictor
 
 
@@ -26,28 +33,32 @@ class Decision:
     decodes: int
     """Most running sequences to decode, one token each."""
     whole_prompts: bool = False
-    """Take prompts whole or not at all. The first may exceed ``prefill_tokens``, or it could never run."""
+    """Take prompts whole or not at all. The first may exceed ``prefill_tokens``, or it could never
+    run."""
     host: HostDecision = DEVICE_ONLY
     """With a host tier: which sequences move, and how those in host memory take part."""
     admission_reserve: bool = True
-    """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
-    Otherwise they only have to hold the prompt, and the newest is soon preempted and recomputed, over and over."""
+    """Begin a new prompt only if the free blocks hold all of it and one more for each running
+    decode to grow into. Otherwise they only have to hold the prompt, and the newest is soon
+    preempted and recomputed, over and over."""
     draft_tokens: int | None = None
-    """With speculation: how many draft tokens each row checks at most, 7 if it is more. None chooses by predicted
-    times."""
+    """With speculation: how many draft tokens each row checks at most, 7 if it is more. None
+    chooses by predicted times."""
     layout: int = 0
-    """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
-    until a token was answered since the last drain began."""
+    """The wanted parallel layout. The device is drained before it changes. An unknown layout is
+    ignored, and so is any until a token was answered since the last drain began."""
     bound: str = field(default="", compare=False)
     """Which part of the policy's formula gave the numbers, for whoever looks at the step."""
 
 
 @dataclass(slots=True)
 class Load:
-    """The engine's state when a step is to be decided. Nobody changes it; it is not frozen, because making it takes a
-    part of each step, and a frozen dataclass of this size takes four times as long to make.
+    """The engine's state when a step is to be decided. Nobody changes it; it is not frozen, because
+    making it takes a part of each step, and a frozen dataclass of this size takes four times as
+    long to make.
 
-    A sequence is ready if it may enter the next plan. With asynchronous scheduling it may be in flight then.
+    A sequence is ready if it may enter the next plan. With asynchronous scheduling it may be in
+    flight then.
     """
 
     previous: Decision | None
@@ -73,11 +84,12 @@ class Load:
     steps_in_flight: int = 0
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
-    """P: the decodes are divided among this many plans in flight; 1 with asynchronous scheduling: each of two plans
-    has all."""
+    """P: the decodes are divided among this many plans in flight; 1 with asynchronous scheduling:
+    each of two plans has all."""
     expected_growth: int = 0
-    """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
-    from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
+    """KV blocks that running sequences are expected to need beyond those they hold, before enough
+    of them have ended; from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the
+    policy ``reads_forecast``."""
     layouts: LayoutsLoad = ONE_LAYOUT
     """Which of several parallel layouts runs."""
     host: HostLoad = NO_HOST
@@ -103,8 +115,9 @@ class Load:
         return predictor.num_layers * layer + predictor.step_overhead_seconds(tokens if keys else 1)
 
     def chunk(self, tokens: int, steps: range) -> int:
-        """C = tokens / k, rounded up, k of ``steps``, for which (k + P - 1) t(C) is least: then so many prompt tokens
-        are predicted to be through the P stages soonest, t being the time of a step."""
+        """C = tokens / k, rounded up, k of ``steps``, for which (k + P - 1) t(C) is least: then so
+        many prompt tokens are predicted to be through the P stages soonest, t being the time of a
+        step."""
 
         def seconds(number: int) -> float:
             return (number + self.pipeline_depth - 1) * self.step_seconds(-(-tokens // number))
@@ -112,9 +125,12 @@ class Load:
         return -(-tokens // min(steps, key=seconds))
 
     def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
-        """Whether the next prompt may start or go on, and the free blocks hold all of it and the Decision's reserve."""
+        """Whether the next prompt may start or go on, and the free blocks hold all of it and the
+        Decision's reserve."""
         kept = self.running_decodes if admission_reserve and not self.ready_prefills else 0
-        return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
+        return (
+            self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
+        )
 
     @property
     def first_waiting_blocks(self) -> int:
@@ -123,12 +139,14 @@ class Load:
 
     @property
     def decode_share(self) -> int:
-        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4), at least one if any is ready."""
+        """RD / P, rounded up: a step's equal share of the decodes (gLLM, equation 4), at least one
+        if any is ready."""
         return min(max(1, -(-self.running_decodes // self.pipeline_depth)), self.ready_decodes)
 
 
 def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: str = "") -> Any:
-    """A policy's parameter: its default, and the range that `Policy` checks; ``up_to`` names another parameter."""
+    """A policy's parameter: its default, and the range that `Policy` checks; ``up_to`` names
+    another parameter."""
     return field(default=default, metadata={"range": (at_least, below, up_to)})
 
 
@@ -143,16 +161,19 @@ ORDERS: dict[str, Callable[[Request, float], float]] = {
 
 
 class Policy(ABC):
-    """A scheduling policy: a dataclass of its parameters, which raises UsageError if one is out of its range."""
+    """A scheduling policy: a dataclass of its parameters, which raises UsageError if one is out of
+    its range."""
 
     __slots__ = ()
 
     order: ClassVar[str] = FIRST_COME
     """Which requests go first, by name; a policy may have a `rank` of its own instead."""
     aging: ClassVar[int] = 1000
-    """Steps after which a request goes before all younger ones, whatever their ranks, so that none waits for ever."""
+    """Steps after which a request goes before all younger ones, whatever their ranks, so that none
+    waits for ever."""
     reads_forecast: ClassVar[bool] = False
-    """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
+    """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler
+    estimate them."""
 
     def __post_init__(self) -> None:
         bounded = [one for one in fields(self) if one.metadata]  # type: ignore[arg-type]  # every policy is a dataclass
@@ -166,20 +187,27 @@ class Policy(ABC):
 
     @classmethod
     def ordered(cls, order: str, aging: int) -> type[Self]:
-        """Return this policy's class with that ``order`` and ``aging``. Raises UsageError if either makes no sense."""
+        """Return this policy's class with that ``order`` and ``aging``. Raises UsageError if either
+        makes no sense."""
         if order not in [*ORDERS] or not isinstance(aging, int) or aging < 1:
-            raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {shown(order)}, and aging at least 1")
+            raise UsageError(
+                f"order must be one of {', '.join(ORDERS)}, not {shown(order)}, and aging at least "
+                "1"
+            )
         changed = {"__slots__": (), "order": order, "aging": aging}
-        return cls if (order, aging) == (cls.order, cls.aging) else type(cls.__name__, (cls,), changed)
+        return (
+            cls if (order, aging) == (cls.order, cls.aging) else type(cls.__name__, (cls,), changed)
+        )
 
     @abstractmethod
     def decide(self, load: Load) -> Decision:
-        """Choose the contents of the next step: a pure function of the snapshot, which it does not change."""
+        """Choose the contents of the next step: a pure function of the snapshot, which it does not
+        change."""
 
     def rank(self, request: Request, fair_start: float) -> float:
-        """The place of an arriving request, which all its sequences keep: lower ranks begin first, and the highest
-        gives way first where blocks run out. Of equal ranks the oldest is first. ``fair_start`` is lower, the less the
-        request's user has been served (`Ordering`)."""
+        """The place of an arriving request, which all its sequences keep: lower ranks begin first,
+        and the highest gives way first where blocks run out. Of equal ranks the oldest is first.
+        ``fair_start`` is lower, the less the request's user has been served (`Ordering`)."""
         return ORDERS[self.order](request, fair_start)
 
     @property
@@ -201,4 +229,6 @@ def policy_failures(where: str, but: type[Exception] | tuple[()] = ()) -> Iterat
     except but:
         raise
     except (Exception, SystemExit) as error:
-        raise PolicyFailed(f"policy {where}: {type(error).__name__}: {first_line(error)}") from error
+        raise PolicyFailed(
+            f"policy {where}: {type(error).__name__}: {first_line(error)}"
+        ) from error

@@ -1,4 +1,5 @@
-"""The members of Load, Decision, Row, StepPlan and StepResult that belong to a mechanism, and say nothing without it.
+"""The members of Load, Decision, Row, StepPlan and StepResult that belong to a mechanism, and say
+nothing without it.
 
 Those of rows are None without it: every step sends its rows to every worker.
 """
@@ -59,7 +60,8 @@ class HostLoad:
         return max(1, -(-self.context_tokens // (max(1, self.decodes) * load.block_size)))
 
     def fitting(self, load: "Load") -> int:
-        """Ready host sequences that fit the device beside the expected growth; one if it is idle."""
+        """Ready host sequences that fit the device beside the expected growth; one if it is
+        idle."""
         fitting = max(0, load.free_blocks - load.expected_growth) // self.sequence_blocks(load)
         if load.running_decodes == load.steps_in_flight == self.moving == 0:
             fitting = max(fitting, 1)
@@ -67,7 +69,8 @@ class HostLoad:
 
     @staticmethod
     def blocks_to_park(load: "Load") -> int:
-        """Host blocks that the next prompt takes when it is parked, with room for its first token."""
+        """Host blocks that the next prompt takes when it is parked, with room for its first
+        token."""
         return load.first_waiting_tokens // load.block_size + 1
 
 
@@ -89,19 +92,23 @@ class HostDecision:
     strategy: Strategy = "device"
     """How sequences in host memory take part in this step."""
     decodes: tuple[int, int] = (0, 0)
-    """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced first, then ready
-    ones, and finishes their tokens within the step. "overlap" has one batch: this many ready sequences begin a token,
-    and all that are under way advance without being counted."""
+    """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced
+    first, then ready ones, and finishes their tokens within the step. "overlap" has one batch: this
+    many ready sequences begin a token, and all that are under way advance without being counted."""
     swap_out: int = 0
-    """Ready decodes to move from device to host memory, the last in order first, as far as the host has room."""
+    """Ready decodes to move from device to host memory, the last in order first, as far as the host
+    has room."""
     swap_in: int = 0
-    """Ready host sequences to move to the device, in order. Each of its decodes keeps a block to grow into."""
+    """Ready host sequences to move to the device, in order. Each of its decodes keeps a block to
+    grow into."""
     park: bool = False
-    """Prompts that this step completes move to host memory. A prompt whose blocks the host cannot hold is not begun."""
+    """Prompts that this step completes move to host memory. A prompt whose blocks the host cannot
+    hold is not begun."""
     preempt: bool = False
     """Preempted sequences move to host memory if it has room, instead of being recomputed."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
-    """The strategies that ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
+    """The strategies that ``strategy`` was chosen from, for traces and figures; empty where there
+    was no choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +141,12 @@ class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The draft tokens of a row (speculation)."""
 
     verify: int = 0
-    """How many of the row's last tokens are draft tokens. The answer is the longest run of them that is sampled as
-    proposed, and one token more."""
+    """How many of the row's last tokens are draft tokens. The answer is the longest run of them
+    that is sampled as proposed, and one token more."""
     propose: int = 0
-    """Tokens that the executor's drafter proposes after the answer, for the sequence's next row. The block table
-    reaches start + len(tokens) + propose positions: the drafter's own cache has the same blocks."""
+    """Tokens that the executor's drafter proposes after the answer, for the sequence's next row.
+    The block table reaches start + len(tokens) + propose positions: the drafter's own cache has the
+    same blocks."""
 
 
 def draft_of(row: "PlannedRow") -> "PlannedDraft":
@@ -169,9 +177,9 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
     host_blocks: tuple[int, ...]
     """Pairwise source and target."""
     after_row: bool = False
-    """Only for "out": the sequence's row in the same plan, the last chunk of a parked prompt, fills the device blocks.
-    Each layer's blocks are copied once that layer is computed, while later layers compute. The swap may be answered
-    before the row's token, with it or after it."""
+    """Only for "out": the sequence's row in the same plan, the last chunk of a parked prompt, fills
+    the device blocks. Each layer's blocks are copied once that layer is computed, while later
+    layers compute. The swap may be answered before the row's token, with it or after it."""
 
 
 class HostPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -209,10 +217,10 @@ class HostResult(msgspec.Struct, frozen=True, array_like=True):
     work: tuple[HostWork, ...] = ()
     """Attention on the CPU that ended since the last result."""
     lost: str | None = None
-    """Why attention on the CPU died or hangs. Everything else in the result was known before. No host row of a plan
-    that was submitted before this was collected will be answered after it, and the KV of host sequences must be
-    recomputed. Nothing else is affected: the plans end, and their rows on the device and all swaps are answered. Host
-    rows of later plans run as before."""
+    """Why attention on the CPU died or hangs. Everything else in the result was known before. No
+    host row of a plan that was submitted before this was collected will be answered after it, and
+    the KV of host sequences must be recomputed. Nothing else is affected: the plans end, and their
+    rows on the device and all swaps are answered. Host rows of later plans run as before."""
 
 
 ONE_LAYOUT = LayoutsLoad()

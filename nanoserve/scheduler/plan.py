@@ -1,7 +1,7 @@
 """All that passes between scheduler and executors: StepPlan, StepResult, and the Executor protocol.
 
-Plans and results are msgspec Structs, so they cross to worker processes as typed msgpack and never as pickle. They are
-arrays there: every step sends its rows to every worker.
+Plans and results are msgspec Structs, so they cross to worker processes as typed msgpack and never
+as pickle. They are arrays there: every step sends its rows to every worker.
 """
 
 from typing import Protocol
@@ -13,7 +13,8 @@ from nanoserve.scheduler import optional
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence enters the executor: at its first plan, and again after a preemption or a move between tiers.
+    """A sequence enters the executor: at its first plan, and again after a preemption or a move
+    between tiers.
 
     A second Begin replaces everything the executor knew of the sequence, including its block table.
     """
@@ -34,12 +35,13 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Some consecutive positions of one sequence to compute in this step.
 
-    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
-    names a host sequence whose token is under way; this step finishes it.
+    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A
+    row without tokens names a host sequence whose token is under way; this step finishes it.
 
-    Under asynchronous scheduling, a decode may be planned before its token is known. The row then has a placeholder:
-    the device fills in what the sequence's row samples in the preceding plan with rows. The row is always answered; if
-    that token ended the sequence, the answer is discarded.
+    Under asynchronous scheduling, a decode may be planned before its token is known. The row then
+    has a placeholder: the device fills in what the sequence's row samples in the preceding plan
+    with rows. The row is always answered; if that token ended the sequence, the answer is
+    discarded.
 
     Neither rows nor answers are ever in a cycle, so the garbage collector skips them.
     """
@@ -50,32 +52,36 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: tuple[int, ...]
     """The ids at positions start, start + 1, ..."""
     sample: bool
-    """Whether the logits after the last position are sampled; with draft tokens, also those before each of them."""
+    """Whether the logits after the last position are sampled; with draft tokens, also those before
+    each of them."""
     new_blocks: tuple[int, ...] = ()
-    """Appended to the sequence's block table before the row is computed. Where the model has several cache groups, for
-    each block's worth of positions there is one block of every group, in their order; -1 where the sequence needs none,
-    as these positions lie behind the group's window."""
+    """Appended to the sequence's block table before the row is computed. Where the model has
+    several cache groups, for each block's worth of positions there is one block of every group, in
+    their order; -1 where the sequence needs none, as these positions lie behind the group's
+    window."""
     placeholder: bool = False
     """The token is on the device; ``tokens`` is then (0,)."""
     host: optional.HostRow | None = None
-    """Where the sequence's KV is in host memory; its block numbers are then those of the host's pool."""
+    """Where the sequence's KV is in host memory; its block numbers are then those of the host's
+    pool."""
     draft: optional.DraftRow | None = None
     """Draft tokens that the row verifies, and those to propose after it."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy device block ``source`` to ``target``, all layers, before anything of the plan is written."""
+    """Copy device block ``source`` to ``target``, all layers, before anything of the plan is
+    written."""
 
     source: int
     target: int
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Order of effects: end, begin, copies, swaps, then rows; in each layer all rows write before any reads.
-    A swap with ``after_row`` follows its row instead, layer by layer.
+    """One step. Order of effects: end, begin, copies, swaps, then rows; in each layer all rows
+    write before any reads. A swap with ``after_row`` follows its row instead, layer by layer.
 
-    A plan of nothing but swaps is answered by their ids alone; its step does not end. A plan without rows whose
-    strategy is "overlap" lets the host sequences under way go on.
+    A plan of nothing but swaps is answered by their ids alone; its step does not end. A plan
+    without rows whose strategy is "overlap" lets the host sequences under way go on.
     """
 
     step: int
@@ -94,7 +100,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def ends(self) -> bool:
         """Whether its step ends. A plan of nothing but swaps is answered by theirs."""
-        return bool(self.rows) or self.layouts.transition is not None or self.host.strategy == "overlap"
+        return (
+            bool(self.rows)
+            or self.layouts.transition is not None
+            or self.host.strategy == "overlap"
+        )
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -107,11 +117,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """For prompt positions row.start + 1 .. row.start + len(row.tokens), where asked for."""
     error: str | None = None
-    """Set if the sequence cannot go on, for example because of NaN logits; there are no tokens then."""
+    """Set if the sequence cannot go on, for example because of NaN logits; there are no tokens
+    then."""
     complete: bool = False
     """The sequence's grammar allows nothing after these tokens."""
     draft: tuple[int, ...] = ()
-    """Draft tokens to follow these tokens, where the row asked a drafter for them; perhaps fewer, or none."""
+    """Draft tokens to follow these tokens, where the row asked a drafter for them; perhaps fewer,
+    or none."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -124,11 +136,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
     """Device time of the step, without what drafts behind it."""
     lost: str | None = None
-    """Why the workers died; such a result holds nothing else. No plan that was submitted before it was collected will
-    be answered, and everything the executor knew of sequences and blocks is lost, on both tiers. New workers start in
-    the layout of the last answered transition; plans may be submitted at once and wait for them."""
+    """Why the workers died; such a result holds nothing else. No plan that was submitted before it
+    was collected will be answered, and everything the executor knew of sequences and blocks is
+    lost, on both tiers. New workers start in the layout of the last answered transition; plans may
+    be submitted at once and wait for them."""
     ran: float = 0.0
-    """Seconds that the dead workers had run; 0 if they were still starting, so that no plan has reached them."""
+    """Seconds that the dead workers had run; 0 if they were still starting, so that no plan has
+    reached them."""
     draft_seconds: float | None = None
     """How long a drafter drafted behind the step; None if it did not."""
     host: optional.HostResult = optional.HostResult()
@@ -141,20 +155,22 @@ class Executor(Protocol):
     max_in_flight: int
     """Most plans that are submitted and have not ended."""
     async_scheduling: bool
-    """Whether it takes rows with placeholders. Then it has one stage, and the next plan is made while the device
-    computes."""
+    """Whether it takes rows with placeholders. Then it has one stage, and the next plan is made
+    while the device computes."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan; never blocks on the device. Raises RuntimeFailure if the plans in flight will never be answered,
-        but later ones may be; WorkersFailed if no plan will ever be answered."""
+        """Take a plan; never blocks on the device. Raises RuntimeFailure if the plans in flight
+        will never be answered, but later ones may be; WorkersFailed if no plan will ever be
+        answered."""
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Results in the order they became known; waits for the first one, at most until this time on ``now()``. Raises
-        as `submit` does."""
+        """Results in the order they became known; waits for the first one, at most until this time
+        on ``now()``. Raises as `submit` does."""
 
     @property
     def ready(self) -> bool:
-        """Whether a plan would be computed at once; not while workers are stopped or being started."""
+        """Whether a plan would be computed at once; not while workers are stopped or being
+        started."""
 
     def now(self) -> float:
         """Seconds on this executor's clock, real or virtual."""

@@ -15,20 +15,21 @@ _PREFILL = Status.PREFILL  # Enum lookup is slow in Python 3.11; hoist it.
 _PLACEHOLDER = (0,)
 
 MOST_LISTED = 1 << 14
-"""Tokens that the parameters of the sequences which begin with a plan may list, unless it is one sequence. The executor
-makes a table of them before the step: about 10 ms for so many. Most requests list none."""
+"""Tokens that the parameters of the sequences which begin with a plan may list, unless it is one
+sequence. The executor makes a table of them before the step: about 10 ms for so many. Most requests
+list none."""
 
 
 @dataclass(kw_only=True)
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
-    A sequence is skipped in this plan if sequences before it need its blocks, whether it can be preempted now or is in
-    flight. Without ranks, sequences are in order of age.
+    A sequence is skipped in this plan if sequences before it need its blocks, whether it can be
+    preempted now or is in flight. Without ranks, sequences are in order of age.
 
-    Waiting prompts are admitted last, and only if all of this holds: the scheduler lets prompts begin (`admits`), no
-    sequence is short of blocks (`SequenceTable.waits_for_blocks`), and none was skipped in this plan. So blocks taken
-    from one sequence never go to one behind it.
+    Waiting prompts are admitted last, and only if all of this holds: the scheduler lets prompts
+    begin (`admits`), no sequence is short of blocks (`SequenceTable.waits_for_blocks`), and none
+    was skipped in this plan. So blocks taken from one sequence never go to one behind it.
     """
 
     table: SequenceTable
@@ -40,11 +41,13 @@ class PlanBuilder:
     admits: bool
     """Whether waiting prompts may begin."""
     acts: bool = False
-    """Whether an extension has put something into the plan beside the rows. Only extensions set it."""
+    """Whether an extension has put something into the plan beside the rows. Only extensions set
+    it."""
     kept_free: int = 0
     """Blocks that decodes leave free, but for the first of them. Only extensions set it."""
     prompts_must_fit: bool = True
-    """Whether a new prompt begins only if the free blocks hold all that it needs at a time. Only extensions set it."""
+    """Whether a new prompt begins only if the free blocks hold all that it needs at a time. Only
+    extensions set it."""
     rows: list[Row] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     """Sequences that get no row in this plan."""
@@ -66,8 +69,8 @@ class PlanBuilder:
         return self.acts or bool(self.rows)
 
     def build(self, decodes: list[Sequence], prefills: list[Sequence]) -> None:
-        """Carry the decision out as far as the blocks go: decodes, then prompts. The lists may enter the plan, in
-        order; ``prefills`` are partly computed prompts."""
+        """Carry the decision out as far as the blocks go: decodes, then prompts. The lists may
+        enter the plan, in order; ``prefills`` are partly computed prompts."""
         moments = self.moments
         for before_rows in moments.before_rows:
             decodes = before_rows(self, decodes, prefills)
@@ -90,10 +93,11 @@ class PlanBuilder:
             prompt_tokens=self.prompt_tokens,
         )
 
-    # ---- decodes and prompts ----------------------------------------------------------------------------------
+    # ---- decodes and prompts ---------------------------------------------------------------------
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
-        """The next token of as many sequences as decided, skipping those for which no room can be made."""
+        """The next token of as many sequences as decided, skipping those for which no room can be
+        made."""
         skipped, rows = self.skipped, self.rows
         for sequence in islice(ready, self.decision.decodes):
             if skipped and sequence.sequence_id in skipped:
@@ -127,7 +131,8 @@ class PlanBuilder:
                 return
             if not all(may_admit(self, prompt) for may_admit in self.moments.may_admit):
                 return
-            table.admit(prompt)  # first, so that the blocks of a prefix hit count as its own in the check
+            # first, so that the blocks of a prefix hit count as its own in the check
+            table.admit(prompt)
             computed = 0
             if self._fits_beside_decodes(prompt, budget):
                 computed = self._add_chunk(prompt, budget)
@@ -137,12 +142,15 @@ class PlanBuilder:
             budget -= computed
 
     def _may_begin(self, sequence: Sequence) -> bool:
-        """Whether the sequence has begun, or may begin with this plan beside those that do. One always may."""
-        return sequence.begun or not self._listed or self._listed + _listed_by(sequence) <= MOST_LISTED
+        """Whether the sequence has begun, or may begin with this plan beside those that do. One
+        always may."""
+        return (
+            sequence.begun or not self._listed or self._listed + _listed_by(sequence) <= MOST_LISTED
+        )
 
     def _fits_beside_decodes(self, prompt: Sequence, chunk: int) -> bool:
-        """Whether the free blocks hold all that a new prompt needs at a time, and the decision's reserve for running
-        decodes."""
+        """Whether the free blocks hold all that a new prompt needs at a time, and the decision's
+        reserve for running decodes."""
         if not self.prompts_must_fit:
             return True
         kept = 0
@@ -155,7 +163,9 @@ class PlanBuilder:
         if self.decision.whole_prompts:
             chunk = prompt.remaining
         table = prompt.block_table
-        return self._blocks.most_held(len(prompt.tokens), chunk) - len(table) + table.count(NO_BLOCK)
+        return (
+            self._blocks.most_held(len(prompt.tokens), chunk) - len(table) + table.count(NO_BLOCK)
+        )
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
@@ -172,10 +182,11 @@ class PlanBuilder:
         self._add_prompt_row(sequence, chunk)
         return chunk
 
-    # ---- preemption -------------------------------------------------------------------------------------------
+    # ---- preemption ------------------------------------------------------------------------------
 
     def force_first(self) -> None:
-        """Nothing is in flight and the decision moved nothing: run the first sequence, whatever that takes."""
+        """Nothing is in flight and the decision moved nothing: run the first sequence, whatever
+        that takes."""
         sequence = self.table.running.first or self.table.next_waiting
         for run_first in self.moments.run_first:
             if run_first(self, sequence):
@@ -191,17 +202,21 @@ class PlanBuilder:
             else:
                 self._add_row(sequence, count)
         if not self.does_something:
-            raise RuntimeError(f"sequence {sequence.sequence_id} does not fit an otherwise empty device")
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} does not fit an otherwise empty device"
+            )
 
     def _may_grow(self, decode: Sequence) -> bool:
-        """Whether a decode may take a block. The first always may, so that the device empties in the end."""
+        """Whether a decode may take a block. The first always may, so that the device empties in
+        the end."""
         if self.kept_free == 0 or decode is self.table.running.first:
             return True
         return self._blocks.pool.free_blocks >= self.kept_free + self._groups
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Preempt sequences behind it, the last first, until ``count`` more positions fit. Returns whether they fit. If
-        the sequence is itself the last, nothing is preempted, and it gets no row in this plan."""
+        """Preempt sequences behind it, the last first, until ``count`` more positions fit. Returns
+        whether they fit. If the sequence is itself the last, nothing is preempted, and it gets no
+        row in this plan."""
         while not self._blocks.fits(sequence, count):
             if any(has_room_soon(sequence, count) for has_room_soon in self.moments.has_room_soon):
                 self.table.wait_for_blocks(sequence)
@@ -218,10 +233,11 @@ class PlanBuilder:
                 self.table.preempt(victim)
         return True
 
-    # ---- rows -------------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------
 
     def _add_prompt_row(self, prompt: Sequence, count: int) -> None:
-        """Put ``count`` positions of a prompt into the plan; its full blocks may be shared from now on."""
+        """Put ``count`` positions of a prompt into the plan; its full blocks may be shared from now
+        on."""
         self._add_row(prompt, count)
         self._blocks.share_full(prompt, prompt.computed)
         for after_prompt_row in self.moments.after_prompt_row:

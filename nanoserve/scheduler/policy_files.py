@@ -1,4 +1,5 @@
-"""Policies of a user's own: a class in a Python file that is named on the command line, and executed."""
+"""Policies of a user's own: a class in a Python file that is named on the command line, and
+executed."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from nanoserve.utils.files import read_bytes
 
 
 class _FromFile(Policy):
-    """Stands before a user's class: the user reads one line about any exception or invalid decision of that class."""
+    """Stands before a user's class: the user reads one line about any exception or invalid decision
+    of that class."""
 
     __slots__ = ()
 
@@ -45,14 +47,18 @@ def _check(decision: Any) -> None:
         raise ValueError(f"bound must be text, not {shown(decision.bound)}")
     host = decision.host
     if host.strategy != "device" or host.decodes != (0, 0) or host.alternatives != ():
-        raise ValueError("only policies of nanoserve have the CPU attend: leave the host's strategy and decodes out")
+        raise ValueError(
+            "only policies of nanoserve have the CPU attend: leave the host's strategy and decodes "
+            "out"
+        )
 
 
 @cache
 def load_policy_class(path: str, name: str) -> type[Policy]:
-    """The class of that name. The file is executed, as the user asked. Raises UsageError if it cannot be read, raises
-    an error or has no such policy."""
-    module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
+    """The class of that name. The file is executed, as the user asked. Raises UsageError if it
+    cannot be read, raises an error or has no such policy."""
+    # dataclasses look for it there
+    module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")
     source = read_bytes(Path(path), UsageError)
     try:
         exec(compile(source, path, "exec"), module.__dict__)
@@ -61,13 +67,20 @@ def load_policy_class(path: str, name: str) -> type[Policy]:
             return type(name, (_FromFile, found), {"__slots__": ()})
     except (Exception, SystemExit) as error:
         raise UsageError(f"--policy {path}: {type(error).__name__}: {first_line(error)}") from error
-    classes = [key for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+    classes = [
+        key
+        for key, one in vars(module).items()
+        if getattr(one, "__module__", "") == module.__name__
+    ]
     has = ", ".join(classes) or "no class"
-    raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}")
+    raise UsageError(
+        f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}"
+    )
 
 
 def start_policy(kind: type[Policy], parameters: Mapping[str, Any]) -> Policy:
-    """A policy of the class. Raises UsageError for a parameter out of range, and for any error of a user's class."""
+    """A policy of the class. Raises UsageError for a parameter out of range, and for any error of a
+    user's class."""
     if not issubclass(kind, _FromFile):
         return kind(**parameters)
     try:

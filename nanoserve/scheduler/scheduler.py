@@ -1,10 +1,12 @@
-"""Scheduler: keeps the sequences and their blocks (SequenceTable), asks the policy how much to do, turns that into a
-StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
-comes back, and every admitted sequence finishes once arrivals stop.
+"""Scheduler: keeps the sequences and their blocks (SequenceTable), asks the policy how much to do,
+turns that into a StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says,
+no block is used twice, every block comes back, and every admitted sequence finishes once arrivals
+stop.
 
-No sequence is in two plans in flight, unless scheduling is asynchronous. Then a decode may enter the next plan while
-its token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra
-step is discarded. A prompt's chunks follow each other in the same way.
+No sequence is in two plans in flight, unless scheduling is asynchronous. Then a decode may enter
+the next plan while its token is still being sampled. That token is never its last by length; if it
+ends the sequence otherwise, the extra step is discarded. A prompt's chunks follow each other in the
+same way.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -44,13 +46,15 @@ class SchedulerObserver(Protocol):
 class Scheduler:
     """Queues, blocks and a policy.
 
-    ``num_blocks`` are the KV blocks on the device. ``max_model_len`` is the longest sequence, prompt and output
-    together. ``max_num_seqs`` hold blocks at a time. At most ``pipeline_depth`` plans are in flight: P, the
-    micro-batches of a pipeline of P stages. With ``async_scheduling`` the executor takes placeholder rows, so one more
-    plan may be in flight. Sequences whose parameters forbid it (``SamplingParams.allows_async_scheduling``) then skip
-    every other plan while others are. ``windows`` are those of the model's cache groups, as of `CacheGroups`; policies
-    count a block of every group as one. ``predictors`` are one for each parallel layout. ``extensions`` are the
-    mechanisms beside the plain path. Raises ValueError if scheduling is asynchronous and there is more than one stage.
+    ``num_blocks`` are the KV blocks on the device. ``max_model_len`` is the longest sequence,
+    prompt and output together. ``max_num_seqs`` hold blocks at a time. At most ``pipeline_depth``
+    plans are in flight: P, the micro-batches of a pipeline of P stages. With ``async_scheduling``
+    the executor takes placeholder rows, so one more plan may be in flight. Sequences whose
+    parameters forbid it (``SamplingParams.allows_async_scheduling``) then skip every other plan
+    while others are. ``windows`` are those of the model's cache groups, as of `CacheGroups`;
+    policies count a block of every group as one. ``predictors`` are one for each parallel layout.
+    ``extensions`` are the mechanisms beside the plain path. Raises ValueError if scheduling is
+    asynchronous and there is more than one stage.
     """
 
     def __init__(
@@ -74,11 +78,14 @@ class Scheduler:
         self.observers: list[SchedulerObserver] = []
         self.extensions = extensions
         self._moments = Moments(self.extensions)
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, groups=len(windows))
+        self.pool = BlockPool(
+            num_blocks, block_size, prefix_caching=prefix_caching, groups=len(windows)
+        )
         self.pipeline_depth = pipeline_depth
         self.async_scheduling = async_scheduling
         self.steps = self.forced_steps = 0
-        self.prompt_tokens = self.output_tokens = 0  # of requests that have their first token; sampled for all samples
+        # of requests that have their first token; sampled for all samples
+        self.prompt_tokens = self.output_tokens = 0
         blocks = SequenceBlocks(self.pool)
         if any(windows):
             blocks = WindowedBlocks(self.pool, windows)
@@ -124,11 +131,21 @@ class Scheduler:
         self.table.add(request)
 
     def stop(
-        self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+        self,
+        request_id: str,
+        now: float,
+        *,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
     ) -> list[SequenceUpdate]:
-        """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen. One in
-        flight ends at once for the caller; its blocks come back with its last answer. Unknown ones are ignored."""
-        family = [sequence for sequence in self.table.unfinished(request_id) if index in (None, sequence.index)]
+        """End a request, or one of its samples, from outside: an abort, or a stop string the caller
+        has seen. One in flight ends at once for the caller; its blocks come back with its last
+        answer. Unknown ones are ignored."""
+        family = [
+            sequence
+            for sequence in self.table.unfinished(request_id)
+            if index in (None, sequence.index)
+        ]
         for sequence in family:
             self.table.finish(sequence, reason, now)
         for sequence in family:
@@ -141,7 +158,9 @@ class Scheduler:
         for sequence in self.table.sequences.values():
             if not sequence.finished:
                 sequence.error = error
-        stopped = [self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)]
+        stopped = [
+            self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)
+        ]
         return [update for updates in stopped for update in updates]
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -197,9 +216,12 @@ class Scheduler:
         return builder
 
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
-        """Nothing is in flight and the decision moved nothing, so nothing would ever change. While partly computed
-        prompts hold all blocks, preempt the last and ask again; at last, run the first."""
-        while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
+        """Nothing is in flight and the decision moved nothing, so nothing would ever change. While
+        partly computed prompts hold all blocks, preempt the last and ask again; at last, run the
+        first."""
+        while len(self.running) > 1 and all(
+            sequence.status is _PREFILL for sequence in self.running
+        ):
             self.table.preempt(self.running[-1])
             builder = self._build(now, admits=False)
             if builder.does_something:
@@ -209,7 +231,8 @@ class Scheduler:
         return builder
 
     def _survey(self) -> tuple[Load, list[Sequence], list[Sequence]]:
-        """Make the policy's snapshot, and list the decodes and partly computed prompts that may enter the plan."""
+        """Make the policy's snapshot, and list the decodes and partly computed prompts that may
+        enter the plan."""
         running_decodes = context = partial_tokens = 0
         decodes, prefills = [], []
         may_go_on = self.table.may_go_on
@@ -258,8 +281,8 @@ class Scheduler:
         return load, decodes, prefills
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take in what an executor found out; returns what each sequence gained. Raises WorkersFailed if workers have
-        died too often, and it is not known of which request."""
+        """Take in what an executor found out; returns what each sequence gained. Raises
+        WorkersFailed if workers have died too often, and it is not known of which request."""
         if result.lost is not None:
             return self._lose_workers(result.lost, now, ran=result.ran)
         for observer in self.observers:
@@ -311,15 +334,25 @@ class Scheduler:
                 else:
                     new_tokens = self._extend(sequence, answer, now)
                     gained += len(new_tokens)
-                updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence))
+                updates.append(
+                    SequenceUpdate(
+                        sequence.request.request_id, sequence.index, new_tokens, sequence
+                    )
+                )
             if hearing:
                 for answered in hearing:
                     answered(sequence, row, answer)
             in_flight.popleft()
-            # A decode in flight has a token that is not known yet; full blocks of a prompt were shared when planned.
+            # A decode in flight has a token that is not known yet; full blocks of a prompt were
+            # shared when planned.
             known = sequence.computed - len(in_flight)
-            # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
-            if sequence.finish_reason is not None or sequence.fork is not None or sequence.place is not _DEVICE:
+            # Most answers fill no block and end nothing: a call for each would take a tenth of the
+            # time here.
+            if (
+                sequence.finish_reason is not None
+                or sequence.fork is not None
+                or sequence.place is not _DEVICE
+            ):
                 settle(sequence)
             elif known >= (len(sequence.cached_columns) + 1) * block_size:
                 share_full(sequence, known)
@@ -337,7 +370,8 @@ class Scheduler:
             sequence.first_token_time = now
 
     def _extend(self, sequence: Sequence, answer: Answer, now: float) -> tuple[int, ...]:
-        """Give a sequence its tokens, and end it if it has all of them then. Returns the tokens that it took."""
+        """Give a sequence its tokens, and end it if it has all of them then. Returns the tokens
+        that it took."""
         new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
         if answer.complete and len(new_tokens) == len(answer.tokens):
             reason = FinishReason.STOP
@@ -354,17 +388,24 @@ class Scheduler:
         return SequenceUpdate(sequence.request.request_id, sequence.index, (), sequence)
 
     def _answer_unsampled(self, row: Row) -> None:
-        """The plan of a row without a token has ended, which is the row's answer unless it had one before."""
+        """The plan of a row without a token has ended, which is the row's answer unless it had one
+        before."""
         sequence = self.table.sequences.get(row.sequence)
         if sequence is not None and sequence.in_flight and sequence.in_flight[0] is row:
             sequence.in_flight.popleft()
             self.table.settle(sequence)
 
     def fail_steps(self, error: str, now: float) -> list[SequenceUpdate]:
-        """End the sequences in flight with an error: their plans will never be answered. Other sequences go on."""
-        self.pool.forget_cache()  # blocks are shared once their plan is submitted; these were perhaps never written
+        """End the sequences in flight with an error: their plans will never be answered. Other
+        sequences go on."""
+        # blocks are shared once their plan is submitted; these were perhaps never written
+        self.pool.forget_cache()
         sequences = self.table.sequences
-        answers = tuple(Answer(key, error=error) for key, sequence in sequences.items() for _ in sequence.in_flight)
+        answers = tuple(
+            Answer(key, error=error)
+            for key, sequence in sequences.items()
+            for _ in sequence.in_flight
+        )
         updates = self.apply(StepResult(None, answers), now)
         updates += self._fail([one for one in self.table.busy if not one.finished], error, now)
         self._forget_plans(all_is_lost=False)
@@ -379,11 +420,14 @@ class Scheduler:
         self._reset()
         if culprit is None:
             return []
-        error = f"the workers died whenever this request ran, and at last when it ran alone: {cause}"
+        error = (
+            f"the workers died whenever this request ran, and at last when it ran alone: {cause}"
+        )
         return self._fail(self.table.unfinished(culprit), error, now)
 
     def _reset(self) -> None:
-        """Nothing in flight will be answered and no KV is left: every sequence is recomputed from its tokens."""
+        """Nothing in flight will be answered and no KV is left: every sequence is recomputed from
+        its tokens."""
         self._forget_plans(all_is_lost=True)
         self._previous = None  # it was decided for a state that is gone
         self.table.reset()
@@ -396,12 +440,14 @@ class Scheduler:
             observer.on_reset()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:
-        """Nothing will ever be answered again: every sequence ends with an error, whether it ran or waited."""
+        """Nothing will ever be answered again: every sequence ends with an error, whether it ran or
+        waited."""
         self._reset()
         return self._fail(list(self.table.sequences.values()), error, now)
 
     def _fail(self, unfinished: list[Sequence], error: str, now: float) -> list[SequenceUpdate]:
-        """End sequences that have nothing in flight with an error; all samples of their requests are among them."""
+        """End sequences that have nothing in flight with an error; all samples of their requests
+        are among them."""
         updates = [self._end(sequence, error, now) for sequence in unfinished]
         for sequence in unfinished:
             self.table.release_siblings(sequence)

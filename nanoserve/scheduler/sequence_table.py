@@ -1,4 +1,5 @@
-"""The sequence table: which sequences wait and run, in order of rank, and the blocks that they hold."""
+"""The sequence table: which sequences wait and run, in order of rank, and the blocks that they
+hold."""
 
 import math
 from bisect import bisect_left, insort
@@ -27,8 +28,8 @@ def _tokens_of(family: list[Sequence]) -> int:
 
 
 class RankOrdered(list[Sequence]):
-    """A set of sequences in order of rank, oldest first unless the policy ranks them. It is fast at both ends, where
-    the scheduler works."""
+    """A set of sequences in order of rank, oldest first unless the policy ranks them. It is fast at
+    both ends, where the scheduler works."""
 
     def __contains__(self, sequence: object) -> bool:
         assert isinstance(sequence, Sequence)
@@ -86,29 +87,35 @@ class SequenceTable:
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
         self.preemptions = 0
-        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
+        # prompts and answers so far of requests that have not ended; their rest is unknown
+        self.outstanding = 0
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
         self.running = RankOrdered()  # hold KV on the device
-        self.busy = RankOrdered()  # hold KV that the executor works on beside rows; finished ones stay until it is done
+        # hold KV that the executor works on beside rows; finished ones stay until it is done
+        self.busy = RankOrdered()
         self.queues: dict[Place, RankOrdered] = {_NONE: self.waiting, _DEVICE: self.running}
         self.requests: dict[str, list[Sequence]] = {}  # all samples of each that has not ended
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
         self._ids = count()
 
-    # ---- intake -----------------------------------------------------------------------------------------------
+    # ---- intake ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue the first sample of a request; the others wait until its prompt is computed. Raises UsageError if it
-        can never run to its end, or its id is in use."""
+        """Queue the first sample of a request; the others wait until its prompt is computed. Raises
+        UsageError if it can never run to its end, or its id is in use."""
         if request.request_id in self.requests:
             raise UsageError(f"request id {shown(request.request_id)} is in use")
         self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
-        stop_tokens = frozenset(end_tokens) | frozenset(request.params.stop_token_ids)  # one set for all samples
+        # one set for all samples
+        stop_tokens = frozenset(end_tokens) | frozenset(request.params.stop_token_ids)
         rank = 0.0 if self.ordering is None else self.ordering.rank(request)
-        family = [self._new_sequence(request, index, stop_tokens, rank) for index in range(request.params.n)]
+        family = [
+            self._new_sequence(request, index, stop_tokens, rank)
+            for index in range(request.params.n)
+        ]
         self.requests[request.request_id] = family
         self.outstanding += _tokens_of(family)
         self.waiting.add(family[0])
@@ -120,27 +127,37 @@ class SequenceTable:
         if length == 0:
             raise UsageError("the prompt is empty: give at least one token")
         if request.priority != 0 and self.ordering is None:
-            raise UsageError(f"priority {request.priority} has no effect here: start with --policy NAME:order=priority")
+            raise UsageError(
+                f"priority {request.priority} has no effect here: start with --policy "
+                "NAME:order=priority"
+            )
         fewest_new = 0 if params.max_tokens == 0 else 1
         if length + fewest_new > longest:
             raise UsageError(
-                f"the prompt has {length} tokens, but the context holds {longest} with at least one "
+                f"the prompt has {length} tokens, but the context holds {longest} with at least "
+                "one "
                 "for the answer; shorten the prompt or raise --max-model-len"
             )
         if length + params.min_tokens > longest:
             raise UsageError(
-                f"min_tokens {params.min_tokens} can never be reached: after a prompt of {length} tokens the "
+                f"min_tokens {params.min_tokens} can never be reached: after a prompt of {length} "
+                "tokens the "
                 f"context of {longest} has room for {longest - length}; lower it"
             )
-        tokens = min(longest, length + (longest if params.max_tokens is None else params.max_tokens))
+        tokens = min(
+            longest, length + (longest if params.max_tokens is None else params.max_tokens)
+        )
         # Attention never reads the last token of an answer, so its KV is never written.
         if (needed := self.blocks.most_held(max(length, tokens - 1))) > self.fewest_blocks:
             raise UsageError(
-                f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
+                f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but "
+                "there are "
                 f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
-    def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int], rank: float) -> Sequence:
+    def _new_sequence(
+        self, request: Request, index: int, stop_tokens: frozenset[int], rank: float
+    ) -> Sequence:
         params, length = request.params, len(request.prompt)
         most = self.max_model_len if params.max_tokens is None else params.max_tokens
         max_length = min(self.max_model_len, length + most)
@@ -149,7 +166,8 @@ class SequenceTable:
             tokens += request.resumed[index]
         placeholders = None
         if self.async_scheduling and params.allows_async_scheduling:
-            placeholders = Placeholders(limit=max_length - 1)  # the token it waits for must not be its last one
+            # the token it waits for must not be its last one
+            placeholders = Placeholders(limit=max_length - 1)
         sequence = Sequence(
             next(self._ids),
             request,
@@ -194,11 +212,14 @@ class SequenceTable:
 
     @property
     def next_waiting(self) -> Sequence | None:
-        """The first waiting sequence; while a suspected request has to run alone, the first of that request."""
+        """The first waiting sequence; while a suspected request has to run alone, the first of that
+        request."""
         if not self.waiting:
             return None
         suspect = self.quarantine.suspect
-        return next((one for one in self.waiting if suspect in (None, one.request.request_id)), None)
+        return next(
+            (one for one in self.waiting if suspect in (None, one.request.request_id)), None
+        )
 
     @property
     def free_slots(self) -> int:
@@ -206,21 +227,27 @@ class SequenceTable:
         return self.max_num_seqs - len(self.running) - len(self.busy)
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight may enter the next plan too, because scheduling is asynchronous. A decode then
-        has a placeholder; a prompt's chunks follow each other, as plans run in order. Prompts whose log probabilities
-        are wanted wait: an answer belongs to their only row in flight."""
+        """Whether a sequence in flight may enter the next plan too, because scheduling is
+        asynchronous. A decode then has a placeholder; a prompt's chunks follow each other, as plans
+        run in order. Prompts whose log probabilities are wanted wait: an answer belongs to their
+        only row in flight."""
         if not self.async_scheduling:
             return False
         if sequence.status is _DECODE:
             placeholders = sequence.placeholders
-            return placeholders is not None and not placeholders.wait and len(sequence.tokens) < placeholders.limit
+            return (
+                placeholders is not None
+                and not placeholders.wait
+                and len(sequence.tokens) < placeholders.limit
+            )
         return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
-    # ---- admission and preemption -----------------------------------------------------------------------------
+    # ---- admission and preemption ----------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
         """Move a waiting sequence to running, with the cached blocks of its prefix."""
-        # Cached positions have no logits, so a prompt whose log probabilities are wanted is computed whole.
+        # Cached positions have no logits, so a prompt whose log probabilities are wanted is
+        # computed whole.
         if sequence.request.params.prompt_logprobs is None:
             self.blocks.take_prefix(sequence)
             if sequence.first_scheduled_time is None:
@@ -244,15 +271,16 @@ class SequenceTable:
         self.unadmit(sequence)
 
     def reset(self) -> None:
-        """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued; finished ones are
-        dropped. No executor is notified."""
+        """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued;
+        finished ones are dropped. No executor is notified."""
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
             self.requeue(sequence)
         self._ended = []
 
     def requeue(self, sequence: Sequence) -> None:
-        """The KV of a sequence is lost, and nothing in flight of it will be answered: recompute it, if it goes on."""
+        """The KV of a sequence is lost, and nothing in flight of it will be answered: recompute it,
+        if it goes on."""
         sequence.in_flight.clear()
         if sequence.status is _FINISHED:
             self.retire(sequence)
@@ -291,10 +319,11 @@ class SequenceTable:
             else:
                 self.waiting.add(sibling)
 
-    # ---- answer and end ---------------------------------------------------------------------------------------
+    # ---- answer and end --------------------------------------------------------------------------
 
     def settle(self, sequence: Sequence) -> None:
-        """Let others use what an answer has made known. After its last row, a finished sequence is retired."""
+        """Let others use what an answer has made known. After its last row, a finished sequence is
+        retired."""
         if sequence.place is not _DEVICE:
             for answered_elsewhere in self.moments.answered_elsewhere:
                 answered_elsewhere(sequence)

@@ -1,4 +1,5 @@
-"""Sliding windows: how many blocks a sequence needs where queries see only the positions close before them."""
+"""Sliding windows: how many blocks a sequence needs where queries see only the positions close
+before them."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -14,9 +15,12 @@ def first_seen(position: int, window: int) -> int:
     return max(0, position + 1 - window)
 
 
-def most_blocks(windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None) -> int:
-    """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these windows. It is
-    computed in chunks of at most ``chunk`` tokens; None stands for a block's worth, with which every sequence ends."""
+def most_blocks(
+    windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None
+) -> int:
+    """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these
+    windows. It is computed in chunks of at most ``chunk`` tokens; None stands for a block's worth,
+    with which every sequence ends."""
     if chunk is None:
         chunk = block_size
     columns = -(-tokens // block_size)
@@ -44,7 +48,8 @@ def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, long
 
 
 class WindowedBlocks(SequenceBlocks):
-    """Block tables of a model with sliding windows: blocks that no query sees any longer are given back.
+    """Block tables of a model with sliding windows: blocks that no query sees any longer are given
+    back.
 
     ``windows`` are those of the cache groups, 0 for one that keeps all.
     """
@@ -76,8 +81,9 @@ class WindowedBlocks(SequenceBlocks):
         self.pool.share(sequence.block_table)
 
     def _usable(self, columns: SequenceOf[list[int]]) -> int:
-        """How many of these columns are the longest prefix of which every group has what the next query sees: all, or
-        what is in its window. One pass finds it: whether a prefix will do hangs on no other."""
+        """How many of these columns are the longest prefix of which every group has what the next
+        query sees: all, or what is in its window. One pass finds it: whether a prefix will do hangs
+        on no other."""
         usable = 0
         runs = [0] * self.groups  # of each group, its newest columns without a gap
         for length, blocks in enumerate(columns, 1):
@@ -107,9 +113,13 @@ class WindowedBlocks(SequenceBlocks):
         sequence.window_start = position
 
     def share_full(self, sequence: Sequence, computed: int) -> None:
-        # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
+        # A sequence that was away has no blocks that it will not read: such columns serve only
+        # those after them.
         shared, full = len(sequence.cached_columns), computed // self._block_size
-        while shared < full and max(sequence.block_table[(full - 1) * self.groups : full * self.groups]) == NO_BLOCK:
+        while (
+            shared < full
+            and max(sequence.block_table[(full - 1) * self.groups : full * self.groups]) == NO_BLOCK
+        ):
             full -= 1
         super().share_full(sequence, full * self._block_size)
 

@@ -11,7 +11,8 @@ from nanoserve.errors import UsageError
 if TYPE_CHECKING:
     from nanoserve.scheduler.plan import Row
 
-Chunk = tuple[int, int]  # first position and number of tokens of a prefill chunk; (0, n) is a whole prompt
+# first position and number of tokens of a prefill chunk; (0, n) is a whole prompt
+Chunk = tuple[int, int]
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -23,8 +24,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sampled: int = 0  # positions that get logits
     draft_tokens: int = 0  # tokens that decode rows have beside their first one
     windowed_decode_context: tuple[int, ...] = ()
-    """``decode_context`` within each sliding window of the model, ascending: a row reads no more keys than the
-    window."""
+    """``decode_context`` within each sliding window of the model, ascending: a row reads no more
+    keys than the window."""
 
     @classmethod
     def of(
@@ -34,21 +35,26 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sampled: int | None = None,
         windows: Sequence[int] = (),
     ) -> "StepWork":
-        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all rows. ``windows`` are
-        the model's, ascending. Raises UsageError for an empty context or chunk, or a negative position."""
+        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all
+        rows. ``windows`` are the model's, ascending. Raises UsageError for an empty context or
+        chunk, or a negative position."""
         pieces = tuple(chunks)
         if decode_contexts and min(decode_contexts) < 1:
             raise UsageError(f"a decode row reads at least its own key, not {min(decode_contexts)}")
         for start, length in pieces:
             if start < 0 or length < 1:
-                raise UsageError(f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}")
+                raise UsageError(
+                    f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}"
+                )
         rows = len(decode_contexts) + len(pieces)
         return cls(
             decodes=len(decode_contexts),
             decode_context=sum(decode_contexts),
             chunks=pieces,
             sampled=rows if sampled is None else sampled,
-            windowed_decode_context=tuple(sum(min(keys, window) for keys in decode_contexts) for window in windows),
+            windowed_decode_context=tuple(
+                sum(min(keys, window) for keys in decode_contexts) for window in windows
+            ),
         )
 
     @cached_property
@@ -60,9 +66,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.decodes + len(self.chunks)
 
 
-def work_of(rows: "Iterable[Row]", sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
-    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many positions are
-    sampled. A row with draft tokens is a decode."""
+def work_of(
+    rows: "Iterable[Row]", sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of
+) -> StepWork:
+    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many
+    positions are sampled. A row with draft tokens is a decode."""
     contexts: list[int] = []
     chunks: list[Chunk] = []
     sampled = drafted = 0
@@ -81,9 +89,10 @@ def work_of(rows: "Iterable[Row]", sum_up: Callable[[list[int], list[Chunk], int
 
 
 Strategy = Literal["device", "asymmetric", "overlap"]
-"""How a step treats sequences whose KV is in host memory: "device", none begins a token in it; "asymmetric", two
-sub-batches alternate between device and CPU within the step (NEO); "overlap", their attention runs beside the steps,
-and they advance by one layer a step (APEX), as sequences under way do in a step of the device's alone."""
+"""How a step treats sequences whose KV is in host memory: "device", none begins a token in it;
+"asymmetric", two sub-batches alternate between device and CPU within the step (NEO); "overlap",
+their attention runs beside the steps, and they advance by one layer a step (APEX), as sequences
+under way do in a step of the device's alone."""
 
 
 class HostBatch(msgspec.Struct, frozen=True):
@@ -91,7 +100,8 @@ class HostBatch(msgspec.Struct, frozen=True):
 
     sequences: int
     context_tokens: int  # keys that their attention reads in each layer, summed over them
-    attended: int = 0  # layers whose attention the CPU was given before the step; the last of them is not passed yet
+    # layers whose attention the CPU was given before the step; the last of them is not passed yet
+    attended: int = 0
 
     @property
     def first_layer(self) -> int:
@@ -100,18 +110,21 @@ class HostBatch(msgspec.Struct, frozen=True):
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, reduced to what its time depends on: from its plan before it runs, from its result afterwards."""
+    """A step, reduced to what its time depends on: from its plan before it runs, from its result
+    afterwards."""
 
     strategy: Strategy
     device: StepWork  # the rows whose KV is on the device
     host: tuple[HostBatch, ...] = ()
-    """In an overlapped step, the batches that begin a token or join the device's rows; before the step, all batches
-    that may. In an asymmetric step, sub-batch 0, which runs with the device's rows."""
+    """In an overlapped step, the batches that begin a token or join the device's rows; before the
+    step, all batches that may. In an asymmetric step, sub-batch 0, which runs with the device's
+    rows."""
     host_second: tuple[HostBatch, ...] = ()  # sub-batch 1 of an asymmetric step
 
     @property
     def sampled(self) -> int:
-        """Rows that get logits. An overlapped step counts the rows on the device: few host rows end beside them."""
+        """Rows that get logits. An overlapped step counts the rows on the device: few host rows end
+        beside them."""
         ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
         return self.device.sampled + sum([batch.sequences for batch in ending])
 
@@ -130,5 +143,7 @@ class DraftCounts(msgspec.Struct, array_like=True):
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         """Add up both counts."""
-        accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
+        accepted = [
+            one + another for one, another in zip(self.accepted, other.accepted, strict=True)
+        ]
         return DraftCounts(self.rows + other.rows, self.draft_tokens + other.draft_tokens, accepted)

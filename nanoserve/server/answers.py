@@ -19,14 +19,15 @@ from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
 
 PIECE = 128
-"""Entries of a long list that are made without a break: log probabilities take up to 0.1 ms each."""
+"""Entries of a long list that are made without a break: log probabilities take up to 0.1 ms
+each."""
 
 T = TypeVar("T")
 
 
 async def in_pieces(entries: Sequence[T]) -> AsyncIterator[Sequence[T]]:
-    """Yield some entries at a time, so that other requests run in between: an answer may have a million log
-    probabilities."""
+    """Yield some entries at a time, so that other requests run in between: an answer may have a
+    million log probabilities."""
     for start in range(0, len(entries), PIECE):
         if start:
             await asyncio.sleep(0)
@@ -34,7 +35,8 @@ async def in_pieces(entries: Sequence[T]) -> AsyncIterator[Sequence[T]]:
 
 
 def _as_json(value: object) -> msgspec.Raw:
-    """Encode the value as JSON now, so that encoding the whole answer later only copies the parts."""
+    """Encode the value as JSON now, so that encoding the whole answer later only copies the
+    parts."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
@@ -47,7 +49,8 @@ class TokenText:
 
     @property
     def name(self) -> str:
-        """The text, or `bytes:\\xf0\\x9f` for a part of a character: several of them have the same text."""
+        """The text, or `bytes:\\xf0\\x9f` for a part of a character: several of them have the same
+        text."""
         is_part = "\ufffd" in self.text and self.text.encode() != self.bytes
         if is_part:
             return f"bytes:{repr(self.bytes)[2:-1]}"
@@ -86,12 +89,19 @@ class CompletionFormat(ABC):
     async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        """Make one choice of a request, or the new part of it; a chat has its text in the field ``name``. Other
-        requests run while a long choice is made."""
+        """Make one choice of a request, or the new part of it; a chat has its text in the field
+        ``name``. Other requests run while a long choice is made."""
 
-    def envelope(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
+    def envelope(
+        self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]
+    ) -> dict[str, Any]:
         """Make the whole answer or a chunk of it, with these choices."""
-        head = {"id": self.answer_id, "object": kind, "created": self._created, "model": self._model}
+        head = {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
         return head | {"choices": choices}
 
 
@@ -108,7 +118,8 @@ class ChatFormat(CompletionFormat):
         *,
         parallel: bool = True,
     ) -> None:
-        """``parser`` makes a parser for each answer. Without ``parallel``, only an answer's first call is sent."""
+        """``parser`` makes a parser for each answer. Without ``parallel``, only an answer's first
+        call is sent."""
         super().__init__(model, text_of)
         self._parsers = defaultdict[int, AnswerParser](parser)
         self._calls = Counter[int]()  # by choice
@@ -139,7 +150,8 @@ class ChatFormat(CompletionFormat):
         if not (answer or thoughts or calls or ended):
             return {}
         content: dict[str, Any] = {}
-        if index not in self._offsets:  # the role comes with the first text: clients time the first chunk
+        # the role comes with the first text: clients time the first chunk
+        if index not in self._offsets:
             content["role"] = "assistant"
             content["content"] = answer
             if not answer and (thoughts or calls):
@@ -190,7 +202,11 @@ class TextFormat(CompletionFormat):
     chunk_kind = "text_completion"
 
     def __init__(
-        self, model: str, text_of: Callable[[int], TokenText], tokenizer: TokenDecoder, echoes: Iterable[str] = ()
+        self,
+        model: str,
+        text_of: Callable[[int], TokenText],
+        tokenizer: TokenDecoder,
+        echoes: Iterable[str] = (),
     ) -> None:
         """``echoes`` are the texts with which the choices begin, if they echo their prompts."""
         super().__init__(model, text_of)
@@ -216,12 +232,24 @@ class TextFormat(CompletionFormat):
         text = output.text
         if echo is not None:
             text = echo + text
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+        }
 
-    async def _logprobs(self, index: int, scored: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
-        """Parallel lists; ``text_offset`` says where each token's text begins in the choice. Nothing predicts the first
-        token of a prompt, so it has None."""
-        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    async def _logprobs(
+        self, index: int, scored: Sequence[tuple[int, TokenLogprob | None]]
+    ) -> dict[str, Any]:
+        """Parallel lists; ``text_offset`` says where each token's text begins in the choice.
+        Nothing predicts the first token of a prompt, so it has None."""
+        lists: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         async for piece in in_pieces(scored):
             for token, one in piece:
                 name = self._text_of(token).name

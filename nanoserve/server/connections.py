@@ -1,8 +1,10 @@
-"""Connections of clients: each keeps HTTP's rules within a time, and all together leave descriptors for the server.
+"""Connections of clients: each keeps HTTP's rules within a time, and all together leave descriptors
+for the server.
 
-Anyone who reaches the address can open connections, without a key. So there are never more than the descriptors that
-are left for them. At that number, the connection that has waited longest for its client makes room for a new one, which
-stays in the system's queue until then. A connection whose request is being answered is never closed for another.
+Anyone who reaches the address can open connections, without a key. So there are never more than the
+descriptors that are left for them. At that number, the connection that has waited longest for its
+client makes room for a new one, which stays in the system's queue until then. A connection whose
+request is being answered is never closed for another.
 """
 
 import asyncio
@@ -22,15 +24,17 @@ from nanoserve.utils.descriptors import allow_descriptors, open_descriptors
 MOST_CONNECTIONS = 4096
 """More than the requests that may run and wait by default, each of which has one."""
 RESERVED_DESCRIPTORS = 32
-"""Descriptors for the server itself: 16 while the engine and the processes of templates and grammars run, eight more
-while one of these processes is restarted, and some for files and for a connection that is closed to make room."""
+"""Descriptors for the server itself: 16 while the engine and the processes of templates and
+grammars run, eight more while one of these processes is restarted, and some for files and for a
+connection that is closed to make room."""
 SPARE_CONNECTIONS = 8
 """Connections that no request may fill: the next client gets an answer in any case."""
 FEWEST_CONNECTIONS = 2 * SPARE_CONNECTIONS
 
 _ACCEPTED_AT_ONCE = 8
 """New connections in one turn of the event loop, so that many of them do not delay the others."""
-_PATIENCE_SECONDS = 0.25  # time for a client to send something before its connection makes room for another
+# time for a client to send something before its connection makes room for another
+_PATIENCE_SECONDS = 0.25
 _FULL_SECONDS = 0.05  # until a new connection is tried again when none can make room
 _RETRY_SECONDS = 1.0  # until one is tried again when the system has no descriptor for it
 _NOTICE_SECONDS = 60.0  # time between two lines about too many connections
@@ -39,8 +43,8 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 def most_connections() -> int:
-    """The number of connections that this process may have beside its own descriptors. Raises its limit of open files
-    for them.
+    """The number of connections that this process may have beside its own descriptors. Raises its
+    limit of open files for them.
 
     Raises RuntimeFailure if too few are left.
     """
@@ -48,7 +52,9 @@ def most_connections() -> int:
     allowed = allow_descriptors(own + MOST_CONNECTIONS)
     if allowed - own < FEWEST_CONNECTIONS:
         least = own + FEWEST_CONNECTIONS
-        raise RuntimeFailure(f"the server may open {allowed} files, and needs {least}: raise the limit (ulimit -n)")
+        raise RuntimeFailure(
+            f"the server may open {allowed} files, and needs {least}: raise the limit (ulimit -n)"
+        )
     return allowed - own
 
 
@@ -59,7 +65,8 @@ class Connections:
         self._listener = listener
         self._most = most
         self._open: set[BoundedProtocol] = set()
-        self._waiting: dict[BoundedProtocol, float] = {}  # since when each waits for its client, the longest first
+        # since when each waits for its client, the longest first
+        self._waiting: dict[BoundedProtocol, float] = {}
         self._answering: set[BoundedProtocol] = set()
         self._beginning: set[asyncio.Task[Any]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -76,7 +83,8 @@ class Connections:
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some, make_protocol)
 
     def close(self) -> None:
-        """Take no more connections, and close the connections that wait for their client; the others stay."""
+        """Take no more connections, and close the connections that wait for their client; the
+        others stay."""
         _cancel(self._retry)
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
@@ -84,7 +92,8 @@ class Connections:
             connection.transport.abort()
 
     def waits_for_client(self, connection: "BoundedProtocol") -> None:
-        """Note that the connection has nothing to answer: from now on it may make room for another connection."""
+        """Note that the connection has nothing to answer: from now on it may make room for another
+        connection."""
         if connection in self._open:
             self._answering.discard(connection)
             self._waiting.pop(connection, None)
@@ -141,8 +150,12 @@ class Connections:
         task.add_done_callback(check)
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client, if it has waited long enough."""
-        self._notice("%d connections are open, the most that can be: those whose clients send nothing end", self._most)
+        """Close the connection that has waited longest for its client, if it has waited long
+        enough."""
+        self._notice(
+            "%d connections are open, the most that can be: those whose clients send nothing end",
+            self._most,
+        )
         longest, since = next(iter(self._waiting.items()), (None, 0.0))
         if longest is None or asyncio.get_running_loop().time() - since < _PATIENCE_SECONDS:
             return False
@@ -158,7 +171,8 @@ class Connections:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that closes if its client takes more than ``client_seconds`` to send headers or read a full buffer.
+    """A connection that closes if its client takes more than ``client_seconds`` to send headers or
+    read a full buffer.
 
     Malformed HTTP is answered in the form of every other error.
     """
@@ -203,7 +217,8 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         answer = ApiError(400, msg, code="invalid_http", headers={"connection": "close"}).response()
         head = h11.Response(status_code=400, headers=answer.raw_headers)
-        with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
+        # the answer to an earlier request has begun
+        with contextlib.suppress(h11.LocalProtocolError):
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -211,7 +226,8 @@ class BoundedProtocol(H11Protocol):
     def _expect_request(self) -> None:
         _cancel(self._headers_due)
         self._headers_due = self.loop.call_later(self._client_seconds, self.transport.abort)
-        if not self.transport.get_write_buffer_size():  # otherwise the end of the last answer would be lost
+        # otherwise the end of the last answer would be lost
+        if not self.transport.get_write_buffer_size():
             self._connections.waits_for_client(self)
 
 

@@ -19,7 +19,13 @@ from nanoserve.request import CompletionOutput, SamplingParams
 from nanoserve.server import schemas
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.engine_client import EngineState
-from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
+from nanoserve.server.http_bodies import (
+    ApiError,
+    JsonResponse,
+    as_api_error,
+    read_json_body,
+    until_client_goes,
+)
 from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
 from nanoserve.server.tools import ToolUse, tool_use
@@ -47,7 +53,9 @@ def _service(http: HttpRequest) -> Service:
 async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fields]:
     """The service, and the request in the body, which names this server's model or none."""
     service = _service(http)
-    asked = schemas.parse(await read_json_body(http, service.limits.body_bytes, service.limits.client_seconds), schema)
+    asked = schemas.parse(
+        await read_json_body(http, service.limits.body_bytes, service.limits.client_seconds), schema
+    )
     service.check_model(asked.model)
     return service, asked
 
@@ -76,7 +84,9 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema, field)
-    parser = partial(_answer_parser, tokenizer, prompt, use, constrained=params.json_schema is not None)
+    parser = partial(
+        _answer_parser, tokenizer, prompt, use, constrained=params.json_schema is not None
+    )
     parallel = asked.parallel_tool_calls is not False
     answer = ChatFormat(service.model_name, service.text_of, parser, parallel=parallel)
     return _begin(http, asked, answer, [prompt], [params])
@@ -85,8 +95,8 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
 def _answer_parser(
     tokenizer: Tokenizer, prompt: Sequence[int], use: ToolUse | None, *, constrained: bool
 ) -> AnswerParser:
-    """A parser for one answer to the prompt. An answer that a schema constrains is a call, or JSON, and nothing
-    else."""
+    """A parser for one answer to the prompt. An answer that a schema constrains is a call, or JSON,
+    and nothing else."""
     form = PLAIN
     tools: dict[str, dict[str, Any]] = {}
     if use is not None:
@@ -107,7 +117,8 @@ async def completions(http: HttpRequest) -> "CompletionAnswer":
             prompt = await service.encode(given, context=facts.max_model_len)
         else:
             prompt = given
-        schemas.check_token_ids(prompt, facts, "prompt")  # a tokenizer may have more tokens than the model
+        # a tokenizer may have more tokens than the model
+        schemas.check_token_ids(prompt, facts, "prompt")
         prompts.append(prompt)
     each = schemas.completion_params(asked, facts, [len(prompt) for prompt in prompts])
     echoes: list[str] = []
@@ -130,14 +141,20 @@ def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | 
     else:
         kinds = set(map(type, given))  # there may be half a million tokens
         if int in kinds and len(kinds) > 1:
-            raise ApiError(400, "prompt mixes token ids with texts or lists of them", param="prompt")
+            raise ApiError(
+                400, "prompt mixes token ids with texts or lists of them", param="prompt"
+            )
         prompts = given
         if kinds <= {int}:  # the token ids of one prompt
             prompts = [given]
     if len(prompts) > most:
-        raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt")
+        raise ApiError(
+            400, f"{len(prompts)} prompts in one request; at most {most} are taken", param="prompt"
+        )
     if not all(prompts):
-        raise ApiError(400, "the prompt is empty: give some text", code="invalid_value", param="prompt")
+        raise ApiError(
+            400, "the prompt is empty: give some text", code="invalid_value", param="prompt"
+        )
     return cast(list[str | list[int]], prompts)
 
 
@@ -162,7 +179,8 @@ def _begin(
 
 @dataclass(frozen=True)
 class CompletionAnswer:
-    """The response to a completion request, whole or in chunks. Its requests end when the client goes."""
+    """The response to a completion request, whole or in chunks. Its requests end when the client
+    goes."""
 
     service: Service
     asked: schemas.SamplingFields
@@ -178,7 +196,9 @@ class CompletionAnswer:
             content = await until_client_goes(receive, self._in_time(self.whole()))
         finally:
             self.service.end(self.streams)
-        await JsonResponse(content, headers={"x-request-id": self.answer.answer_id})(scope, receive, send)
+        await JsonResponse(content, headers={"x-request-id": self.answer.answer_id})(
+            scope, receive, send
+        )
 
     async def _send_events(self, send: Send) -> None:
         """The answer as server-sent events; an error on the way is an event too."""
@@ -190,7 +210,8 @@ class CompletionAnswer:
         async def emit_chunks() -> None:
             async for chunk in self.chunks():
                 await emit(chunk)
-                await asyncio.sleep(0)  # a step may end thousands of samples; other requests run in between
+                # a step may end thousands of samples; other requests run in between
+                await asyncio.sleep(0)
 
         headers = _EVENT_HEADERS + [(b"x-request-id", self.answer.answer_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -219,14 +240,15 @@ class CompletionAnswer:
                 tokens += len(sample.token_ids)
                 choice = await self.answer.choice(len(choices), output, sample)
                 choices.append(msgspec.Raw(msgspec.json.encode(choice)))
-                # Thousands of samples with log probabilities take long, and other requests run in between.
+                # Thousands of samples with log probabilities take long, and other requests run in
+                # between.
                 await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
         return self.answer.envelope(self.answer.kind, choices) | {"usage": usage}
 
     async def chunks(self) -> AsyncIterator[Event]:
-        """The answer in chunks. If the client asks for usage, each chunk has null, as OpenAI's, or the counts so far,
-        as vLLM's."""
+        """The answer in chunks. If the client asks for usage, each chunk has null, as OpenAI's, or
+        the counts so far, as vLLM's."""
         options = self.asked.stream_options or schemas.StreamOptions()
         tokens = 0
         cached = {}
@@ -237,7 +259,9 @@ class CompletionAnswer:
                 tokens += len(sample.token_ids)
                 index = place * self.streams[0].request.params.n + sample.index
                 choice = await self.answer.choice(index, output, sample, name="delta")
-                if not any(choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")):
+                if not any(
+                    choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")
+                ):
                     continue
                 chunk = self._chunk([choice])
                 if options.include_usage:
@@ -275,10 +299,16 @@ async def tokenize(http: HttpRequest) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give prompt or messages, one of them", code="invalid_value")
     if asked.messages is not None:
-        tokens = await service.encode_chat(asked.messages, add_generation_prompt=asked.add_generation_prompt)
+        tokens = await service.encode_chat(
+            asked.messages, add_generation_prompt=asked.add_generation_prompt
+        )
     else:
-        tokens = await service.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
-    return JsonResponse({"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens})
+        tokens = await service.encode(
+            asked.prompt or "", add_special_tokens=asked.add_special_tokens
+        )
+    return JsonResponse(
+        {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    )
 
 
 async def detokenize(http: HttpRequest) -> Response:
@@ -287,7 +317,9 @@ async def detokenize(http: HttpRequest) -> Response:
     facts = service.facts()
     schemas.check_token_ids(asked.tokens, facts, "tokens")
     if len(asked.tokens) > facts.max_model_len:
-        message = f"{len(asked.tokens)} tokens; at most the {facts.max_model_len} of a context are taken"
+        message = (
+            f"{len(asked.tokens)} tokens; at most the {facts.max_model_len} of a context are taken"
+        )
         raise ApiError(400, message, code="context_length_exceeded", param="tokens")
     return JsonResponse({"prompt": await service.decode(asked.tokens)})
 
@@ -335,4 +367,6 @@ async def version(http: HttpRequest) -> Response:
 
 
 async def metrics(http: HttpRequest) -> Response:
-    return Response(_service(http).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        _service(http).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )

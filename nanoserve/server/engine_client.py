@@ -1,4 +1,5 @@
-"""The front end's side of the engine: it sends requests, feeds streams, and starts a new process when one dies."""
+"""The front end's side of the engine: it sends requests, feeds streams, and starts a new process
+when one dies."""
 
 import asyncio
 import logging
@@ -51,37 +52,49 @@ class QueueFull(NanoserveError):
 
 
 class EngineChild:
-    """A process that runs the engine; ``end`` it in any case. Raises RuntimeFailure if it cannot be started."""
+    """A process that runs the engine; ``end`` it in any case. Raises RuntimeFailure if it cannot be
+    started."""
 
     def __init__(self, program: str) -> None:
         self._directory = choose_directory()
         context = zmq.asyncio.Context(io_threads=1)
         try:
-            self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
+            self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(
+                context, messages.EngineMessage
+            )
             self._process = TiedChild(program, directory=self._directory)
         except (OSError, zmq.ZMQError) as error:
             context.destroy(linger=0)
-            raise RuntimeFailure(f"the engine process cannot be started: {error.strerror or error}") from error
-        self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
+            raise RuntimeFailure(
+                f"the engine process cannot be started: {error.strerror or error}"
+            ) from error
+        # set by the owner when the engine is ready; from then on less silence is tolerated
+        self.ready = False
 
     async def start(self, start: messages.EngineStart) -> None:
         """Begin to load the model. Raises RuntimeFailure if the process does not come up."""
         make_directory(self._directory)
         address = local_address(self._directory)
-        start = msgspec.structs.replace(start, address=address, key=listen({address: self.mailbox.socket}))
+        start = msgspec.structs.replace(
+            start, address=address, key=listen({address: self.mailbox.socket})
+        )
         self._process.tell(msgspec.json.encode(start, enc_hook=str))
         try:
             if not await self._beats(START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own error is above")
         except TimeoutError:
-            raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
+            raise RuntimeFailure(
+                f"the engine process did not start within {START_SECONDS:g} s"
+            ) from None
 
     async def death(self) -> str:
-        """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
+        """Wait until the process is dead, or kill it after too long a silence; returns what
+        happened."""
         silence = 0.0
         while silence < self._tolerated_silence:
             try:
-                # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
+                # Second by second: if the machine was suspended for a minute, that counts as one
+                # second of silence.
                 if not await self._beats(1.0):
                     return await asyncio.to_thread(self._process.ending)
                 silence = 0.0
@@ -98,13 +111,14 @@ class EngineChild:
         return LOADING_SILENCE_SECONDS
 
     async def end(self) -> None:
-        """Let the process end its workers and itself, or kill it. Then remove its socket and directory."""
+        """Let the process end its workers and itself, or kill it. Then remove its socket and
+        directory."""
         self.mailbox.close(linger=0)
         await asyncio.to_thread(end_children, [self._process], self._directory)
 
     async def _beats(self, seconds: float) -> bool:
-        """Wait for a sign of life. Returns False if the process is dead. Raises TimeoutError if neither comes in
-        time."""
+        """Wait for a sign of life. Returns False if the process is dead. Raises TimeoutError if
+        neither comes in time."""
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
@@ -122,8 +136,9 @@ class EngineChild:
 class EngineClient:
     """Requests and their streams, over the lives of any number of engine processes.
 
-    ``max_queue`` requests may wait for a place in the engine. ``on_progress`` is called with (stage, done, total) while
-    the model is loaded, and ``program`` is the Python code of an engine process.
+    ``max_queue`` requests may wait for a place in the engine. ``on_progress`` is called with
+    (stage, done, total) while the model is loaded, and ``program`` is the Python code of an engine
+    process.
     """
 
     def __init__(
@@ -149,10 +164,12 @@ class EngineClient:
         self.reason = ""
         self.became_ready = asyncio.Event()  # set once the first engine is ready
         self.facts: messages.EngineFacts | None = None  # None until then
-        self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
+        # called with every step of an engine
+        self.on_step: Callable[[RecentStep], None] = lambda step: None
         self.last = messages.StepReport()  # the last report of the current engine
         self.generated_tokens = 0  # tokens sampled by all engines
-        self.trace_failure: str | None = None  # why the trace of an engine is not complete, if it is not
+        # why the trace of an engine is not complete, if it is not
+        self.trace_failure: str | None = None
         self.past: list[EngineStatus] = []  # the last status of each engine before the current one
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
@@ -181,7 +198,8 @@ class EngineClient:
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
 
-        Raises EngineUnavailable if no engine will be there soon, QueueFull if too many requests are waiting.
+        Raises EngineUnavailable if no engine will be there soon, QueueFull if too many requests are
+        waiting.
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
@@ -195,7 +213,8 @@ class EngineClient:
         return streams
 
     def _free_places(self) -> int:
-        """Places in the engine that new requests would get; none while earlier requests wait for places."""
+        """Places in the engine that new requests would get; none while earlier requests wait for
+        places."""
         status = self.last.status
         if self.facts is None or status.waiting:
             return 0
@@ -210,7 +229,8 @@ class EngineClient:
                     self._send(stream.resumed())
 
     def _take_out(self, request_id: str) -> RequestStream | None:
-        """Remove a request that has ended, and send the requests that waited for it in quarantine."""
+        """Remove a request that has ended, and send the requests that waited for it in
+        quarantine."""
         stream = self._streams.pop(request_id, None)
         was_suspect = self._quarantine.suspect == request_id
         self._quarantine.forget(request_id)
@@ -232,8 +252,8 @@ class EngineClient:
         return self.state.value
 
     def _queue_length(self) -> int:
-        """Requests without a place in the engine: its own queue, requests on their way to it, and requests held back
-        here."""
+        """Requests without a place in the engine: its own queue, requests on their way to it, and
+        requests held back here."""
         if self.state is not EngineState.READY:
             return len(self._streams)
         held = [stream for stream in self._streams.values() if not stream.sent]
@@ -248,7 +268,8 @@ class EngineClient:
         self._child.mailbox.send(command)
 
     async def run(self) -> NoReturn:
-        """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine cannot start."""
+        """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine
+        cannot start."""
         try:
             while True:
                 self._ready_since = None
@@ -258,12 +279,18 @@ class EngineClient:
                     if self.facts is None:
                         raise
                     if self._ready_since is not None:
-                        _LOG.warning("the engine gave up: %s; the next one is started in %g s", error, RETRY_SECONDS)
+                        _LOG.warning(
+                            "the engine gave up: %s; the next one is started in %g s",
+                            error,
+                            RETRY_SECONDS,
+                        )
                         await self._rest(str(error))
                         continue
                     death = f"cannot start: {error}"
                 if self.facts is None:
-                    raise RuntimeFailure(f"the engine process {death} while it was loading the model")
+                    raise RuntimeFailure(
+                        f"the engine process {death} while it was loading the model"
+                    )
                 await self._after_death(death)
         finally:
             self.state = EngineState.CLOSED
@@ -284,7 +311,10 @@ class EngineClient:
             return
         self._expect_another(EngineState.RESTARTING, f"the last one {death}")
         if culprit is not None:
-            self._fail(culprit, RuntimeFailure("the engine died too often while this request ran, at last alone"))
+            self._fail(
+                culprit,
+                RuntimeFailure("the engine died too often while this request ran, at last alone"),
+            )
 
     async def _rest(self, reason: str) -> None:
         """Fail all streams after too many failures, and wait before the next attempt."""
@@ -314,7 +344,8 @@ class EngineClient:
             watcher = asyncio.create_task(child.death())
             try:
                 await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
-                # The listener only ends by an error. The last messages of a dead engine may still be on their way.
+                # The listener only ends by an error. The last messages of a dead engine may still
+                # be on their way.
                 await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
                 if listener.done():
                     listener.result()  # raises its error
@@ -374,14 +405,18 @@ class EngineClient:
             return
         try:
             met_stop_string = stream.take(update)
-        except ModelError as error:  # the tokenizer fails with these tokens; the reader ends the request
+        # the tokenizer fails with these tokens; the reader ends the request
+        except ModelError as error:
             stream.fail(error)
             return
         if met_stop_string:
             self._send(messages.Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)
-            if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.tracker.whole().outputs):
+            if all(
+                sample.finish_reason != FinishReason.ERROR.value
+                for sample in stream.tracker.whole().outputs
+            ):
                 self._quarantine.on_answer()
 
     def _fail_all(self, error: NanoserveError) -> None:

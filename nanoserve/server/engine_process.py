@@ -1,6 +1,7 @@
 """The engine process: it takes commands between two steps, and reports the updates of each step.
 
-It never waits for the front end: commands and reports queue in the socket. It loads torch; the front end does not.
+It never waits for the front end: commands and reports queue in the socket. It loads torch; the
+front end does not.
 """
 
 import os
@@ -24,18 +25,21 @@ from nanoserve.utils.watchdog import ParentWatchdog
 
 COMMAND_BYTES = 64 << 10
 COMMAND_SAMPLES = 256
-"""Limits of the commands that are taken between two steps: their bytes, and the samples that they ask for. The command
-that reaches a limit is the last. So a large request does not delay the others."""
+"""Limits of the commands that are taken between two steps: their bytes, and the samples that they
+ask for. The command that reaches a limit is the last. So a large request does not delay the
+others."""
 COMMAND_SECONDS = 0.1
-"""Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
+"""Longest wait for a result before commands are read again: other processes may be slow, or may be
+starting."""
 PROMPT_PIECE = 1024
-"""Log probabilities of a prompt in one message. The front end takes 3 us for each of its likeliest tokens."""
+"""Log probabilities of a prompt in one message. The front end takes 3 us for each of its likeliest
+tokens."""
 WATCH_SECONDS = 1.0  # interval at which an idle engine checks that its workers live
 
 
 def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list[messages.Command]:
-    """Take the commands that have arrived, up to COMMAND_BYTES and COMMAND_SAMPLES. Waits up to `seconds` for the first
-    command."""
+    """Take the commands that have arrived, up to COMMAND_BYTES and COMMAND_SAMPLES. Waits up to
+    `seconds` for the first command."""
     commands: list[messages.Command] = []
     size = 0
     samples = 0
@@ -54,14 +58,17 @@ def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list
 class EngineLoop:
     """Drives an engine by the commands of a mailbox."""
 
-    def __init__(self, engine: InferenceEngine, mailbox: messages.Mailbox[messages.Command]) -> None:
+    def __init__(
+        self, engine: InferenceEngine, mailbox: messages.Mailbox[messages.Command]
+    ) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._recent = [RecentSteps(each.scheduler) for each in engine.engines]
         for each, recent in zip(engine.engines, self._recent, strict=True):
             each.observers.append(recent)
         self._added = 0
-        self._reported: dict[Sequence, int] = {}  # log probabilities that were reported of each sequence
+        # log probabilities that were reported of each sequence
+        self._reported: dict[Sequence, int] = {}
         self._workers = (True, 0)  # readiness and deaths as last reported
 
     def run(self) -> None:
@@ -122,14 +129,16 @@ class EngineLoop:
         self._mailbox.send(report)
 
     def _prompt_pieces(self, update: SequenceUpdate) -> Iterator[messages.SampleUpdate]:
-        """Split the prompt's log probabilities, which come with the first update of their sequence. There may be a
-        million, and the front end does nothing else while it takes in a message."""
+        """Split the prompt's log probabilities, which come with the first update of their sequence.
+        There may be a million, and the front end does nothing else while it takes in a message."""
         if update.sequence in self._reported:
             return
         logprobs = update.sequence.prompt_logprobs
         for start in range(0, len(logprobs), PROMPT_PIECE):
             piece = tuple(logprobs[start : start + PROMPT_PIECE])
-            yield messages.SampleUpdate(update.request_id, update.index, (), prompt_logprobs=piece, prompt_start=start)
+            yield messages.SampleUpdate(
+                update.request_id, update.index, (), prompt_logprobs=piece, prompt_start=start
+            )
 
     def _as_message(self, update: SequenceUpdate) -> messages.SampleUpdate:
         """The update with the log probabilities of its sequence that were not reported yet."""
@@ -150,7 +159,9 @@ class EngineLoop:
         )
 
 
-def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> InferenceEngine:
+def build_from_model(
+    start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]
+) -> InferenceEngine:
     """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.engine.assembly import build_engine
 
@@ -162,7 +173,9 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
             on_trace_failure=lambda failure: mailbox.send(messages.TraceFailed(str(failure))),
         )
     except MemoryError as error:
-        raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
+        raise RuntimeFailure(
+            "out of memory: choose a smaller --kv-cache-memory or --max-model-len"
+        ) from error
     mailbox.send(
         messages.EngineFacts(
             max_model_len=built.max_model_len,
@@ -183,11 +196,17 @@ def main(build: Callable[..., InferenceEngine] = build_from_model) -> None:
     """Entry point; ``build`` makes the engine. The first line of stdin is an EngineStart."""
     watchdog = ParentWatchdog.of_this_process()
     line = watchdog.read_line()
-    start = msgspec.json.decode(line, type=messages.EngineStart, dec_hook=lambda kind, text: kind(text))
-    mailbox: messages.Mailbox[messages.Command] = messages.Mailbox(zmq.Context(io_threads=1), messages.Command)
+    start = msgspec.json.decode(
+        line, type=messages.EngineStart, dec_hook=lambda kind, text: kind(text)
+    )
+    mailbox: messages.Mailbox[messages.Command] = messages.Mailbox(
+        zmq.Context(io_threads=1), messages.Command
+    )
     connect(mailbox.socket, start.address, start.key)
-    tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
-    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
+    # remembered before TMPDIR changes: files of workers must outlive the directory
+    tempfile.gettempdir()
+    # leftovers of a killed compiler are removed with it
+    os.environ["TMPDIR"] = str(watchdog.directory)
     watchdog.start()
     try:
         engine = build(start, mailbox)

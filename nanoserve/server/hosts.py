@@ -1,7 +1,8 @@
 """Check the name by which a request addresses this server.
 
-By DNS rebinding, a web page can make a browser send requests to this server under the page's own name, and then read
-the answers. The header Host holds that name, which is not a name of this server.
+By DNS rebinding, a web page can make a browser send requests to this server under the page's own
+name, and then read the answers. The header Host holds that name, which is not a name of this
+server.
 """
 
 import ipaddress
@@ -20,7 +21,8 @@ def is_loopback(name: str) -> bool:
 
 
 def is_allowed(host: bytes, names: Collection[str]) -> bool:
-    """Whether a request's Host holds one of these lower-case names, or one of the machine itself, with any port."""
+    """Whether a request's Host holds one of these lower-case names, or one of the machine itself,
+    with any port."""
     found = _NAME_AND_PORT.fullmatch(host.decode("latin-1").lower())
     if found is None:
         return False

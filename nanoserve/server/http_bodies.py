@@ -1,4 +1,5 @@
-"""Bodies over HTTP: JSON that is read within limits, and JSON answers. Errors have OpenAI's form."""
+"""Bodies over HTTP: JSON that is read within limits, and JSON answers. Errors have OpenAI's
+form."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
@@ -29,7 +30,8 @@ _ERRORS: tuple[tuple[type[NanoserveError], int, str], ...] = (
     (ProcessUnavailable, 503, "process_unavailable"),
     (EngineUnavailable, 503, "engine_unavailable"),
     (UsageError, 400, "invalid_value"),
-    (ModelError, 400, "invalid_value"),  # a template that passed its check at loading: these messages make it fail
+    # a template that passed its check at loading: these messages make it fail
+    (ModelError, 400, "invalid_value"),
     (NanoserveError, 500, "engine_error"),
 )
 """Status and code of each error of the request or of nanoserve; the first that fits counts."""
@@ -57,7 +59,9 @@ class ApiError(NanoserveError):
     def body(self) -> dict[str, object]:
         """The JSON object that OpenAI's clients expect."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
@@ -72,7 +76,9 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         for start in range(0, len(self.body), PIECE_BYTES):
             piece = self.body[start : start + PIECE_BYTES]
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -93,12 +99,16 @@ def as_api_error(error: NanoserveError) -> ApiError:
 async def read_json_body(request: Request, longest: int, seconds: float) -> bytes:
     """The body, undecoded.
 
-    Raises ApiError: 413 for more than ``longest`` bytes, 408 if it is too slow, 415 if it is not declared as JSON.
+    Raises ApiError: 413 for more than ``longest`` bytes, 408 if it is too slow, 415 if it is not
+    declared as JSON.
     """
-    # A web page can make a browser post forms and plain text anywhere, but JSON only where that is allowed.
+    # A web page can make a browser post forms and plain text anywhere, but JSON only where that is
+    # allowed.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
+        raise ApiError(
+            415, "send the header Content-Type: application/json", code="unsupported_media_type"
+        )
     message = f"the body is longer than {longest} bytes (--max-body-size)"
     too_long = ApiError(413, message, code="request_too_large", headers=_CLOSE)
     if int(request.headers.get("content-length", "0")) > longest:
@@ -117,7 +127,8 @@ async def read_json_body(request: Request, longest: int, seconds: float) -> byte
 
 
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, or cancel it when the client disconnects. Then raises ClientDisconnect."""
+    """Return the result of the work, or cancel it when the client disconnects. Then raises
+    ClientDisconnect."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,7 +1,8 @@
-"""The messages between the front end and the engine process, and their socket: typed msgpack, never pickle.
+"""The messages between the front end and the engine process, and their socket: typed msgpack, never
+pickle.
 
-Commands go to the engine and reports come back, over one authenticated socket. A message that does not decode to
-exactly one of these types is dropped and counted.
+Commands go to the engine and reports come back, over one authenticated socket. A message that does
+not decode to exactly one of these types is dropped and counted.
 """
 
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ class EngineFacts(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The engine cannot start or has given up, or one request can never run. The error's class has the exit code."""
+    """The engine cannot start or has given up, or one request can never run. The error's class has
+    the exit code."""
 
     message: str
     exit_code: int
@@ -92,11 +94,12 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Part of the prompt's log probabilities, from ``prompt_start`` on, if the request asks for them. They come before
-    the first token."""
+    """Part of the prompt's log probabilities, from ``prompt_start`` on, if the request asks for
+    them. They come before the first token."""
     prompt_start: int = 0
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-    started: float | None = None  # time of the first plan with the sample, in seconds of the machine's monotonic clock
+    # time of the first plan with the sample, in seconds of the machine's monotonic clock
+    started: float | None = None
     finish_reason: FinishReason | None = None  # None while the sample runs
     stop_token: int | None = None
     error: str | None = None
@@ -109,9 +112,11 @@ class StepReport(_Message, frozen=True):
     status: EngineStatus = EngineStatus()
     steps: tuple[RecentStep, ...] = ()
     """Steps that have ended since the last report."""
-    added: int = 0  # requests received since the start; the front end subtracts them from the requests that it sent
+    # requests received since the start; the front end subtracts them from the requests that it sent
+    added: int = 0
     dropped: int = 0  # messages that could not be decoded
-    ready: bool = True  # whether a step would run at once; false while workers are stopped or being restarted
+    # whether a step would run at once; false while workers are stopped or being restarted
+    ready: bool = True
 
 
 EngineMessage = LoadProgress | EngineFacts | Failed | TraceFailed | StepReport
@@ -120,7 +125,8 @@ EngineMessage = LoadProgress | EngineFacts | Failed | TraceFailed | StepReport
 class Mailbox(Generic[M]):
     """One end of the socket, in a ``context`` of its own. Messages queue without bound.
 
-    ``M`` and ``receives`` are `Command` in the engine process, and `EngineMessage` in the front end, which listens.
+    ``M`` and ``receives`` are `Command` in the engine process, and `EngineMessage` in the front
+    end, which listens.
     """
 
     def __init__(self, context: "zmq.Context[Any]", receives: Any) -> None:
@@ -134,7 +140,8 @@ class Mailbox(Generic[M]):
         self.dropped = 0  # messages that could not be decoded
 
     def send(self, message: Command | EngineMessage) -> None:
-        """Queue a message. It is dropped if the other process is gone, which its missing heartbeats tell."""
+        """Queue a message. It is dropped if the other process is gone, which its missing heartbeats
+        tell."""
         self.socket.send(msgspec.msgpack.encode(message))
 
     def decoded(self, data: bytes) -> Iterator[M]:

@@ -12,7 +12,26 @@ from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
 
 # Upper bounds of the buckets; prometheus_client adds a last bucket without one.
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens of ended requests.",
@@ -22,7 +41,10 @@ _COUNTERS = {
 }
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
-    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first.", _SECONDS),
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean time per token after the first.",
+        _SECONDS,
+    ),
     "vllm:inter_token_latency_seconds": ("From one token to the next.", _SECONDS),
     "vllm:request_queue_time_seconds": ("From arrival to the first plan.", _SECONDS),
     "vllm:request_prefill_time_seconds": ("From the first plan to the first token.", _SECONDS),
@@ -45,10 +67,13 @@ class Metrics(Collector):
         self._engine = engine
         labels = ("model_name",)
         self._counters = {
-            name: Counter(name, text, labels, registry=registry).labels(model_name) for name, text in _COUNTERS.items()
+            name: Counter(name, text, labels, registry=registry).labels(model_name)
+            for name, text in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(name, text, labels, registry=registry, buckets=bounds).labels(model_name)
+            name: Histogram(name, text, labels, registry=registry, buckets=bounds).labels(
+                model_name
+            )
             for name, (text, bounds) in _HISTOGRAMS.items()
         }
         self._ended = Counter(
@@ -70,8 +95,8 @@ class Metrics(Collector):
             self._observe("vllm:inter_token_latency_seconds", gap)
 
     def ended(self, stream: RequestStream) -> None:
-        """Count a request that has ended, for any reason, without its gaps; a sample that never ended counts as
-        aborted."""
+        """Count a request that has ended, for any reason, without its gaps; a sample that never
+        ended counts as aborted."""
         output = stream.tracker.whole()
         prompt_tokens = len(output.prompt_token_ids)
         self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
@@ -83,13 +108,19 @@ class Metrics(Collector):
             self._observe("vllm:request_generation_tokens", len(sample.token_ids))
             times = sample.metrics
             self._observe("vllm:request_queue_time_seconds", times.queue_time)
-            scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
+            scheduled, first, last = (
+                times.first_scheduled_time,
+                times.first_token_time,
+                times.last_token_time,
+            )
             if scheduled is not None and first is not None and last is not None:
                 self._observe("vllm:time_to_first_token_seconds", times.time_to_first_token)
                 self._observe("vllm:request_prefill_time_seconds", first - scheduled)
                 self._observe("vllm:request_decode_time_seconds", last - first)
                 self._observe("vllm:e2e_request_latency_seconds", last - times.arrival_time)
-                self._observe("vllm:request_time_per_output_token_seconds", times.time_per_output_token)
+                self._observe(
+                    "vllm:request_time_per_output_token_seconds", times.time_per_output_token
+                )
 
     def _on_step(self, step: RecentStep) -> None:
         self._observe("vllm:iteration_tokens_total", step.decodes + step.prompt_tokens)
@@ -113,17 +144,42 @@ class Metrics(Collector):
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
             (gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
-            (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
+            (
+                gauge,
+                "vllm:num_requests_waiting",
+                "Sequences that wait for a place.",
+                status.waiting,
+            ),
             (gauge, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
-            (gauge, "nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", status.on_host),
-            (gauge, "nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
+            (
+                gauge,
+                "nanoserve:num_sequences_on_host",
+                "Sequences whose KV is in host memory.",
+                status.on_host,
+            ),
+            (
+                gauge,
+                "nanoserve:host_kv_cache_usage_perc",
+                "Share of KV blocks there in use.",
+                used_on_host,
+            ),
             (gauge, "nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
             (counter, "vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
             (counter, "vllm:num_preemptions", "Preemptions.", total.preemptions),
             (counter, "nanoserve:worker_losses", "Times that workers died.", total.losses),
-            (counter, "nanoserve:host_losses", "Times that attention on the CPU was lost.", total.host_losses),
+            (
+                counter,
+                "nanoserve:host_losses",
+                "Times that attention on the CPU was lost.",
+                total.host_losses,
+            ),
             (counter, "nanoserve:engine_steps", "Steps.", total.steps),
-            (counter, "nanoserve:engine_restarts", "Engines started after the first.", len(engine.past)),
+            (
+                counter,
+                "nanoserve:engine_restarts",
+                "Engines started after the first.",
+                len(engine.past),
+            ),
             (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
             (counter, "vllm:spec_decode_num_drafts", "Rows with draft tokens.", drafts.rows),
             (

@@ -1,7 +1,9 @@
-"""The requests that clients may send, and the sampling parameters that follow within the limits of the model.
+"""The requests that clients may send, and the sampling parameters that follow within the limits of
+the model.
 
-A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
-fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send them too.
+A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM
+document some fields that nanoserve does not support. Their values that ask for nothing are
+accepted, because clients send them too.
 """
 
 import re
@@ -20,17 +22,20 @@ from nanoserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's answer may fill the context
+# OpenAI's default for /v1/completions; a chat's answer may fill the context
+DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOOLS = 128
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
-"""Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
+"""Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is
+sent."""
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
 def _nothing(*values: str) -> msgspec.Meta:
-    """The type of an unsupported field: it accepts null and these values, as JSON, which ask for nothing."""
+    """The type of an unsupported field: it accepts null and these values, as JSON, which ask for
+    nothing."""
     return msgspec.Meta(extra={"nothing": values})
 
 
@@ -78,7 +83,9 @@ class SamplingFields(ModelField, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[Any, _nothing("true")] = None
 
 
-SAMPLING_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if hasattr(SamplingParams, name))
+SAMPLING_NAMES = tuple(
+    name for name in SamplingFields.__struct_fields__ if hasattr(SamplingParams, name)
+)
 """Fields that are passed to SamplingParams, all but max_tokens unchanged."""
 
 
@@ -111,7 +118,8 @@ class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # the JSON schema of its arguments
     strict: bool | None = None
-    """A required call follows its schema, whatever this says. A call that the model chose to make may not."""
+    """A required call follows its schema, whatever this says. A call that the model chose to make
+    may not."""
 
 
 class Tool(_Strict, frozen=True, kw_only=True):
@@ -135,7 +143,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[_Name, bool | int | float | str | None] | None = None
-    """vLLM's: arguments for the model's chat template. An argument that the template does not know changes nothing."""
+    """vLLM's: arguments for the model's chat template. An argument that the template does not know
+    changes nothing."""
     functions: Annotated[Any, _nothing("[]")] = None
     function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
     modalities: Annotated[Any, _nothing('["text"]')] = None
@@ -179,7 +188,9 @@ def _nothings(schema: type) -> dict[str, tuple[str, ...]]:
     """The values that ask for nothing, by the name of each unsupported field."""
     hints = get_type_hints(schema, include_extras=True)
     return {
-        name: hint.__metadata__[0].extra["nothing"] for name, hint in hints.items() if get_origin(hint) is Annotated
+        name: hint.__metadata__[0].extra["nothing"]
+        for name, hint in hints.items()
+        if get_origin(hint) is Annotated
     }
 
 
@@ -213,7 +224,9 @@ def _explained(message: str) -> ApiError:
         if param:
             name = f"{param}.{name}"
         if field[1] == "missing required":
-            return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
+            return ApiError(
+                400, f"{name} is missing", code="missing_required_parameter", param=name
+            )
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
     if named:
@@ -225,13 +238,15 @@ _SET_BY_NANOSERVE = RESERVED_ARGUMENTS + ("tools", "documents", "raise_exception
 
 
 def template_arguments(asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arguments that a request has for the chat template. Raises ApiError (400) for arguments that nanoserve
-    sets."""
+    """The arguments that a request has for the chat template. Raises ApiError (400) for arguments
+    that nanoserve sets."""
     given = asked.chat_template_kwargs or {}
     reserved = sorted(set(given) & set(_SET_BY_NANOSERVE))
     if reserved:
         name = f"chat_template_kwargs.{reserved[0]}"
-        raise ApiError(400, f"{name} is set by nanoserve: leave it out", code="invalid_value", param=name)
+        raise ApiError(
+            400, f"{name} is set by nanoserve: leave it out", code="invalid_value", param=name
+        )
     if not tokenizer.has_chat_template:
         return {}
     effort: Mapping[str, Any] = {}
@@ -253,13 +268,23 @@ _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join(SAMPLING_NAMES) + r"|logprobs)\b")
 
 
-def chat_params(asked: ChatRequest, facts: EngineFacts, length: int, call: str | None = None) -> SamplingParams:
-    """The parameters of a chat completion whose prompt has this length, and whose answer has to be a tool call if
-    ``call`` is its JSON schema. Raises ApiError (400) for values out of range and prompts too long."""
+def chat_params(
+    asked: ChatRequest, facts: EngineFacts, length: int, call: str | None = None
+) -> SamplingParams:
+    """The parameters of a chat completion whose prompt has this length, and whose answer has to be
+    a tool call if ``call`` is its JSON schema. Raises ApiError (400) for values out of range and
+    prompts too long."""
     if asked.top_logprobs and not asked.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
+        raise ApiError(
+            400,
+            "top_logprobs needs logprobs to be true",
+            code="invalid_value",
+            param="top_logprobs",
+        )
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens"
+        )
     wanted = asked.max_tokens
     if wanted is None:
         wanted = asked.max_completion_tokens
@@ -279,7 +304,9 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
     field = "response_format.json_schema"
     if asked.type != "json_schema":
         if asked.json_schema is not None:
-            raise ApiError(400, f"{field} needs response_format.type to be json_schema", param=field)
+            raise ApiError(
+                400, f"{field} needs response_format.type to be json_schema", param=field
+            )
         if asked.type == "json_object":
             return _ANY_OBJECT
         return None
@@ -288,13 +315,20 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
     try:
         return msgspec.json.encode(asked.json_schema.schema).decode()
     except RecursionError:
-        raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
+        raise ApiError(
+            400, f"{field}.schema is nested too deeply", code="invalid_value", param=field
+        ) from None
 
 
-def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:
-    """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
+def completion_params(
+    asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]
+) -> list[SamplingParams]:
+    """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as
+    ``chat_params`` does."""
     if asked.max_tokens == 0 and not asked.echo:
-        raise ApiError(400, "max_tokens 0 needs echo to be true", code="invalid_value", param="max_tokens")
+        raise ApiError(
+            400, "max_tokens 0 needs echo to be true", code="invalid_value", param="max_tokens"
+        )
     prompt_logprobs = None
     if asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         prompt_logprobs = asked.logprobs or 0
@@ -321,7 +355,12 @@ def _params(
     json_schema: str | None = None,
 ) -> list[SamplingParams]:
     if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
+        raise ApiError(
+            400,
+            "stream_options needs stream to be true",
+            code="invalid_value",
+            param="stream_options",
+        )
     check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
     check_token_ids(asked.logit_bias or (), facts, "logit_bias")
     settings = msgspec.structs.asdict(facts.default_params)
@@ -329,10 +368,19 @@ def _params(
         value = getattr(asked, name)
         if value is not None:
             settings[name] = value
-    settings |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "json_schema": json_schema}
-    tokens = [_max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths]
+    settings |= {
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "json_schema": json_schema,
+    }
+    tokens = [
+        _max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths
+    ]
     try:
-        shared = {most: SamplingParams.from_mapping(settings | {"max_tokens": most}) for most in dict.fromkeys(tokens)}
+        shared = {
+            most: SamplingParams.from_mapping(settings | {"max_tokens": most})
+            for most in dict.fromkeys(tokens)
+        }
     except UsageError as error:
         raise _sampling_error(asked, str(error)) from None
     told = sum(tokens)
@@ -342,7 +390,8 @@ def _params(
     if logprobs is not None and (logprobs + 1) * told > MAX_LOGPROBS_PER_REQUEST:
         message = (
             f"logprobs: {told} tokens with {logprobs + 1} log probabilities each are more than "
-            f"{MAX_LOGPROBS_PER_REQUEST} in one request; ask for a smaller max_tokens, n or logprobs, or fewer prompts"
+            f"{MAX_LOGPROBS_PER_REQUEST} in one request; ask for a smaller max_tokens, n or "
+            "logprobs, or fewer prompts"
         )
         raise ApiError(400, message, code="invalid_value", param="logprobs")
     return [shared[most] for most in tokens]
@@ -363,8 +412,8 @@ def _sampling_error(asked: SamplingFields, error: str) -> ApiError:
 
 
 def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
-    """The most tokens of an answer: the wanted number, else `default` within the context, else all that is left of the
-    context. Raises ApiError (400) if the context is too small."""
+    """The most tokens of an answer: the wanted number, else `default` within the context, else all
+    that is left of the context. Raises ApiError (400) if the context is too small."""
     room = context - prompt_length
     fewest = 1
     if wanted == 0:  # only the prompt is scored
@@ -381,13 +430,17 @@ def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_le
             return room
         return min(default, room)
     if wanted > room:
-        message = f"{has}, which leaves {room} of the context of {context}, but max_tokens asks for {wanted}"
+        message = (
+            f"{has}, which leaves {room} of the context of {context}, but max_tokens asks for "
+            f"{wanted}"
+        )
         raise ApiError(400, message, code="context_length_exceeded", param="max_tokens")
     return wanted
 
 
 def check_token_ids(tokens: Collection[int], facts: EngineFacts, name: str) -> None:
-    """Raise ApiError (400) for an id beyond the width of the logits, which would read outside the embedding."""
+    """Raise ApiError (400) for an id beyond the width of the logits, which would read outside the
+    embedding."""
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < facts.vocab_size:
             message = f"{name}: token id {token} is not in the vocabulary of {facts.vocab_size}"

@@ -1,4 +1,5 @@
-"""The state that endpoints share: tokenizer, engine and limits, and the steps from a prompt to a running request."""
+"""The state that endpoints share: tokenizer, engine and limits, and the steps from a prompt to a
+running request."""
 
 import asyncio
 import hashlib
@@ -25,7 +26,8 @@ from nanoserve.text.chat_template import LONG_CONVERSATION, check_text
 from nanoserve.text.grammar.checker import GrammarChecker
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
-_INLINE_CHARACTERS = 4096  # longer texts are tokenized in a thread, because other requests would wait too long
+# longer texts are tokenized in a thread, because other requests would wait too long
+_INLINE_CHARACTERS = 4096
 _LONG_CHARACTERS = 32768
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """A field of every answer in OpenAI's client, which sends it back in the next request."""
@@ -36,7 +38,8 @@ class ClientLimits:
     """Limits on one client's use of the server."""
 
     body_bytes: int = 1 << 20  # longest body of a request
-    client_seconds: float = 30.0  # time in which a client must send its request, or must read more of its answer
+    # time in which a client must send its request, or must read more of its answer
+    client_seconds: float = 30.0
     request_seconds: float = 1800.0  # time from the request to the end of its answer
     prompts: int = 128  # prompts in one completion request
     messages: int = 4096  # messages in one conversation
@@ -65,12 +68,13 @@ class Service:
         self._random = random.Random(seed)
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(2, "tokenize")
-        # Long texts without a bound and conversations of many messages, so that they delay only each other.
+        # Long texts without a bound and conversations of many messages, so that they delay only
+        # each other.
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
 
     def facts(self) -> EngineFacts:
-        """The engine's facts about the model. Raises EngineUnavailable before the engine has reported them, and while
-        the server stops."""
+        """The engine's facts about the model. Raises EngineUnavailable before the engine has
+        reported them, and while the server stops."""
         if self.draining:
             raise EngineUnavailable("the server is stopping")
         if self.engine.facts is None:
@@ -87,13 +91,20 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for the name of another model."""
         if name not in (None, self.model_name):
-            message = f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}"
+            message = (
+                f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}"
+            )
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """Token ids. Raises UsageError for invalid Unicode, and early ApiError (400) if far more than ``context``."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, context: int | None = None
+    ) -> list[int]:
+        """Token ids. Raises UsageError for invalid Unicode, and early ApiError (400) if far more
+        than ``context``."""
         check_text(text)
-        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
+        encode = partial(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context
+        )
         threads: ThreadPoolExecutor | None = self._threads
         if len(text) <= _INLINE_CHARACTERS:
             threads = None
@@ -104,16 +115,21 @@ class Service:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, context: int | None = None, **settings: Any
     ) -> list[int]:
-        """Token ids of a conversation; ``context`` as for ``encode``. `Tokenizer.encode_chat` takes the settings.
+        """Token ids of a conversation; ``context`` as for ``encode``. `Tokenizer.encode_chat` takes
+        the settings.
 
-        Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
-        if there are too many of them or they are far too long.
+        Raises UsageError or ModelError for messages that are malformed or that the template
+        refuses, and ApiError (400) if there are too many of them or they are far too long.
         """
         if len(messages) > self.limits.messages:
-            message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
+            message = (
+                f"{len(messages)} messages in one conversation; at most {self.limits.messages} are "
+                "taken"
+            )
             raise ApiError(400, message, code="invalid_value", param="messages")
         given = [
-            {name: value for name, value in message.items() if (name, value) != _NO_ANNOTATIONS} for message in messages
+            {name: value for name, value in message.items() if (name, value) != _NO_ANNOTATIONS}
+            for message in messages
         ]
         encode = partial(self.tokenizer.encode_chat, given, limit=context, **settings)
         is_long = context is None and len(msgspec.json.encode([given, settings])) > _LONG_CHARACTERS
@@ -132,30 +148,41 @@ class Service:
         if self.grammars.knows(schema):
             return
         try:
-            # One at a time, and not in the threads that tokenize: a check may take a quarter of a second.
-            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self.grammars.check, schema)
+            # One at a time, and not in the threads that tokenize: a check may take a quarter of a
+            # second.
+            await asyncio.get_running_loop().run_in_executor(
+                self._grammar_thread, self.grammars.check, schema
+            )
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param=param) from None
 
     async def _tokenize(
-        self, encode: Callable[[], list[int]], param: str, context: int | None, threads: ThreadPoolExecutor | None
+        self,
+        encode: Callable[[], list[int]],
+        param: str,
+        context: int | None,
+        threads: ThreadPoolExecutor | None,
     ) -> list[int]:
         """Token ids, encoded in one of the threads, or at once if None."""
         try:
             if threads is not None:
                 return await asyncio.get_running_loop().run_in_executor(threads, encode)
-            await asyncio.sleep(0)  # a request may have many short prompts; other requests run in between
+            # a request may have many short prompts; other requests run in between
+            await asyncio.sleep(0)
             return encode()
         except PromptTooLong:
             message = f"the prompt has far more tokens than the context holds: {context}"
             raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
-    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
+    def request(
+        self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None
+    ) -> Request:
         """One request for the engine, from a client with this API key."""
         seed = params.seed
         if seed is None:
             seed = self._random.randint(0, MAX_SEED)
-        # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
+        # A salt for each API key, so that response times reveal nothing about the prompts of other
+        # keys.
         salt = ""
         if key is not None:
             salt = hashlib.blake2b(key, digest_size=16).hexdigest()
@@ -170,7 +197,8 @@ class Service:
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
-        """Give requests to the engine; ``end`` their streams in any case. Raises EngineUnavailable or QueueFull."""
+        """Give requests to the engine; ``end`` their streams in any case. Raises EngineUnavailable
+        or QueueFull."""
         try:
             return self.engine.add(requests)
         except NanoserveError:
@@ -186,13 +214,15 @@ class Service:
 
     async def _count(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
-            async for gaps in in_pieces(stream.gaps):  # there is one for each token; other requests run in between
+            # there is one for each token; other requests run in between
+            async for gaps in in_pieces(stream.gaps):
                 self.metrics.passed(gaps)
             self.metrics.ended(stream)
             await asyncio.sleep(0)
 
     def end_processes(self) -> None:
-        """End the processes of templates and grammars at once; requests that need them fail from now on."""
+        """End the processes of templates and grammars at once; requests that need them fail from
+        now on."""
         self.tokenizer.close()
         self.grammars.close()
 

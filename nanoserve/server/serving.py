@@ -18,26 +18,35 @@ from nanoserve.server.service import Service
 from nanoserve.utils.memory import keep_what_is_loaded
 
 SEND_BUFFER_BYTES = 128 << 10
-"""The system's buffer for a client that does not read; the rest of its answer waits in the front end."""
+"""The system's buffer for a client that does not read; the rest of its answer waits in the front
+end."""
 MAX_HEADER_BYTES = 64 << 10
 _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free port. Raises RuntimeFailure if the address cannot be used."""
+    """A socket that listens; port 0 takes a free port. Raises RuntimeFailure if the address cannot
+    be used."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
         raise RuntimeFailure(f"cannot listen on {host}: {error.strerror or error}") from None
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes IPv4 too
     try:
-        listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         reason = str(error)
         if error.errno:
             reason = os.strerror(error.errno)
-        raise RuntimeFailure(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+        raise RuntimeFailure(
+            f"cannot listen on {host} port {port}: {reason}; choose another --port"
+        ) from None
+    # connections inherit it
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener
 
 
@@ -49,10 +58,11 @@ async def run_server(
     on_ready: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT (Ctrl-C) and the end of the running requests; a second signal does not wait.
+    """Serve until SIGTERM or SIGINT (Ctrl-C) and the end of the running requests; a second signal
+    does not wait.
 
-    ``on_ready`` is called when the engine takes requests, ``say`` with lines for the user. Raises NanoserveError if the
-    engine cannot start.
+    ``on_ready`` is called when the engine takes requests, ``say`` with lines for the user. Raises
+    NanoserveError if the engine cannot start.
     """
     server, connections = _take_connections(service, listener)
     stop = asyncio.Event()
@@ -75,7 +85,10 @@ async def run_server(
         service.draining = True
         running = service.engine.running
         if running:
-            say(f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal ends all")
+            say(
+                f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal "
+                "ends all"
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_seconds):
                     while service.engine.running and not stop_now.is_set():
@@ -95,7 +108,8 @@ async def run_server(
 def _on_signals(act: Callable[[], None]) -> None:
     """Have SIGTERM and SIGINT call `act` in the running loop, and do nothing once that is closed.
 
-    The loop's own handlers would be gone with it, and a signal then would end the process before its exit code.
+    The loop's own handlers would be gone with it, and a signal then would end the process before
+    its exit code.
     """
     loop = asyncio.get_running_loop()
 
@@ -114,7 +128,9 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
         task.result()
 
 
-async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
+async def _announce(
+    service: Service, on_ready: Callable[[], None], say: Callable[[str], None]
+) -> None:
     await service.engine.became_ready.wait()
     facts = service.facts()
     keep_what_is_loaded()
@@ -122,9 +138,11 @@ async def _announce(service: Service, on_ready: Callable[[], None], say: Callabl
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-def _take_connections(service: Service, listener: socket.socket) -> tuple[uvicorn.Server, Connections]:
-    """Begin to take connections; the server answers them once it runs. Raises RuntimeFailure if there are too few
-    descriptors."""
+def _take_connections(
+    service: Service, listener: socket.socket
+) -> tuple[uvicorn.Server, Connections]:
+    """Begin to take connections; the server answers them once it runs. Raises RuntimeFailure if
+    there are too few descriptors."""
     connections = Connections(listener, most_connections())
     config = uvicorn.Config(
         make_app(service, connections),

@@ -22,10 +22,11 @@ class RequestStream:
         self.gaps: list[float] = []  # seconds from one token to the next, in all samples
         self.news = news  # set at each update; the streams of one reader share it
         self.tracker = RequestTracker(request, tokenizer)
-        # Copies of the engine's sequences as of their last updates, by sample. Each is made with the first, as prompts
-        # may be long and samples many.
+        # Copies of the engine's sequences as of their last updates, by sample. Each is made with
+        # the first, as prompts may be long and samples many.
         self._samples: dict[int, Sequence] = {}
-        self._last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
+        # by sample, in seconds of the monotonic clock
+        self._last_token_times: dict[int, float] = {}
         self._ended: set[int] = set()
         self.failure: NanoserveError | None = None
 
@@ -34,11 +35,14 @@ class RequestStream:
         return self.tracker.finished or self.failure is not None
 
     def take(self, update: SampleUpdate) -> bool:
-        """Add an update; true if the sample's text met a stop string, so that the engine must end it."""
+        """Add an update; true if the sample's text met a stop string, so that the engine must end
+        it."""
         if update.index in self._ended:
             return False
         if update.index not in self._samples:
-            self._samples[update.index] = Sequence(update.index, self.request, update.index, list(self.request.prompt))
+            self._samples[update.index] = Sequence(
+                update.index, self.request, update.index, list(self.request.prompt)
+            )
         sample = self._samples[update.index]
         now = time.monotonic()
         sample.tokens += update.tokens
@@ -60,7 +64,9 @@ class RequestStream:
             else:
                 self.gaps.append(now - self._last_token_times[update.index])
             self._last_token_times[update.index] = now
-        met_stop_string = self.tracker.take(SequenceUpdate(self.request_id, update.index, update.tokens, sample), now)
+        met_stop_string = self.tracker.take(
+            SequenceUpdate(self.request_id, update.index, update.tokens, sample), now
+        )
         if met_stop_string or sample.finished:
             self._ended.add(update.index)
         self.news.set()

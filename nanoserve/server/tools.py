@@ -34,19 +34,28 @@ class ToolUse:
         return {one.name: one.parameters or {} for one in self.callable}
 
     def call_schema(self) -> str:
-        """The JSON schema of a call. Raises ApiError (400) for tools whose arguments are no object."""
+        """The JSON schema of a call. Raises ApiError (400) for tools whose arguments are no
+        object."""
         options = []
         for place, function in enumerate(self.callable):
             arguments = {"type": "object", **(function.parameters or {"properties": {}})}
             if arguments["type"] != "object":
-                raise _wrong(f"the parameters of the tool {function.name} must have the type object", "tools")
+                raise _wrong(
+                    f"the parameters of the tool {function.name} must have the type object", "tools"
+                )
             if not arguments.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
                 arguments.setdefault("additionalProperties", False)
-            root = f'"$ref":"#/anyOf/{place}/properties/{self.form.call_key}'  # where references to "#" lead now
+            # where references to "#" lead now
+            root = f'"$ref":"#/anyOf/{place}/properties/{self.form.call_key}'
             moved = msgspec.json.encode(arguments).replace(b'"$ref":"#', root.encode())
             call = {"name": {"const": function.name}, self.form.call_key: msgspec.Raw(moved)}
             options.append(
-                {"type": "object", "properties": call, "required": list(call), "additionalProperties": False}
+                {
+                    "type": "object",
+                    "properties": call,
+                    "required": list(call),
+                    "additionalProperties": False,
+                }
             )
         return msgspec.json.encode({"anyOf": options}).decode()
 
@@ -54,7 +63,8 @@ class ToolUse:
 def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
     """The use that a request makes of its tools, or None; ``form`` is that of the model's answers.
 
-    Raises ApiError (400) for tools and choices that do not fit, and UsageError for a form without calls.
+    Raises ApiError (400) for tools and choices that do not fit, and UsageError for a form without
+    calls.
     """
     tools = [tool.function for tool in asked.tools or ()]
     choice = asked.tool_choice or "auto"
@@ -64,11 +74,16 @@ def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
     if choice == "required" and not tools:
         raise _wrong("tool_choice required needs tools", "tool_choice")
     if isinstance(choice, Tool) and choice.function.name not in names:
-        raise _wrong(f"tool_choice names {choice.function.name}, which is none of the tools", "tool_choice")
+        raise _wrong(
+            f"tool_choice names {choice.function.name}, which is none of the tools", "tool_choice"
+        )
     if not tools or choice == "none":
         return None
     if wants_json(asked):
-        raise _wrong("response_format does not go with tools: give one of them, or tool_choice none", "response_format")
+        raise _wrong(
+            "response_format does not go with tools: give one of them, or tool_choice none",
+            "response_format",
+        )
     chosen = tools
     if isinstance(choice, Tool):
         chosen = [tool for tool in tools if tool.name == choice.function.name]

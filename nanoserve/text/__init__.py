@@ -1,1 +1,2 @@
-"""Text and tokens: tokenizers, chat templates, answer formats, and grammars of JSON schemas. Never imports torch."""
+"""Text and tokens: tokenizers, chat templates, answer formats, and grammars of JSON schemas. Never
+imports torch."""

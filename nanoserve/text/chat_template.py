@@ -1,4 +1,5 @@
-"""Check conversations, and render them with a chat template to the string that a model was trained to continue."""
+"""Check conversations, and render them with a chat template to the string that a model was trained
+to continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,26 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_NESTING = 64
 """More levels than any tool call needs, and few enough for the recursive steps after the check."""
 MAX_NAME = 80  # characters of the name of a place in an error
-RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
+RESERVED_ARGUMENTS = (
+    "messages",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+)
 MAX_TEMPLATE_CHARACTERS = 1 << 19
 LONG_CONVERSATION = 256
 """A conversation of more messages may take seconds to render; see `_SECONDS_PER_MESSAGE`."""
 
-_ROLE_ALIASES = {"developer": "system"}  # OpenAI's new name for `system`, which templates do not know
+# OpenAI's new name for `system`, which templates do not know
+_ROLE_ALIASES = {"developer": "system"}
 _PLAIN = (int, float, NoneType)  # bool too, which is an int
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
-# Limits of one rendering. A long conversation takes a few milliseconds under most templates. Some look at all messages
-# for each of them: 4,096 messages take three seconds there. What a template does with tools grows with their text.
+# Limits of one rendering. A long conversation takes a few milliseconds under most templates. Some
+# look at all messages for each of them: 4,096 messages take three seconds there. What a template
+# does with tools grows with their text.
 _SECONDS = 0.5
 _SECONDS_PER_MESSAGE = 2.5e-3
 _SECONDS_PER_CHARACTER = 1e-6
@@ -38,12 +48,13 @@ _PROBES: tuple[tuple[str, ...], ...] = (("user",), ("system", "user", "assistant
 
 
 _Place: TypeAlias = "str | tuple[_Place, str | int]"
-"""The path of a value: a name, or the path of its container with the value's key or number in it."""
+"""The path of a value: a name, or the path of its container with the value's key or number in
+it."""
 
 
 def _spelled(place: _Place) -> str:
-    """Spell a path. Only errors need the text, and building it for every deep value with long keys would cost more than
-    the check itself."""
+    """Spell a path. Only errors need the text, and building it for every deep value with long keys
+    would cost more than the check itself."""
     parts: list[str] = []
     while not isinstance(place, str):
         place, part = place
@@ -64,14 +75,16 @@ def check_text(text: Any, place: _Place = "the prompt") -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        message = f"{_spelled(place)} is not valid Unicode: a lone surrogate at character {error.start}"
+        message = (
+            f"{_spelled(place)} is not valid Unicode: a lone surrogate at character {error.start}"
+        )
         raise UsageError(message) from error
     return text
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation in the form templates expect: known roles, contents joined to plain text. Raises UsageError naming
-    the message and the field that is wrong."""
+    """A conversation in the form templates expect: known roles, contents joined to plain text.
+    Raises UsageError naming the message and the field that is wrong."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError("messages must be a list of {role, content} objects")
     if not messages:
@@ -81,7 +94,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _check_message(message: Any, place: _Place) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UsageError(f"{_spelled(place)} must be an object with role and content, not {type(message).__name__}")
+        raise UsageError(
+            f"{_spelled(place)} must be an object with role and content, not "
+            f"{type(message).__name__}"
+        )
     message = {
         field: value for field, value in message.items() if value is not None
     }  # clients write absent fields as null
@@ -99,15 +115,19 @@ def _check_message(message: Any, place: _Place) -> dict[str, Any]:
         raise UsageError(f"{_spelled(place)}.tool_calls must be a list of objects")
     if calls:
         message["tool_calls"] = [_with_arguments(call) for call in calls]
-    checked = {field: _check_value(value, (place, field)) for field, value in message.items() if field != "content"}
+    checked = {
+        field: _check_value(value, (place, field))
+        for field, value in message.items()
+        if field != "content"
+    }
     checked["role"] = role
     checked["content"] = _check_content(message, (place, "content"))
     return checked
 
 
 def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give a tool call its arguments as an object, as templates expect; OpenAI's clients send them as text. Text that
-    is not an object, or is cut off, counts as no arguments."""
+    """Give a tool call its arguments as an object, as templates expect; OpenAI's clients send them
+    as text. Text that is not an object, or is cut off, counts as no arguments."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return call
@@ -127,7 +147,9 @@ def _check_content(message: Mapping[str, Any], place: _Place) -> str:
     if isinstance(content, str):
         return check_text(content, place)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise UsageError(f"{_spelled(place)} must be text or a list of text parts, not {type(content).__name__}")
+        raise UsageError(
+            f"{_spelled(place)} must be text or a list of text parts, not {type(content).__name__}"
+        )
     texts = []
     for index, part in enumerate(content):
         kind = None
@@ -135,14 +157,16 @@ def _check_content(message: Mapping[str, Any], place: _Place) -> str:
             kind = part.get("type")
         if kind != "text":
             name = _spelled((place, index))
-            raise UsageError(f"{name} must have type 'text', not {shown(kind)}; nanoserve reads text only")
+            raise UsageError(
+                f"{name} must have type 'text', not {shown(kind)}; nanoserve reads text only"
+            )
         texts.append(check_text(part.get("text"), ((place, index), "text")))
     return "\n".join(texts)
 
 
 def _check_value(value: Any, place: _Place, levels: int = MAX_NESTING) -> Any:
-    """Check the strings of a JSON value and return it. Raises UsageError for values that are not JSON, and for deep
-    nesting."""
+    """Check the strings of a JSON value and return it. Raises UsageError for values that are not
+    JSON, and for deep nesting."""
     if levels == 0:
         raise UsageError(f"{_spelled(place)} is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, str):
@@ -150,47 +174,66 @@ def _check_value(value: Any, place: _Place, levels: int = MAX_NESTING) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {check_text(key, place): _check_value(item, (place, key), levels - 1) for key, item in value.items()}
+        return {
+            check_text(key, place): _check_value(item, (place, key), levels - 1)
+            for key, item in value.items()
+        }
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [_check_value(item, (place, index), levels - 1) for index, item in enumerate(value)]
     raise UsageError(f"{_spelled(place)} must be plain JSON, not {type(value).__name__}")
 
 
 def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments for a chat template, such as {"enable_thinking": False}. Raises UsageError for reserved names."""
+    """Arguments for a chat template, such as {"enable_thinking": False}. Raises UsageError for
+    reserved names."""
     arguments = arguments or {}
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
-            raise UsageError(f"template argument {shown(name)} is set by nanoserve; choose another name")
-    return {check_text(name): _check_value(value, ("template arguments", name)) for name, value in arguments.items()}
+            raise UsageError(
+                f"template argument {shown(name)} is set by nanoserve; choose another name"
+            )
+    return {
+        check_text(name): _check_value(value, ("template arguments", name))
+        for name, value in arguments.items()
+    }
 
 
 class ChatTemplate:
-    """A model's checked templates. Each renders in a process of its own, with bounded memory and time."""
+    """A model's checked templates. Each renders in a process of its own, with bounded memory and
+    time."""
 
     notice: str | None = None  # what a user should know about the format, if anything
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str
+    ) -> None:
         """`sources`: templates by name. Raises ModelError for a template that is too long."""
         self._special_tokens = dict(special_tokens)
         self._texts = dict(sources)
         self._origin = origin
         if any(len(source) > MAX_TEMPLATE_CHARACTERS for source in sources.values()):
-            raise ModelError(f"the chat template in {origin} is longer than {MAX_TEMPLATE_CHARACTERS} characters")
-        # Long conversations have a process of their own: renderings of seconds would delay those of milliseconds.
+            raise ModelError(
+                f"the chat template in {origin} is longer than {MAX_TEMPLATE_CHARACTERS} characters"
+            )
+        # Long conversations have a process of their own: renderings of seconds would delay those of
+        # milliseconds.
         self._sandboxes = {
-            (name, long): _make_sandbox(source) for name, source in sources.items() for long in (False, True)
+            (name, long): _make_sandbox(source)
+            for name, source in sources.items()
+            for long in (False, True)
         }
         self._sandboxes[self._default_name(), False].start()  # the others start when they are asked
 
     def check(self) -> None:
-        """Render probe conversations. Raises ModelError when the template fails or exceeds its limits."""
+        """Render probe conversations. Raises ModelError when the template fails or exceeds its
+        limits."""
         for roles in _PROBES:
             probe = [{"role": role, "content": "Hello."} for role in roles]
             try:
                 self.render(probe)
             except UsageError:
-                continue  # a template may refuse a conversation, for example one with a system message
+                # a template may refuse a conversation, for example one with a system message
+                continue
 
     def render(
         self,
@@ -199,9 +242,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text. `messages` and `arguments` are plain JSON, already checked. Raises UsageError with the
-        template's own words when it refuses the conversation; ModelError when it is broken, or needs more time, memory
-        or output than any conversation does."""
+        """The prompt as text. `messages` and `arguments` are plain JSON, already checked. Raises
+        UsageError with the template's own words when it refuses the conversation; ModelError when
+        it is broken, or needs more time, memory or output than any conversation does."""
         arguments = arguments or {}
         name = self._default_name()
         if arguments.get("tools") and "tool_use" in self._texts:
@@ -212,18 +255,25 @@ class ChatTemplate:
         context["messages"] = [_with_thinking(message) for message in messages]
         context["add_generation_prompt"] = add_generation_prompt
         request = json.dumps({"context": context})
-        seconds = _SECONDS + _SECONDS_PER_MESSAGE * len(messages) + _SECONDS_PER_CHARACTER * len(request)
+        seconds = (
+            _SECONDS + _SECONDS_PER_MESSAGE * len(messages) + _SECONDS_PER_CHARACTER * len(request)
+        )
         limits = {
             "max_characters": _MAX_CHARACTERS + _MAX_GROWTH * len(request),
             "seconds": min(seconds, _MAX_SECONDS),
         }
         sandbox = self._sandboxes[name, len(messages) > LONG_CONVERSATION]
-        # The limits follow from the length of the text, so they are put into the text: two objects become one.
-        answer = sandbox.ask(request.removesuffix("}") + ", " + json.dumps(limits).removeprefix("{"))
+        # The limits follow from the length of the text, so they are put into the text: two objects
+        # become one.
+        answer = sandbox.ask(
+            request.removesuffix("}") + ", " + json.dumps(limits).removeprefix("{")
+        )
         if answer is None:
             answer = {"error": "it needs more memory or time than a template may have"}
         if "refusal" in answer:
-            raise UsageError(f"the model's chat template refuses these messages: {answer['refusal']}")
+            raise UsageError(
+                f"the model's chat template refuses these messages: {answer['refusal']}"
+            )
         if "error" in answer:
             raise ModelError(f"the chat template in {self._origin} fails: {answer['error']}")
         text: str = answer["text"]
@@ -245,9 +295,13 @@ class ChatTemplate:
 
 
 class PlainConversation:
-    """The format for models without a template: names and colons, which any language model has read."""
+    """The format for models without a template: names and colons, which any language model has
+    read."""
 
-    notice = "this model has no chat template; using a plain 'User: ... Assistant:' format, answers may ramble"
+    notice = (
+        "this model has no chat template; using a plain 'User: ... Assistant:' format, answers may "
+        "ramble"
+    )
     source = ""
 
     def render(
@@ -257,9 +311,12 @@ class PlainConversation:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as plain text. Raises UsageError for template arguments, which mean nothing here."""
+        """The conversation as plain text. Raises UsageError for template arguments, which mean
+        nothing here."""
         if arguments:
-            raise UsageError(f"this model has no chat template that could use {', '.join(arguments)}")
+            raise UsageError(
+                f"this model has no chat template that could use {', '.join(arguments)}"
+            )
         turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
         if add_generation_prompt:
             turns.append("Assistant:")
@@ -270,7 +327,8 @@ class PlainConversation:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its reasoning under both names that templates know; gpt-oss reads `thinking`."""
+    """The message with its reasoning under both names that templates know; gpt-oss reads
+    `thinking`."""
     if "reasoning_content" not in message:
         return message
     return {"thinking": message["reasoning_content"], **message}
@@ -279,8 +337,8 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def load_chat_template(
     directory: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | PlainConversation:
-    """A directory's chat_template.jinja, else the `chat_template` of its tokenizer_config.json, else the plain format.
-    Raises ModelError naming the file when it is malformed."""
+    """A directory's chat_template.jinja, else the `chat_template` of its tokenizer_config.json,
+    else the plain format. Raises ModelError naming the file when it is malformed."""
     file = directory / "chat_template.jinja"
     if file.exists():
         return ChatTemplate({"default": read_text(file)}, special_tokens, str(file))
@@ -301,11 +359,15 @@ def _named_sources(value: Any, origin: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(
         isinstance(name, str) and isinstance(source, str) for name, source in value.items()
     ):
-        raise ModelError(f"chat_template in {origin} must be text or a list of {{name, template}} objects")
+        raise ModelError(
+            f"chat_template in {origin} must be text or a list of {{name, template}} objects"
+        )
     return value
 
 
 def _make_sandbox(source: str) -> LimitedProcess:
     seconds = _SECONDS + _COMPILING_SECONDS_PER_CHARACTER * len(source)
     greeting = {"template": source, "seconds": seconds}
-    return LimitedProcess("nanoserve.text.template_process", "the process of the chat template", greeting)
+    return LimitedProcess(
+        "nanoserve.text.template_process", "the process of the chat template", greeting
+    )

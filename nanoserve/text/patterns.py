@@ -1,16 +1,18 @@
 r"""Estimate the work that a regular expression may cause, from its text.
 
-Oniguruma tries one way to match after the other, until one succeeds. `\s*[\r\n]+` has one way for each blank that it
-gives back. `(a+)+$` has twice as many for each further `a`: after forty of them and a `b`, none succeeds within an
-hour. A pattern is refused if it may be tried in too many ways. The syntax is Oniguruma's, as far as patterns of
-tokenizers use it.
+Oniguruma tries one way to match after the other, until one succeeds. `\s*[\r\n]+` has one way for
+each blank that it gives back. `(a+)+$` has twice as many for each further `a`: after forty of them
+and a `b`, none succeeds within an hour. A pattern is refused if it may be tried in too many ways.
+The syntax is Oniguruma's, as far as patterns of tokenizers use it.
 """
 
 import re
 from dataclasses import dataclass
 
 MAX_WAYS = 1000
-_LENGTH = 100  # characters that a repeated one is taken to match, so that two of them before what can fail are too many
+# characters that a repeated one is taken to match, so that two of them before what can fail are too
+# many
+_LENGTH = 100
 _MANY = 1e12  # ways that are not told apart
 _MAX_DEPTH = 100
 
@@ -18,7 +20,9 @@ _MAX_DEPTH = 100
 _QUANTIFIER = re.compile(r"[*+?][?+]?|\{\d*,\d*\}\??|\{\d+\}\??")
 _GROUP = re.compile(r"\(\?(?:[imsx-]*:|[=!>]|<[=!]|<\w+>)|\((?!\?)")
 _OPTIONS = re.compile(r"\(\?[ims-]+\)")
-_ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|.)", re.DOTALL
+)
 _POSIX = re.compile(r"\[:\^?\w+:\]")
 _PROPERTY = re.compile(r"\\p\{([A-Z][a-z]?)\}")
 
@@ -36,7 +40,8 @@ class Measure:
     fails: bool = False  # whether it can fail; what can match nothing never does
     shortest: int = 0  # fewest characters that match
     properties: tuple[str, ...] | None = None
-    """Unicode general categories, if the part is a row of single characters by category, perhaps repeated."""
+    """Unicode general categories, if the part is a row of single characters by category, perhaps
+    repeated."""
     begins: bool = False  # whether such a row begins with a character that must be there
 
 
@@ -46,7 +51,8 @@ _CHARACTER = Measure(fails=True, shortest=1)
 
 
 def measure_pattern(pattern: str) -> Measure:
-    """Measure a pattern. Raises PatternError if it may be tried in more than MAX_WAYS ways, or is not understood."""
+    """Measure a pattern. Raises PatternError if it may be tried in more than MAX_WAYS ways, or is
+    not understood."""
     measure = _Reader(pattern).read()
     if measure.tried > MAX_WAYS:
         raise PatternError("may be tried in too many ways, and so take very long")
@@ -112,12 +118,15 @@ class _Reader:
             if not self._pattern.startswith(")", self._at):
                 raise PatternError("has a parenthesis that is not closed")
             self._at += 1
-            if group.group() in ("(?=", "(?!", "(?<=", "(?<!"):  # a look around is not repeated in other ways
+            # a look around is not repeated in other ways
+            if group.group() in ("(?=", "(?!", "(?<=", "(?<!"):
                 return Measure(tried=inner.tried, fails=True)
             return inner
         character = self._pattern[self._at]
         if character == "(":
-            raise PatternError(f"has a group of a kind that is not supported: {self._pattern[self._at :][:4]}")
+            raise PatternError(
+                f"has a group of a kind that is not supported: {self._pattern[self._at :][:4]}"
+            )
         if character == "[":
             self._skip_class()
             return _CHARACTER
@@ -188,7 +197,8 @@ def _repeated(part: Measure, quantifier: str) -> Measure:
     """Measure the part when it is repeated by this quantifier."""
     least, most = _bounds(quantifier)
     ways = _ways_to_repeat(part, least, most)
-    # If one of the repetitions that must be there fails, the ones before it are tried in other ways.
+    # If one of the repetitions that must be there fails, the ones before it are tried in other
+    # ways.
     before = min(max(least - 1, 0), 16)
     tried = part.ways**before * part.tried
     properties = None
@@ -206,7 +216,8 @@ def _repeated(part: Measure, quantifier: str) -> Measure:
 def _ways_to_repeat(part: Measure, least: int, most: int | None) -> float:
     if most is not None:
         return part.ways ** min(most, 16) * (1.0 + most - least)
-    # A repetition that begins with a character at which the one before could not go on begins at one place only.
+    # A repetition that begins with a character at which the one before could not go on begins at
+    # one place only.
     if part.ways == 1 or (part.begins and _are_disjoint(part.properties or ())):
         return _LENGTH
     return _MANY

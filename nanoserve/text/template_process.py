@@ -1,13 +1,15 @@
-"""The process in which chat templates run: `python -c "from nanoserve.text.template_process import main; main()"`.
+"""The process in which chat templates run: `python -c "from nanoserve.text.template_process import
+main; main()"`.
 
-A chat template is a small program that arrives with the weights. The sandbox of jinja2 offers it no way to Python's
-objects, but thirty instructions that each double a string ask for a terabyte. Memory and processor time can only be
-bounded for a process, so each template gets one. That process can open neither files nor sockets: code that found a
-way out of the sandbox could read nothing and send nothing.
+A chat template is a small program that arrives with the weights. The sandbox of jinja2 offers it no
+way to Python's objects, but thirty instructions that each double a string ask for a terabyte.
+Memory and processor time can only be bounded for a process, so each template gets one. That process
+can open neither files nor sockets: code that found a way out of the sandbox could read nothing and
+send nothing.
 
-It reads one JSON object per line: first {"template": source, "seconds": t}, then {"context": {...}, "max_characters":
-n, "seconds": t} for each rendering. It answers each rendering with {"text": ...}, {"refusal": the template's own words
-to the user} or {"error": ...}.
+It reads one JSON object per line: first {"template": source, "seconds": t}, then {"context": {...},
+"max_characters": n, "seconds": t} for each rendering. It answers each rendering with {"text": ...},
+{"refusal": the template's own words to the user} or {"error": ...}.
 """
 
 import codecs
@@ -50,12 +52,14 @@ class Refusal(Exception):
 
 
 class GenerationTag(Extension):
-    """The statement `generation`, by which training code finds the assistant's text. It writes its body."""
+    """The statement `generation`, by which training code finds the assistant's text. It writes its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse it to a call of the block, as in training code, so that variables set inside end with it."""
+        """Parse it to a call of the block, as in training code, so that variables set inside end
+        with it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
@@ -65,15 +69,18 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2. A hidden attribute is an error at once; jinja2 would give an empty value."""
+    """The sandbox of jinja2. A hidden attribute is an error at once; jinja2 would give an empty
+    value."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Raise SecurityError for an attribute that is Python's own, or that would change a value."""
+        """Raise SecurityError for an attribute that is Python's own, or that would change a
+        value."""
         raise SecurityError(f"{attribute!r} of {type(obj).__name__!r} is not for templates")
 
 
 class PlainNamespace(Namespace):
-    """The function `namespace` of templates. Names with an underscore in front are Python's own, and refused."""
+    """The function `namespace` of templates. Names with an underscore in front are Python's own,
+    and refused."""
 
     def __init__(self, /, *values: Any, **names: Any) -> None:
         attributes = dict(*values, **names)
@@ -104,8 +111,11 @@ def check_name(name: Any) -> None:
 
 
 def build_environment() -> Sandbox:
-    """The sandbox with the settings, filters and functions that HF transformers gives to chat templates."""
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    """The sandbox with the settings, filters and functions that HF transformers gives to chat
+    templates."""
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
@@ -123,11 +133,14 @@ def to_json(
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
 ) -> str:
     """Plain JSON. The filter of the template engine would escape the special characters of HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def refuse(message: Any) -> None:
-    """The function `raise_exception`, which a template calls when it cannot render a conversation."""
+    """The function `raise_exception`, which a template calls when it cannot render a
+    conversation."""
     raise Refusal(one_line(message))
 
 
@@ -140,7 +153,11 @@ def describe(error: Exception) -> str:
     """The message of an error and the line of the template, on one line."""
     if isinstance(error, MemoryError):
         return "it needs more memory than a template may have"
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE_NAME]
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == _FILE_NAME
+    ]
     if isinstance(error, TemplateSyntaxError):
         lines = [error.lineno]
     message = one_line(error)
@@ -152,9 +169,14 @@ def describe(error: Exception) -> str:
 
 
 def check_names(tree: nodes.Template) -> None:
-    """Raise SecurityError for a template that names Python's own attributes, even in code that would not run."""
+    """Raise SecurityError for a template that names Python's own attributes, even in code that
+    would not run."""
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Const)):
-        words = (getattr(node, "name", None), getattr(node, "attr", None), getattr(node, "value", None))
+        words = (
+            getattr(node, "name", None),
+            getattr(node, "attr", None),
+            getattr(node, "value", None),
+        )
         for word in words:
             if isinstance(word, str) and (found := _DUNDER.search(word)):
                 raise SecurityError(f"it reaches for {found.group()} in line {node.lineno}")
@@ -169,7 +191,8 @@ def load_files() -> None:
 
 
 def compile_template(source: str) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """The function that answers requests with this template. If it is malformed, each answer says so."""
+    """The function that answers requests with this template. If it is malformed, each answer says
+    so."""
     environment = build_environment()
     try:
         tree = environment.parse(source)
@@ -190,7 +213,8 @@ def render(template: Template, request: dict[str, Any]) -> dict[str, str]:
         return {"refusal": str(refusal)}
     except UnicodeEncodeError:
         return {"error": "it wrote a lone surrogate, which is not valid Unicode"}
-    except Exception as error:  # a template reaches the methods of all plain values, and their errors
+    # a template reaches the methods of all plain values, and their errors
+    except Exception as error:
         return {"error": describe(error)}
     if len(text) > request["max_characters"]:
         return {"error": f"it wrote more than {request['max_characters']} characters"}

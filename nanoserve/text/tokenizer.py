@@ -9,7 +9,14 @@ from nanoserve.errors import ModelError, NanoserveError, UsageError, shown
 from nanoserve.text.answers.forms import AnswerForm, AnswerParser, answer_form
 from nanoserve.text.answers.reader import Tools
 from nanoserve.text.answers.settings import ThinkingSwitch, thinking_switch, with_reasoning
-from nanoserve.text.backends import Backend, ControlTokens, Piece, SentencePieceBackend, TokenizersBackend, choose_mark
+from nanoserve.text.backends import (
+    Backend,
+    ControlTokens,
+    Piece,
+    SentencePieceBackend,
+    TokenizersBackend,
+    choose_mark,
+)
 from nanoserve.text.chat_template import (
     ChatTemplate,
     PlainConversation,
@@ -18,13 +25,18 @@ from nanoserve.text.chat_template import (
     check_text,
     load_chat_template,
 )
-from nanoserve.utils.files import read_json_object, read_optional_json_object, unreadable_as_model_error
+from nanoserve.utils.files import (
+    read_json_object,
+    read_optional_json_object,
+    unreadable_as_model_error,
+)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 MAX_CONTROL_CHARACTERS = 256  # in the spelling of a token that structures a prompt
 
-_CHARACTERS_PER_TOKEN = 8  # more than ordinary text has, so that a text within its limit is rarely encoded twice
+# more than ordinary text has, so that a text within its limit is rarely encoded twice
+_CHARACTERS_PER_TOKEN = 8
 
 
 class PromptTooLong(UsageError):
@@ -32,8 +44,8 @@ class PromptTooLong(UsageError):
 
 
 class Tokenizer:
-    """One interface over the tokenizing libraries. Text from users never becomes a control token. In a conversation it
-    never becomes a token that structures the prompt either."""
+    """One interface over the tokenizing libraries. Text from users never becomes a control token.
+    In a conversation it never becomes a token that structures the prompt either."""
 
     def __init__(
         self,
@@ -53,7 +65,9 @@ class Tokenizer:
         self._control = ControlTokens(backend.control_ids)
         self._markup = ControlTokens(backend.markup_ids)
         readable = backend.markup_ids.keys() - backend.control_ids.keys()
-        self._readable = ControlTokens({spelling: backend.markup_ids[spelling] for spelling in readable})
+        self._readable = ControlTokens(
+            {spelling: backend.markup_ids[spelling] for spelling in readable}
+        )
         self.vocab_size = backend.vocab_size  # one more than the largest token id
         self.special_ids = frozenset(backend.control_ids.values())  # which `decode` leaves out
         self.decode = backend.decode
@@ -70,9 +84,9 @@ class Tokenizer:
         return self._backend.token_id(spelling)
 
     def end_tokens(self, configured: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that end an answer: the configured tokens, EOS, and the control token that the chat template
-        writes after an assistant's message. Model files often lack the last token, because their configuration may date
-        from before the model was trained to chat."""
+        """The tokens that end an answer: the configured tokens, EOS, and the control token that the
+        chat template writes after an assistant's message. Model files often lack the last token,
+        because their configuration may date from before the model was trained to chat."""
         ends = list(configured)
         for token in (self.eos_token_id, self._turn_end):
             if token is not None:
@@ -80,7 +94,8 @@ class Tokenizer:
         return tuple(dict.fromkeys(ends))
 
     def _find_turn_end(self) -> int | None:
-        """Find the control token that the template writes straight after an assistant's last message."""
+        """Find the control token that the template writes straight after an assistant's last
+        message."""
         if not self.has_chat_template:
             return None
         mark = choose_mark([self._template.source])
@@ -91,25 +106,34 @@ class Tokenizer:
             return None
         _, said, rest = rendered.rpartition(mark)
         following = self._markup.split(rest.lstrip())
-        if said and following and isinstance(following[0], int) and following[0] in self.special_ids:
+        if (
+            said
+            and following
+            and isinstance(following[0], int)
+            and following[0] in self.special_ids
+        ):
             return following[0]
         return None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
 
-        Added tokens that are not special, such as `<think>`, are recognized: the author of a raw prompt chooses its
-        format. `add_special_tokens` adds the tokens that the model expects around it, usually BOS. Raises UsageError
-        for text with NUL or lone surrogates, and PromptTooLong early for text with far more tokens than `limit`.
+        Added tokens that are not special, such as `<think>`, are recognized: the author of a raw
+        prompt chooses its format. `add_special_tokens` adds the tokens that the model expects
+        around it, usually BOS. Raises UsageError for text with NUL or lone surrogates, and
+        PromptTooLong early for text with far more tokens than `limit`.
         """
         pieces = self._readable.split(check_text(text))
         self._check_length(pieces, limit)
         return self._backend.encode(pieces, add_special_tokens=add_special_tokens)
 
     def _check_length(self, pieces: Sequence[Piece], limit: int | None) -> None:
-        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The characters per token
-        have no bound, as tokenizers drop characters and join unknown ones. So ever longer beginnings are tokenized.
-        Cutting changes at most the last words of a beginning, which adds far fewer tokens than the limit."""
+        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The
+        characters per token have no bound, as tokenizers drop characters and join unknown ones. So
+        ever longer beginnings are tokenized. Cutting changes at most the last words of a beginning,
+        which adds far fewer tokens than the limit."""
         if limit is None:
             return
         length = limit
@@ -132,20 +156,23 @@ class Tokenizer:
         limit: int | None = None,
         answer: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own chat format. With `answer`, the answer begins with this text;
-        reasoning that the template opens is closed before it.
+        """Token ids of a conversation in the model's own chat format. With `answer`, the answer
+        begins with this text; reasoning that the template opens is closed before it.
 
-        Tokens that structure the prompt, flagged special or not, come only from the template: their spellings in
-        messages, tool descriptions, tool calls and other arguments are ordinary text. The `content` of assistants is
-        the model's own. There, spellings that are not special, such as `<think>` or `<tool_call>`, become tokens again,
-        so that an answer is encoded as the model wrote it. Put no other text there.
+        Tokens that structure the prompt, flagged special or not, come only from the template: their
+        spellings in messages, tool descriptions, tool calls and other arguments are ordinary text.
+        The `content` of assistants is the model's own. There, spellings that are not special, such
+        as `<think>` or `<tool_call>`, become tokens again, so that an answer is encoded as the
+        model wrote it. Put no other text there.
 
-        Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
-        fails, and PromptTooLong as `encode` does.
+        Raises UsageError when the messages are malformed or the template refuses them, ModelError
+        when the template fails, and PromptTooLong as `encode` does.
         """
         checked = check_messages(messages)
         arguments = check_template_arguments(template_arguments)
-        mark = choose_mark([json.dumps([checked, arguments], ensure_ascii=False), self._template.source])
+        mark = choose_mark(
+            [json.dumps([checked, arguments], ensure_ascii=False), self._template.source]
+        )
         rendered = self._template.render(
             [self._mark(message, mark) for message in checked],
             add_generation_prompt=add_generation_prompt,
@@ -167,7 +194,8 @@ class Tokenizer:
 
     def answer_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> AnswerParser:
         """A parser for one answer to this prompt, which may call these tools."""
-        end = self.decode(prompt[-16:], skip_special_tokens=False)  # blanks may follow the tag that opens reasoning
+        # blanks may follow the tag that opens reasoning
+        end = self.decode(prompt[-16:], skip_special_tokens=False)
         inside = self.answer_form.opens_reasoning(end)
         return AnswerParser(self.answer_form, self.markers, tools, starts_inside=inside)
 
@@ -182,7 +210,8 @@ class Tokenizer:
 
     @property
     def thinking_switch(self) -> ThinkingSwitch | None:
-        """The template arguments that switch the model's reasoning on and off, if its chat template has some."""
+        """The template arguments that switch the model's reasoning on and off, if its chat template
+        has some."""
         return thinking_switch(self._template.source)
 
     @property
@@ -223,8 +252,8 @@ def _beginning(pieces: Sequence[Piece], length: int) -> list[Piece]:
 
 @unreadable_as_model_error()
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory: tokenizer.json, else tokenizer.model, with their settings and chat template.
-    Raises ModelError naming the file that is missing, broken or hostile."""
+    """The tokenizer of a model directory: tokenizer.json, else tokenizer.model, with their settings
+    and chat template. Raises ModelError naming the file that is missing, broken or hostile."""
     directory = Path(directory)
     settings, named_tokens = _read_settings(directory)
     # The template's process starts while the tokenizer loads.
@@ -240,11 +269,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def load_backend(directory: Path, template: str = "") -> Backend:
-    """The vocabulary of a model directory, whose chat template has this text; raises as `load_tokenizer` does."""
+    """The vocabulary of a model directory, whose chat template has this text; raises as
+    `load_tokenizer` does."""
     backend = _read_backend(directory, template)
     longest = max(backend.markup_ids, key=len, default="")
     if len(longest) > MAX_CONTROL_CHARACTERS:
-        raise ModelError(f"{directory}: the token {shown(longest)} is longer than {MAX_CONTROL_CHARACTERS} characters")
+        raise ModelError(
+            f"{directory}: the token {shown(longest)} is longer than {MAX_CONTROL_CHARACTERS} "
+            "characters"
+        )
     return backend
 
 
@@ -260,7 +293,9 @@ def _read_backend(directory: Path, template: str) -> Backend:
             return TokenizersBackend(directory / "tokenizer.json", settings, special, template)
         if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
-            return SentencePieceBackend(directory / "tokenizer.model", settings, named_tokens, added, template)
+            return SentencePieceBackend(
+                directory / "tokenizer.model", settings, named_tokens, added, template
+            )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         path = directory / "tokenizer_config.json"
         raise ModelError(f"the added tokens in {path} are malformed: {shown(error)}") from error
@@ -272,7 +307,9 @@ def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special = read_optional_json_object(directory / "special_tokens_map.json") | settings
     spellings = {name: _spelling(special.get(name)) for name in _NAMED_TOKENS}
-    return settings, {name: spelling for name, spelling in spellings.items() if spelling is not None}
+    return settings, {
+        name: spelling for name, spelling in spellings.items() if spelling is not None
+    }
 
 
 def _spelling(token: Any) -> str | None:
@@ -286,7 +323,8 @@ def _spelling(token: Any) -> str | None:
 
 @unreadable_as_model_error()
 def has_same_tokens(directory: Path, other: Path) -> bool:
-    """Whether two model directories give every token the same id; what else their tokenizers do may differ."""
+    """Whether two model directories give every token the same id; what else their tokenizers do may
+    differ."""
     tables = [directory / "tokenizer.json", other / "tokenizer.json"]
     if all(table.exists() for table in tables):
         first, second = [_tokens_of(read_json_object(table)) for table in tables]

@@ -1,9 +1,9 @@
 """Limits on what a tokenizer.json may ask of the `tokenizers` library.
 
-The file is a program that arrives with the weights: its patterns may backtrack without end, its normalizers may make a
-gigabyte of one character, and some of its errors end the library in a panic. The library limits none of these. So the
-parts of a loaded tokenizer are checked before its first text: how much longer they make a text, and in how many ways
-their patterns may match one.
+The file is a program that arrives with the weights: its patterns may backtrack without end, its
+normalizers may make a gigabyte of one character, and some of its errors end the library in a panic.
+The library limits none of these. So the parts of a loaded tokenizer are checked before its first
+text: how much longer they make a text, and in how many ways their patterns may match one.
 """
 
 import base64
@@ -15,7 +15,8 @@ from typing import Any
 from nanoserve.errors import ModelError, shown
 from nanoserve.text.patterns import PatternError, measure_pattern
 
-MAX_GROWTH = 64  # times its length that a text may have after all steps; compatibility forms of Unicode reach 18
+# times its length that a text may have after all steps; compatibility forms of Unicode reach 18
+MAX_GROWTH = 64
 MAX_ADDED = 64  # tokens that a post-processor may put around a text
 
 Step = Mapping[str, Any]
@@ -27,8 +28,9 @@ _FIXED_GROWTH = {"ByteLevel": 4.0, "Metaspace": 2.0, "BertNormalizer": 3.0}
 
 
 def check_tokenizer(tokenizer: Any) -> float:
-    """Check a tokenizer of the `tokenizers` library. Returns the largest factor by which a text may grow before it is
-    divided into tokens. Raises ModelError, one line, for a step with unbounded work, or that fails with every text."""
+    """Check a tokenizer of the `tokenizers` library. Returns the largest factor by which a text may
+    grow before it is divided into tokens. Raises ModelError, one line, for a step with unbounded
+    work, or that fails with every text."""
     before = _steps_of(tokenizer.normalizer)
     words = _steps_of(tokenizer.pre_tokenizer)
     after = _steps_of(tokenizer.post_processor)
@@ -37,7 +39,8 @@ def check_tokenizer(tokenizer: Any) -> float:
     worst = max(growth, prod(map(_growth, decoding)))
     if worst > MAX_GROWTH:
         raise ModelError(
-            f"its steps could make a text {worst:.3g} times as long; at most {MAX_GROWTH} times is allowed"
+            f"its steps could make a text {worst:.3g} times as long; at most {MAX_GROWTH} times is "
+            "allowed"
         )
     precompiled = [step for step in before if step["type"] == "Precompiled"]
     if len(precompiled) > 1:
@@ -82,7 +85,9 @@ def _growth(step: Step) -> float:
             shortest = len(pattern["String"])
     if kind == "Replace":
         if shortest == 0 and step["content"]:
-            raise ModelError(f"it would put {shown(step['content'])} between all characters of a text")
+            raise ModelError(
+                f"it would put {shown(step['content'])} between all characters of a text"
+            )
         return max(1.0, len(step["content"]) / max(1, shortest))
     if kind == "Prepend":
         return 1.0 + len(step["prepend"])
@@ -99,8 +104,8 @@ def _shortest_match(pattern: str) -> int:
 
 
 def _longest_replacement(encoded: str) -> int:
-    """Length of the longest replacement in a character map of sentencepiece. The map is the size of its index, the
-    index, and all replacements, each with a NUL at its end."""
+    """Length of the longest replacement in a character map of sentencepiece. The map is the size of
+    its index, the index, and all replacements, each with a NUL at its end."""
     table = base64.b64decode(encoded)
     index = int.from_bytes(table[:4], "little")
     if index % 4 or 4 + index > len(table):
@@ -118,9 +123,13 @@ def _check_post_processor(step: Step, tokenizer: Any) -> None:
         added = _added_by_template(step)
     for token_id in added:
         if tokenizer.id_to_token(token_id) is None:
-            raise ModelError(f"its post-processor adds the token {token_id}, which is not in the vocabulary")
+            raise ModelError(
+                f"its post-processor adds the token {token_id}, which is not in the vocabulary"
+            )
     if len(added) > MAX_ADDED:
-        raise ModelError(f"its post-processor adds {len(added)} tokens; at most {MAX_ADDED} are allowed")
+        raise ModelError(
+            f"its post-processor adds {len(added)} tokens; at most {MAX_ADDED} are allowed"
+        )
 
 
 def _added_by_template(step: Step) -> Sequence[int]:
@@ -130,7 +139,11 @@ def _added_by_template(step: Step) -> Sequence[int]:
         raise ModelError("its post-processor must put tokens around one text")
     for name in names:
         if name not in step["special_tokens"]:
-            raise ModelError(f"its post-processor adds {shown(name)}, a token that it does not define")
+            raise ModelError(
+                f"its post-processor adds {shown(name)}, a token that it does not define"
+            )
     if len(names) > MAX_ADDED:
-        raise ModelError(f"its post-processor adds {len(names)} tokens; at most {MAX_ADDED} are allowed")
+        raise ModelError(
+            f"its post-processor adds {len(names)} tokens; at most {MAX_ADDED} are allowed"
+        )
     return [token_id for name in names for token_id in step["special_tokens"][name]["ids"]]

@@ -1,8 +1,8 @@
 """Child processes that run nanoserve's code, and children with limits for untrusted work.
 
-If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a module whose `main`
-sets its limits with `limit_resources`, calls `take_questions` when it has loaded what it needs, and then
-`answer_requests`. Questions and answers are lines of JSON.
+If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a
+module whose `main` sets its limits with `limit_resources`, calls `take_questions` when it has
+loaded what it needs, and then `answer_requests`. Questions and answers are lines of JSON.
 """
 
 import contextlib
@@ -20,22 +20,27 @@ from typing import Any
 
 from nanoserve.errors import RuntimeFailure
 
-ATTEMPTS = 2  # tries at a question whose process is killed from outside, as the system does when memory is short
+# tries at a question whose process is killed from outside, as the system does when memory is short
+ATTEMPTS = 2
 SILENCE_SECONDS = 20.0
-"""Limit for a child that neither computes nor answers, as if it is stopped. Its processor time is limited inside it."""
+"""Limit for a child that neither computes nor answers, as if it is stopped. Its processor time is
+limited inside it."""
 START_SECONDS = 60.0  # processor time until it takes questions: large vocabularies take a second
 _LOOKS = 20  # times that a silent child's processor time is read until it is given up
 GRACE_SECONDS = 2.0  # time for a child to end by itself before it is killed
-_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a child's own limits end it by other signals
+# a child's own limits end it by other signals
+_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 # Places in /proc/PID/stat, counted from after the program's name (proc(5)).
 _USER_TICKS = 11
 _SYSTEM_TICKS = 12
 _PACKAGES = str(Path(__file__).parents[2])
-"""The directory of the package. An editable installation is found by an import hook, which children may lack."""
+"""The directory of the package. An editable installation is found by an import hook, which children
+may lack."""
 
 
 def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> list[str]:
-    """The command of a Python process that finds the same packages; `arguments` are its sys.argv[2:]."""
+    """The command of a Python process that finds the same packages; `arguments` are its
+    sys.argv[2:]."""
     prepare = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     search_path = [_PACKAGES] + sys.path
     return [sys.executable, *flags, "-c", prepare + program, json.dumps(search_path), *arguments]
@@ -49,8 +54,11 @@ def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
         process.stdin.flush()
 
 
-def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
-    """Run a module with these arguments and variables. Returns the JSON object on the last line of its stdout.
+def run_module(
+    module: str, *words: str, environment: Mapping[str, str], failing: str = ""
+) -> dict[str, Any]:
+    """Run a module with these arguments and variables. Returns the JSON object on the last line of
+    its stdout.
 
     If it fails, raises RuntimeFailure with `failing` and the last line of its stderr.
     """
@@ -64,8 +72,8 @@ def run_module(module: str, *words: str, environment: Mapping[str, str], failing
 
 
 class ProcessUnavailable(RuntimeFailure):
-    """The child cannot be started, is closed, or was killed from outside again and again: nothing is wrong with the
-    question."""
+    """The child cannot be started, is closed, or was killed from outside again and again: nothing
+    is wrong with the question."""
 
 
 class _Killed(Exception):
@@ -73,9 +81,11 @@ class _Killed(Exception):
 
 
 class LimitedProcess:
-    """A child that answers one line of JSON with another, one at a time. Safe to use from several threads.
+    """A child that answers one line of JSON with another, one at a time. Safe to use from several
+    threads.
 
-    It runs the `main` of ``module`` and first reads the line ``greeting``; ``purpose`` is its name in messages.
+    It runs the `main` of ``module`` and first reads the line ``greeting``; ``purpose`` is its name
+    in messages.
     """
 
     def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
@@ -94,11 +104,11 @@ class LimitedProcess:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """Ask a question and return the answer, or None if the child died over it. Then the next question starts
-        another child.
+        """Ask a question and return the answer, or None if the child died over it. Then the next
+        question starts another child.
 
-        Raises ProcessUnavailable if it cannot be started, was killed from outside or stopped in every attempt, or is
-        closed, and RuntimeFailure if it dies before it takes questions.
+        Raises ProcessUnavailable if it cannot be started, was killed from outside or stopped in
+        every attempt, or is closed, and RuntimeFailure if it dies before it takes questions.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
@@ -108,7 +118,8 @@ class LimitedProcess:
         raise ProcessUnavailable(f"{killed}; is the machine short of memory?")
 
     def close(self) -> None:
-        """End the process for good. The question that it is answering fails, and so does every later one."""
+        """End the process for good. The question that it is answering fails, and so does every
+        later one."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -120,9 +131,13 @@ class LimitedProcess:
         if self._process is None and not self._closed:
             pipe = subprocess.PIPE
             try:
-                self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+                self._process = subprocess.Popen(
+                    self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+                )
             except OSError as error:
-                raise ProcessUnavailable(f"{self._purpose} cannot be started: {error.strerror or error}") from error
+                raise ProcessUnavailable(
+                    f"{self._purpose} cannot be started: {error.strerror or error}"
+                ) from error
             self._finalizer = weakref.finalize(self, _end, self._process)
             send_line(self._process, self._greeting)
         if self._process is None or self._closed:
@@ -139,7 +154,9 @@ class LimitedProcess:
         process = self._running()
         if not self._takes_questions:
             if not self._read_line(process):
-                raise RuntimeFailure(f"{self._purpose} does not start: it ended with code {process.returncode}")
+                raise RuntimeFailure(
+                    f"{self._purpose} does not start: it ended with code {process.returncode}"
+                )
             self._takes_questions = True
         send_line(process, line.encode())
         line_of_answer = self._read_line(process)
@@ -149,8 +166,8 @@ class LimitedProcess:
         return answer
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The next line of the child; empty if it died without one, by its own limits. Raises _Killed if it was killed
-        from outside, or was silent for too long."""
+        """The next line of the child; empty if it died without one, by its own limits. Raises
+        _Killed if it was killed from outside, or was silent for too long."""
         assert process.stdout is not None
         try:
             with _killed_in_silence(process):
@@ -169,8 +186,8 @@ class LimitedProcess:
 
 @contextlib.contextmanager
 def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process that uses no processor time for SILENCE_SECONDS inside the block. On a busy machine, seconds of
-    work may take minutes, so a process that still computes is left alone."""
+    """Kill a process that uses no processor time for SILENCE_SECONDS inside the block. On a busy
+    machine, seconds of work may take minutes, so a process that still computes is left alone."""
     answered = threading.Event()
 
     def watch() -> None:
@@ -196,7 +213,8 @@ def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def processor_seconds(process: int) -> float:
-    """Processor time of a process so far. Always 0 where there is no /proc (macOS), so that it seems not to compute."""
+    """Processor time of a process so far. Always 0 where there is no /proc (macOS), so that it
+    seems not to compute."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -211,8 +229,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_resources(memory: int, stack: int | None = None) -> None:
-    """Bound this process's memory and stack, in bytes, and the time until it takes questions. Ctrl-C at the terminal
-    then reaches the parent alone."""
+    """Bound this process's memory and stack, in bytes, and the time until it takes questions.
+    Ctrl-C at the terminal then reaches the parent alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_time(START_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -222,7 +240,8 @@ def limit_resources(memory: int, stack: int | None = None) -> None:
 
 
 def forbid_files_and_processes() -> None:
-    """Let this process open no file or socket, write no file and start no process, whatever code runs in it.
+    """Let this process open no file or socket, write no file and start no process, whatever code
+    runs in it.
 
     Its stdin and stdout stay open. A process of root could lift these limits again.
     """
@@ -231,17 +250,20 @@ def forbid_files_and_processes() -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
+    """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not
+    count."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def take_questions() -> None:
-    """Tell the parent that this process takes questions. From here on, its death answers the question."""
+    """Tell the parent that this process takes questions. From here on, its death answers the
+    question."""
     _say({})
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:
-    """Answer the objects on stdin, one per line, until it closes. `seconds` of each is its processor time."""
+    """Answer the objects on stdin, one per line, until it closes. `seconds` of each is its
+    processor time."""
     for line in sys.stdin.buffer:
         request = json.loads(line)
         limit_time(request["seconds"])

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 
 def allow_descriptors(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted`, as far as the system allows. Returns the number of files
-    that it may open, at most `wanted`."""
+    """Raise this process's limit of open files to `wanted`, as far as the system allows. Returns
+    the number of files that it may open, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -1,4 +1,5 @@
-"""Read the small files of a model directory and write files of results, with errors that name the file."""
+"""Read the small files of a model directory and write files of results, with errors that name the
+file."""
 
 import json
 import os
@@ -17,7 +18,9 @@ def unreadable_as_model_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
+        raise ModelError(
+            f"the model cannot be read: {error.strerror or error} ({error.filename})"
+        ) from error
 
 
 @contextmanager
@@ -32,7 +35,8 @@ def unwritable_as_failure(path: Path) -> Iterator[None]:
 def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     """The file's content. Raises ``failure`` naming the file when it cannot be read."""
     try:
-        if path.is_file() or not path.exists():  # for a missing file, reading raises the system's own error
+        # for a missing file, reading raises the system's own error
+        if path.is_file() or not path.exists():
             return path.read_bytes()
     except OSError as error:
         raise failure(f"cannot read {path}: {error.strerror or error}") from error
@@ -43,7 +47,8 @@ def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
 
 
 def read_text(path: Path, failure: type[NanoserveError] = ModelError) -> str:
-    """The file as text. Raises ``failure`` naming the file when it cannot be read or is not UTF-8."""
+    """The file as text. Raises ``failure`` naming the file when it cannot be read or is not
+    UTF-8."""
     try:
         return read_bytes(path, failure).decode()
     except UnicodeDecodeError as error:
@@ -51,7 +56,8 @@ def read_text(path: Path, failure: type[NanoserveError] = ModelError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's top-level tables. Raises UsageError, naming it, if it cannot be read or is not TOML."""
+    """The file's top-level tables. Raises UsageError, naming it, if it cannot be read or is not
+    TOML."""
     import tomllib
 
     try:
@@ -61,7 +67,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ModelError naming the file when it is missing, broken or not an object."""
+    """The JSON object in `path`. Raises ModelError naming the file when it is missing, broken or
+    not an object."""
     try:
         value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -82,8 +89,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def unusable_file(path: Path, message: str) -> ModelError:
-    """Make the error for a model's file in a wrong format, with this message. If only a Git-LFS pointer was downloaded,
-    the message says how to get the file."""
+    """Make the error for a model's file in a wrong format, with this message. If only a Git-LFS
+    pointer was downloaded, the message says how to get the file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             remedy = "run `git lfs pull` in its directory, or download it again"
@@ -92,8 +99,8 @@ def unusable_file(path: Path, message: str) -> ModelError:
 
 
 def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file atomically, with this mode less the umask; an error leaves nothing behind. Raises RuntimeFailure if
-    it cannot be written."""
+    """Write a file atomically, with this mode less the umask; an error leaves nothing behind.
+    Raises RuntimeFailure if it cannot be written."""
     if isinstance(content, str):
         content = content.encode()
     draft = path.parent / f".{path.name}.{os.getpid()}"

@@ -1,4 +1,5 @@
-"""The origin of this package: the checkout that holds it, a clone that it was installed from, or neither."""
+"""The origin of this package: the checkout that holds it, a clone that it was installed from, or
+neither."""
 
 import subprocess
 from contextlib import suppress
@@ -9,7 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-PLACE = Path(__file__).resolve().parents[2]  # the directory that holds the packages: a checkout, or site-packages
+# the directory that holds the packages: a checkout, or site-packages
+PLACE = Path(__file__).resolve().parents[2]
 _PACKAGES = ("nanoserve", "triton_ops")
 
 
@@ -24,9 +26,11 @@ def install_command(extra: str, place: Path = PLACE) -> str:
 
 
 def commit(place: Path = PLACE) -> str | None:
-    """The commit of the running code, followed by "+changes" if its files differ from it; None if it is unknown.
+    """The commit of the running code, followed by "+changes" if its files differ from it; None if
+    it is unknown.
 
-    For a copy that was installed from a clone, the clone's present commit is compared with the installed files.
+    For a copy that was installed from a clone, the clone's present commit is compared with the
+    installed files.
     """
     source = _source(place)
     if source is None:
@@ -61,7 +65,9 @@ def _direct_url(place: Path) -> dict[str, Any]:
     """The source of the package as pip recorded it (PEP 610); empty for a package from an index."""
     for distribution in metadata.distributions(name="nanoserve", path=[str(place)]):
         with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(distribution.read_text("direct_url.json") or "{}", type=dict[str, Any])
+            return msgspec.json.decode(
+                distribution.read_text("direct_url.json") or "{}", type=dict[str, Any]
+            )
     return {}
 
 
@@ -70,4 +76,6 @@ def _git(source: Path, place: Path, arguments: list[str]) -> str:
     command = ["git", "--no-optional-locks"]  # reading a clone must not change it
     command += ["-C", str(place), f"--git-dir={source / '.git'}", f"--work-tree={place}"]
     command += arguments
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

@@ -9,8 +9,9 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once. An error of
-    a block with a Ctrl-C becomes KeyboardInterrupt too: a library may have made it of the second one.
+    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at
+    once. An error of a block with a Ctrl-C becomes KeyboardInterrupt too: a library may have made
+    it of the second one.
 
     This holds where Python raises it: in the main thread, with the default handler.
     """

@@ -1,7 +1,9 @@
-"""Quarantine: find the requests that kill worker processes, and tell when the machine is at fault instead.
+"""Quarantine: find the requests that kill worker processes, and tell when the machine is at fault
+instead.
 
-A dying worker takes all requests that run there with it. So requests that were in flight at two deaths run one at a
-time while all others wait. A request that kills alone fails alone. Everything fails if deaths go on without a culprit.
+A dying worker takes all requests that run there with it. So requests that were in flight at two
+deaths run one at a time while all others wait. A request that kills alone fails alone. Everything
+fails if deaths go on without a culprit.
 """
 
 import math
@@ -12,8 +14,9 @@ SUSPICIOUS_DEATHS = 2  # a request that was in flight at this many deaths is sus
 MAX_CULPRITS = 3  # if this many requests in a row kill alone, the machine is at fault
 MAX_DEATHS = 3
 DEATHS_SECONDS = 60.0
-"""Everything fails after this many deaths without a culprit within this many seconds of running. Starting does not
-count: a large model takes so long that workers which die at once would be started forever."""
+"""Everything fails after this many deaths without a culprit within this many seconds of running.
+Starting does not count: a large model takes so long that workers which die at once would be started
+forever."""
 
 
 class Quarantine:
@@ -22,20 +25,24 @@ class Quarantine:
         self._running = 0.0
         # Each death is a time on the clock, and the seconds that workers had run until then.
         self._deaths: deque[tuple[float, float]] = deque(maxlen=MAX_DEATHS)  # without a culprit
-        self._lone_deaths: deque[tuple[float, float]] = deque(maxlen=MAX_CULPRITS)  # of culprits in a row
+        # of culprits in a row
+        self._lone_deaths: deque[tuple[float, float]] = deque(maxlen=MAX_CULPRITS)
 
     @property
     def suspect(self) -> str | None:
         """The request that runs alone until it has ended, if there is one."""
-        return next((name for name, times in self._times_in_flight.items() if times >= SUSPICIOUS_DEATHS), None)
+        return next(
+            (name for name, times in self._times_in_flight.items() if times >= SUSPICIOUS_DEATHS),
+            None,
+        )
 
     def admits(self, request_id: str) -> bool:
         """Whether a request may run now."""
         return self.suspect in (None, request_id)
 
     def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
-        """Note that workers died after running for ``ran`` seconds. Returns the request at fault, if a suspect ran
-        alone."""
+        """Note that workers died after running for ``ran`` seconds. Returns the request at fault,
+        if a suspect ran alone."""
         self._running += ran
         death = (now, self._running)
         suspect = self.suspect
@@ -52,7 +59,8 @@ class Quarantine:
 
     @property
     def exhausted(self) -> str | None:
-        """The number of deaths and their time span in words, once workers died too often; None before."""
+        """The number of deaths and their time span in words, once workers died too often; None
+        before."""
         if len(self._deaths) < MAX_DEATHS:
             return None
         first, ran_before = self._deaths[0]

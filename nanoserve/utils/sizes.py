@@ -15,7 +15,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re
 
 
 def parse_size(size: str | int) -> int:
-    """The bytes that "512MiB", "2GB" (10^9 each), "1g" (2^30, as in docker), "1.5 GiB" or a plain number mean.
+    """The bytes that "512MiB", "2GB" (10^9 each), "1g" (2^30, as in docker), "1.5 GiB" or a plain
+    number mean.
 
     Raises UsageError if it is not a size, or less than one byte.
     """
@@ -32,7 +33,8 @@ def parse_size(size: str | int) -> int:
 
 
 def format_size(number: int) -> str:
-    """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size reported as needed is enough."""
+    """Bytes for people, in binary units: "1.5 GiB". Rounded up, so that a size reported as needed
+    is enough."""
     for unit, power in (("GiB", 3), ("MiB", 2), ("KiB", 1)):
         size = 1024**power
         if number >= size:

@@ -11,7 +11,8 @@ from nanoserve.errors import RuntimeFailure
 
 
 def local_address(directory: Path) -> str:
-    """A new address to listen on for processes of this machine: on Linux an abstract socket, elsewhere a file.
+    """A new address to listen on for processes of this machine: on Linux an abstract socket,
+    elsewhere a file.
 
     Raises RuntimeFailure if the file's path is longer than the system allows for sockets.
     """
@@ -28,10 +29,11 @@ def local_address(directory: Path) -> str:
 
 
 def listen(sockets: "Mapping[str, zmq.Socket[bytes]]") -> str:
-    """Listen at each address with its socket; returns a new public key for ZeroMQ's CURVE, as Z85 text.
+    """Listen at each address with its socket; returns a new public key for ZeroMQ's CURVE, as Z85
+    text.
 
-    Messages from senders without that key are ignored; messages cannot be read or changed on the way. Raises
-    RuntimeFailure if an address cannot be used.
+    Messages from senders without that key are ignored; messages cannot be read or changed on the
+    way. Raises RuntimeFailure if an address cannot be used.
     """
     public_key, secret_key = zmq.curve_keypair()
     for address, socket in sockets.items():

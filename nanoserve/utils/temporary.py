@@ -1,7 +1,8 @@
 """Directories that are removed with the processes that use them.
 
-The process that makes a directory locks it. The lock ends with the process, however it ends. Directories without a lock
-are removed by the parent when it ends its children, and by the next process that chooses a name.
+The process that makes a directory locks it. The lock ends with the process, however it ends.
+Directories without a lock are removed by the parent when it ends its children, and by the next
+process that chooses a name.
 """
 
 import fcntl
@@ -22,10 +23,12 @@ _locks: dict[Path, int] = {}
 
 
 def choose_directory(parent: Path | None = None) -> Path:
-    """A new name in ``parent``, by default the system's for temporary files. Removes the directories of dead processes.
+    """A new name in ``parent``, by default the system's for temporary files. Removes the
+    directories of dead processes.
 
-    Children are started with the name before the directory is made. So whichever process is killed, and whenever,
-    another one knows what to remove. Raises RuntimeFailure if the system has no directory for temporary files.
+    Children are started with the name before the directory is made. So whichever process is killed,
+    and whenever, another one knows what to remove. Raises RuntimeFailure if the system has no
+    directory for temporary files.
     """
     if parent is None:
         with _as_failure():
@@ -35,7 +38,8 @@ def choose_directory(parent: Path | None = None) -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """A new directory that only this user may enter, until `remove_directory` or the end of this process.
+    """A new directory that only this user may enter, until `remove_directory` or the end of this
+    process.
 
     Raises RuntimeFailure if it cannot be made, or the name is taken.
     """
@@ -50,7 +54,8 @@ def remove_directory(directory: Path | None) -> None:
     """Remove a directory, if there is one."""
     if directory is None:
         return
-    # Renamed first: otherwise a thread or a compiler that still works could add a file meanwhile, and it would stay.
+    # Renamed first: otherwise a thread or a compiler that still works could add a file meanwhile,
+    # and it would stay.
     gone = directory.with_name(f"{directory.name.removesuffix('-gone')}-gone")
     with suppress(OSError):
         directory.rename(gone)
@@ -94,7 +99,8 @@ def _lock(path: Path) -> int | None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove directories without a lock. One that is not locked yet is made again by its process."""
+    """Remove directories without a lock. One that is not locked yet is made again by its
+    process."""
     with suppress(OSError):
         for path in parent.iterdir():
             if _NAME.fullmatch(path.name) is None:
@@ -115,4 +121,6 @@ def _as_failure() -> Iterator[None]:
         yield
     except OSError as error:
         hint = "set TMPDIR to a directory that can be written to"
-        raise RuntimeFailure(f"no temporary directory can be made ({error.strerror}): {hint}") from None
+        raise RuntimeFailure(
+            f"no temporary directory can be made ({error.strerror}): {hint}"
+        ) from None

@@ -12,21 +12,26 @@ from functools import cache
 from pathlib import Path
 
 MOST_THREADS = 1024
-"""Largest number that a user may ask for, more than machines have cores. OpenMP may ignore larger numbers."""
+"""Largest number that a user may ask for, more than machines have cores. OpenMP may ignore larger
+numbers."""
 SPIN_COUNT = 1000
-"""Polls of a waiting thread before it sleeps. With libgomp's default, beside a busy process, every parallel operation
-takes a time slice of the operating system, several times its own time (measured: 9x)."""
+"""Polls of a waiting thread before it sleeps. With libgomp's default, beside a busy process, every
+parallel operation takes a time slice of the operating system, several times its own time (measured:
+9x)."""
 
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OpenMP's variables for this process and its children, and torch's variable for large tensors on huge pages,
-    which are read a fifth to a third faster. A variable that the user has set stays.
+def prepare_threads(
+    threads: int | None = None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set OpenMP's variables for this process and its children, and torch's variable for large
+    tensors on huge pages, which are read a fifth to a third faster. A variable that the user has
+    set stays.
 
-    `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
-    already imported is not affected.
+    `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use.
+    A torch that is already imported is not affected.
     """
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -40,7 +45,8 @@ def prepare_threads(threads: int | None = None, environment: MutableMapping[str,
 def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -> int:
     """OMP_NUM_THREADS for each of several processes that share the threads of one; at least 1.
 
-    Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number counts.
+    Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number
+    counts.
     """
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if first.isascii() and first.isdigit():
@@ -51,7 +57,8 @@ def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -
 
 
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
-    """Cores that this process may use, within a container's limit; two hardware threads of a core count once."""
+    """Cores that this process may use, within a container's limit; two hardware threads of a core
+    count once."""
     try:
         granted, period = map(int, quota.read_text().split())
         limit = math.ceil(granted / period)
@@ -69,7 +76,11 @@ def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
     for number in sorted(allowed):
         siblings = str(number)
         with suppress(OSError):
-            siblings = (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
+            siblings = (
+                (processors / f"cpu{number}" / "topology" / "thread_siblings_list")
+                .read_text()
+                .strip()
+            )
         cores.setdefault(siblings, []).append(number)
     return [tuple(core) for core in cores.values()]
 
@@ -82,6 +93,7 @@ def processor_name_and_flags() -> tuple[str, frozenset[str]]:
     except OSError:
         return platform.processor() or platform.machine(), frozenset()
     lines = (line.partition(":") for line in reversed(text.splitlines()))
-    fields = {name.strip(): value.strip() for name, _, value in lines}  # the first processor's come last, and stay
+    # the first processor's come last, and stay
+    fields = {name.strip(): value.strip() for name, _, value in lines}
     flags = fields.get("flags") or fields.get("Features", "")
     return fields.get("model name", platform.machine()), frozenset(flags.split())

@@ -1,9 +1,10 @@
 """A child process that ends with its parent: two pipes, and in the child a thread.
 
-The engine process is tied to its front end like this, the workers to the engine, and servers and peers to a benchmark.
-When the parent's end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
-computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it
-is stopped, the end of the pipe that it is dead.
+The engine process is tied to its front end like this, the workers to the engine, and servers and
+peers to a benchmark. When the parent's end of the first pipe closes, however it died, the child
+ends within moments, whether it is loading, computing or waiting. Over the second pipe, the child
+writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is stopped, the end of the pipe
+that it is dead.
 """
 
 import contextlib
@@ -26,11 +27,13 @@ HEARTBEAT_SECONDS = 0.5
 
 
 class TiedChild:
-    """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
+    """The parent's side: a process that lives as long as this process holds its pipes, and no
+    longer.
 
-    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:]. `directory` is a name
-    from `choose_directory`, and the child removes it when this process is gone. `environment` is all of the child's
-    variables, and `descriptors` are open files that it inherits. Raises OSError if it cannot start.
+    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:].
+    `directory` is a name from `choose_directory`, and the child removes it when this process is
+    gone. `environment` is all of the child's variables, and `descriptors` are open files that it
+    inherits. Raises OSError if it cannot start.
     """
 
     def __init__(
@@ -85,15 +88,18 @@ class TiedChild:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, seconds))
         # With the group: a compiler, for example, would outlive it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
+        # no process is left; on macOS: only dead ones
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.let_go()
 
 
-def end_children(children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS) -> None:
-    """Let all children go, and kill the children that still live after this time. Remove their directory, and the
-    directories that they have made beside it."""
+def end_children(
+    children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS
+) -> None:
+    """Let all children go, and kill the children that still live after this time. Remove their
+    directory, and the directories that they have made beside it."""
     for child in children:
         child.let_go()
     until = time.monotonic() + seconds
@@ -105,19 +111,27 @@ def end_children(children: Collection[TiedChild], directory: Path | None, second
 
 
 class LoggedChild(TiedChild):
-    """A child whose stderr is kept, and whose stdout is lost. Its program need not begin with a watchdog."""
+    """A child whose stderr is kept, and whose stdout is lost. Its program need not begin with a
+    watchdog."""
 
     def __init__(
-        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+        self,
+        program: str,
+        *words: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
         program = f"from {__name__} import follow_parent; follow_parent(); {program}"
-        super().__init__(program, *words, environment=environment, descriptors=descriptors, stderr=self._log)
+        super().__init__(
+            program, *words, environment=environment, descriptors=descriptors, stderr=self._log
+        )
 
     @property
     def lines(self) -> list[str]:
         """The lines that it has written to stderr."""
-        descriptor = self._log.fileno()  # not seek and read: the child writes at the position of the same file
+        # not seek and read: the child writes at the position of the same file
+        descriptor = self._log.fileno()
         written = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         return written.decode(errors="replace").strip().splitlines()
 
@@ -137,11 +151,11 @@ def follow_parent() -> None:
 
 
 class ParentWatchdog:
-    """The child's side: a thread that writes heartbeats. When the parent ends, it kills the process group that this
-    process leads, and the groups that its own dead children led.
+    """The child's side: a thread that writes heartbeats. When the parent ends, it kills the process
+    group that this process leads, and the groups that its own dead children led.
 
-    The descriptor `parent` reads end-of-file when the parent is gone. Then `directory` is removed with its content, and
-    so are the directories that this process has made.
+    The descriptor `parent` reads end-of-file when the parent is gone. Then `directory` is removed
+    with its content, and so are the directories that this process has made.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
@@ -153,7 +167,8 @@ class ParentWatchdog:
     @classmethod
     def of_this_process(cls) -> Self:
         """The watchdog of a process that a `TiedChild` started."""
-        # Private copies of stdin and stdout: children must not hold them open, and libraries must not write to them.
+        # Private copies of stdin and stdout: children must not hold them open, and libraries must
+        # not write to them.
         parent, pulse = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
@@ -177,7 +192,8 @@ class ParentWatchdog:
 
     def start(self) -> None:
         """Start the thread, which writes the first heartbeat at once."""
-        # A stopped group that loses its parent gets SIGHUP, then SIGCONT: the thread must survive to clean up.
+        # A stopped group that loses its parent gets SIGHUP, then SIGCONT: the thread must survive
+        # to clean up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
 
@@ -198,8 +214,8 @@ class ParentWatchdog:
 
 
 def _groups_of_dead_children() -> list[int]:
-    """The process groups of dead children that were not waited for, on Linux. A living child ends its own group when
-    this process is gone; a child that was killed cannot."""
+    """The process groups of dead children that were not waited for, on Linux. A living child ends
+    its own group when this process is gone; a child that was killed cannot."""
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         for process in map(int, children.read_text().split()):

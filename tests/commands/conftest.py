@@ -25,7 +25,8 @@ class Stdin(io.TextIOWrapper):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[fake_llm.FakeLLM]:
-    """Puts the fake in the place of nanoserve.llm; the list fills with the LLMs that were opened."""
+    """Puts the fake in the place of nanoserve.llm; the list fills with the LLMs that were
+    opened."""
     opened: list[fake_llm.FakeLLM] = []
     stand_in = fake_llm.module()
 

@@ -1,10 +1,12 @@
-"""An LLM without a model: it says back what it was told, a word per step, so that commands are tested in milliseconds.
+"""An LLM without a model: it says back what it was told, a word per step, so that commands are
+tested in milliseconds.
 
-``python -m tests.commands.fake_llm ARGUMENTS`` is the command ``nanoserve`` with this LLM behind it.
+``python -m tests.commands.fake_llm ARGUMENTS`` is the command ``nanoserve`` with this LLM behind
+it.
 
-What it is told may steer it: "slowly" makes it go on for ever with a pause between words, "fail" makes the engine give
-up, "perish" ends all its workers for good in the midst of a batch, and a question that holds "<think>" is answered as
-it is, reasoning and all.
+What it is told may steer it: "slowly" makes it go on for ever with a pause between words, "fail"
+makes the engine give up, "perish" ends all its workers for good in the midst of a batch, and a
+question that holds "<think>" is answered as it is, reasoning and all.
 """
 
 import re
@@ -21,7 +23,13 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.request import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    SequenceUpdate,
+)
 from nanoserve.text.answers.forms import AnswerParser, answer_form
 from nanoserve.text.answers.settings import ThinkingSwitch
 
@@ -42,7 +50,11 @@ class FakeTokenizer:
     thinking_switch = ThinkingSwitch({"enable_thinking": True}, {"enable_thinking": False})
 
     def encode_chat(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, template_arguments: Any = None
+        self,
+        messages: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Any = None,
     ) -> list[int]:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
@@ -77,7 +89,12 @@ class FakeLLM:
     """The part of LLM that commands use. ``prompts`` and ``params`` record what was asked."""
 
     def __init__(
-        self, found: Any = None, *, max_model_len: int | None = None, expected: Any = None, **settings: Any
+        self,
+        found: Any = None,
+        *,
+        max_model_len: int | None = None,
+        expected: Any = None,
+        **settings: Any,
     ) -> None:
         model = getattr(found, "name", found)
         if model == "missing":
@@ -102,7 +119,9 @@ class FakeLLM:
         self.settings = settings
         self.built = types.SimpleNamespace(
             engine=_FakeEngine(),
-            config=EngineConfig(**{name: value for name, value in settings.items() if name != "progress"}),
+            config=EngineConfig(
+                **{name: value for name, value in settings.items() if name != "progress"}
+            ),
             max_model_len=max_model_len or 200,
             choice=None,
             speeds=None,
@@ -143,10 +162,14 @@ class FakeLLM:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
-    def stream(self, prompt: Any, params: SamplingParams, template_arguments: Any = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Any, params: SamplingParams, template_arguments: Any = None
+    ) -> Iterator[RequestOutput]:
         text, ids = self._tokenize(prompt)
         if len(ids) >= self.built.max_model_len:
-            raise UsageError(f"the prompt has {len(ids)} tokens, the context {self.built.max_model_len}")
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, the context {self.built.max_model_len}"
+            )
         self.prompts.append(prompt)
         self.params.append(params)
         self.template_arguments.append(template_arguments)
@@ -188,7 +211,9 @@ class FakeLLM:
             raise UsageError("messages are objects with role and content")
         return prompt[-1]["content"], tuple(self.tokenizer.encode_chat(prompt))
 
-    def _stream(self, text: str, ids: tuple[int, ...], params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(
+        self, text: str, ids: tuple[int, ...], params: SamplingParams
+    ) -> Iterator[RequestOutput]:
         if "fail" in text:
             raise RuntimeFailure("the executor died")
         slow = "slowly" in text
@@ -221,9 +246,12 @@ def _whole(deltas: list[RequestOutput], n: int) -> RequestOutput:
     text = "".join(delta.outputs[0].text for delta in deltas)
     tokens = tuple(range(len(deltas)))
     samples = tuple(
-        CompletionOutput(i, text, tokens, None, last.finish_reason, None, last.metrics) for i in reversed(range(n))
+        CompletionOutput(i, text, tokens, None, last.finish_reason, None, last.metrics)
+        for i in reversed(range(n))
     )
-    return RequestOutput("fake", None, deltas[-1].prompt_token_ids, samples, finished=True, cached_tokens=1)
+    return RequestOutput(
+        "fake", None, deltas[-1].prompt_token_ids, samples, finished=True, cached_tokens=1
+    )
 
 
 def find_model(options: EngineOptions) -> ResolvedModel:

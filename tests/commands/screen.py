@@ -8,7 +8,8 @@ _TOKEN = re.compile(r"\x1b\[([0-9;]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Screen:
-    """``lines`` is all that was ever shown, scrolled away or not; only the last ``height`` can still be changed."""
+    """``lines`` is all that was ever shown, scrolled away or not; only the last ``height`` can
+    still be changed."""
 
     closed = False
 
@@ -32,7 +33,8 @@ class Screen:
                 self.row, self.column = self.top, 0
             elif command == "K":
                 self.lines[self.row] = _cut(self.lines[self.row], self.column)
-            elif command == "J" and (self.row, self.column) == (self.top, 0):  # tmux keeps what it clears
+            # tmux keeps what it clears
+            elif command == "J" and (self.row, self.column) == (self.top, 0):
                 self.lines.append("")
                 self.row = self.top = len(self.lines) - 1
             elif command == "J":
@@ -45,7 +47,9 @@ class Screen:
                     self.lines.append("")
                 self.top = max(self.top, len(self.lines) - self.height)
             elif character:
-                assert self.column + cell_len(character) <= self.width, "the terminal would have to break the line"
+                assert self.column + cell_len(character) <= self.width, (
+                    "the terminal would have to break the line"
+                )
                 line = self.lines[self.row]
                 assert cell_len(line) >= self.column
                 self.lines[self.row] = line[: len(_cut(line, self.column))] + character

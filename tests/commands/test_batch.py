@@ -46,7 +46,12 @@ def test_a_text_file_is_a_prompt_per_line(command: Run, tmp_path: Path, target: 
     assert err.startswith(f"nanoserve: 3 rows written to {target}, 10 tokens in ")
     assert err.count("\n") == 1
     assert by_index(target) == [
-        {"index": index, "text": f"You said: {text}", "finish_reason": "stop", "usage": usage(prompt, prompt + 2)}
+        {
+            "index": index,
+            "text": f"You said: {text}",
+            "finish_reason": "stop",
+            "usage": usage(prompt, prompt + 2),
+        }
         for index, text, prompt in [(0, "one", 1), (2, "two {x}", 2), (3, "l’été", 1)]
     ]
     assert [row["index"] for row in rows_of(target)] == [2, 3, 0]  # as they finished
@@ -54,17 +59,27 @@ def test_a_text_file_is_a_prompt_per_line(command: Run, tmp_path: Path, target: 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
     total = prompt + completion
-    return {"prompt_tokens": prompt, "cached_tokens": 1, "completion_tokens": completion, "total_tokens": total}
+    return {
+        "prompt_tokens": prompt,
+        "cached_tokens": 1,
+        "completion_tokens": completion,
+        "total_tokens": total,
+    }
 
 
-def test_rows_have_settings_of_their_own(command: Run, fake: list[FakeLLM], source: Path, target: Path) -> None:
+def test_rows_have_settings_of_their_own(
+    command: Run, fake: list[FakeLLM], source: Path, target: Path
+) -> None:
     rows = [
         {"id": "a", "prompt": "x", "temperature": 0.1, "stop": "end"},
         {"id": 7, "messages": [{"role": "user", "content": "hi"}], "seed": 5},
         {"prompt": "y", "n": 2},
     ]
     source.write_text("\n".join(map(json.dumps, rows)))
-    assert command("generate", "-f", str(source), "-o", str(target), "--top-k", "3", "--seed", "10")[0] == 0
+    assert (
+        command("generate", "-f", str(source), "-o", str(target), "--top-k", "3", "--seed", "10")[0]
+        == 0
+    )
     params = fake[0].params
     assert [(each.temperature, each.top_k, each.top_p) for each in params] == [
         (0.1, 3, 0.95),
@@ -87,9 +102,14 @@ def test_the_mark_that_windows_editors_write_is_no_text(name: str, tmp_path: Pat
     assert [(row.prompt, row.error) for row in read_rows(tmp_path / name)] == [("l’été", None)]
 
 
-def test_reasoning_is_told_apart_in_conversations_and_not_in_texts(command: Run, source: Path, target: Path) -> None:
+def test_reasoning_is_told_apart_in_conversations_and_not_in_texts(
+    command: Run, source: Path, target: Path
+) -> None:
     said = "<think>well now</think> so be it"
-    rows = [{"prompt": said}, *({"messages": [{"role": "user", "content": said}], "n": n} for n in (1, 2))]
+    rows = [
+        {"prompt": said},
+        *({"messages": [{"role": "user", "content": said}], "n": n} for n in (1, 2)),
+    ]
     source.write_text("\n".join(map(json.dumps, rows)))
     assert command("generate", "-f", str(source), "-o", str(target))[0] == 0
     plain, one, two = by_index(target)
@@ -121,8 +141,12 @@ BAD_ROWS: list[tuple[bytes, str]] = [
 ]
 
 
-def test_bad_rows_become_error_rows_and_the_rest_go_on(command: Run, source: Path, target: Path) -> None:
-    source.write_bytes(b"\n".join([b'{"prompt": "first"}', *(line for line, _ in BAD_ROWS), b'{"prompt": "last"}']))
+def test_bad_rows_become_error_rows_and_the_rest_go_on(
+    command: Run, source: Path, target: Path
+) -> None:
+    source.write_bytes(
+        b"\n".join([b'{"prompt": "first"}', *(line for line, _ in BAD_ROWS), b'{"prompt": "last"}'])
+    )
     code, _, err = command("generate", "-f", str(source), "-o", str(target))
     assert code == 0
     assert f"2 rows written to {target}, {len(BAD_ROWS)} rows with errors" in err
@@ -189,8 +213,12 @@ def test_a_torn_last_line_is_computed_again(
     assert bool(fake) is (cut > 1)  # without its line break alone the row is whole
 
 
-@pytest.mark.parametrize("content", ["precious", "precious\n", '{"a": 1}\n', '{"index": "x"}\n', "[]", "\n"])
-def test_a_file_that_holds_something_else_is_left_alone(command: Run, source: Path, target: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["precious", "precious\n", '{"a": 1}\n', '{"index": "x"}\n', "[]", "\n"]
+)
+def test_a_file_that_holds_something_else_is_left_alone(
+    command: Run, source: Path, target: Path, content: str
+) -> None:
     source.write_text('{"prompt": "a"}\n')
     target.write_text(content)
     code, _, err = command("generate", "-f", str(source), "-o", str(target))
@@ -199,7 +227,9 @@ def test_a_file_that_holds_something_else_is_left_alone(command: Run, source: Pa
     assert target.read_text() == content
 
 
-def test_files_that_cannot_be_used(command: Run, source: Path, target: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(
+    command: Run, source: Path, target: Path, tmp_path: Path
+) -> None:
     source.write_text("\n\n")
     assert "has no prompts" in command("generate", "-f", str(source), "-o", str(target))[2]
     source.write_text('{"prompt": "a"}\n')
@@ -254,11 +284,16 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(source: Path, ta
 def test_rows_that_nobody_could_answer_any_more_are_left_for_the_same_command(
     command: Run, source: Path, target: Path
 ) -> None:
-    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "perish", "c")))
+    source.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "perish", "c"))
+    )
     code, _, err = command("generate", "-f", str(source), "-o", str(target))
     assert code == 1
     assert err.startswith("nanoserve: the workers died 3 times; 1 rows written to ")
-    assert err.endswith(", 3 rows are left; the same command goes on from here\n") and err.count("\n") == 1
+    assert (
+        err.endswith(", 3 rows are left; the same command goes on from here\n")
+        and err.count("\n") == 1
+    )
     assert [row["index"] for row in rows_of(target)] == [1]
     source.write_text(source.read_text().replace("perish", "live"))
     assert command("generate", "-f", str(source), "-o", str(target))[0] == 0
@@ -268,7 +303,9 @@ def test_rows_that_nobody_could_answer_any_more_are_left_for_the_same_command(
 def test_rows_that_one_of_several_engines_took_with_it_are_left_and_the_others_go_on(
     command: Run, source: Path, target: Path
 ) -> None:
-    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "half perish", "c")))
+    source.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "half perish", "c"))
+    )
     code, _, err = command("generate", "-f", str(source), "-o", str(target))
     assert code == 1
     assert err.startswith("nanoserve: the workers died 3 times; 3 rows written to ")
@@ -279,18 +316,24 @@ def test_rows_that_one_of_several_engines_took_with_it_are_left_and_the_others_g
 PAIR = ["--prefill-parallel", "d2p4", "--decode-parallel", "d2t4"]
 
 
-def test_without_a_terminal_the_last_line_says_how_two_layouts_went(command: Run, source: Path, target: Path) -> None:
+def test_without_a_terminal_the_last_line_says_how_two_layouts_went(
+    command: Run, source: Path, target: Path
+) -> None:
     source.write_text(json.dumps({"prompt": "word " * 30}))
     code, _, err = command("generate", "-f", str(source), "-o", str(target), *PAIR)
 
     assert (code, err.count("\n")) == (0, 1)
-    assert re.search(r"D2P4 \S+ tokens/s, D2T4 \S+ tokens/s, host pool at most 25%, 3 transitions$", err)
+    assert re.search(
+        r"D2P4 \S+ tokens/s, D2T4 \S+ tokens/s, host pool at most 25%, 3 transitions$", err
+    )
 
 
 def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_rest(
     source: Path, target: Path, tmp_path: Path
 ) -> None:
-    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "slowly")))
+    source.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", "slowly"))
+    )
     words = ["generate", "-f", str(source), "-o", str(target), "--max-model-len", "100000", *PAIR]
     terminal = Terminal(*words, state=tmp_path, columns=500)
     terminal.wait_for("decode D2T4, host pool 25%, ")
@@ -304,8 +347,20 @@ def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_r
 
 
 STORY = "Once upon a time there was a cat that lived in a boat. " * 8
-LONG_ROWS = [{"prompt": f"{number}. {STORY}", "temperature": 0, "max_tokens": 30} for number in range(40)]
-REAL = [sys.executable, "-m", "nanoserve", "generate", "--eager", "--dtype", "float32", "--threads", "2"]
+LONG_ROWS = [
+    {"prompt": f"{number}. {STORY}", "temperature": 0, "max_tokens": 30} for number in range(40)
+]
+REAL = [
+    sys.executable,
+    "-m",
+    "nanoserve",
+    "generate",
+    "--eager",
+    "--dtype",
+    "float32",
+    "--threads",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -313,13 +368,17 @@ def texts_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What LONG_ROWS answer with the bundled model."""
     source, target = (tmp_path_factory.mktemp("whole") / name for name in ("in.jsonl", "out.jsonl"))
     source.write_text("".join(json.dumps(row) + "\n" for row in LONG_ROWS))
-    ended = subprocess.run([*REAL, "-f", str(source), "-o", str(target)], cwd=ROOT, capture_output=True, check=True)
+    ended = subprocess.run(
+        [*REAL, "-f", str(source), "-o", str(target)], cwd=ROOT, capture_output=True, check=True
+    )
     assert ended.stderr.count(b"\n") == 1
     return [row["text"] for row in by_index(target)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["prefill P2, host pool [^;]*, 2 transitions", "decode T2, host pool [^;]*, 3 tr"])
+@pytest.mark.parametrize(
+    "state", ["prefill P2, host pool [^;]*, 2 transitions", "decode T2, host pool [^;]*, 3 tr"]
+)
 def test_ctrl_c_in_each_phase_of_real_workers_keeps_the_rows_and_the_next_run_ends_them(
     state: str, source: Path, target: Path, tmp_path: Path, texts_of_one_process: list[str]
 ) -> None:

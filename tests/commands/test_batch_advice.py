@@ -26,14 +26,22 @@ def make_llm(**speeds: float) -> Any:
     llm: Any = FakeLLM()
     llm.built.model = dummy_config("qwen3-0.6b")
     llm.built.config = EngineConfig(
-        pipeline_parallel=2, data_parallel=2, decode_layout=ParallelLayout(tensor_parallel=2), dtype="float32"
+        pipeline_parallel=2,
+        data_parallel=2,
+        decode_layout=ParallelLayout(tensor_parallel=2),
+        dtype="float32",
     )
     if speeds:
         llm.built.speeds = MachineSpeeds(**speeds)
     return llm
 
 
-MEASURED = {"memory_bandwidth": 1e10, "flops": 1e11, "host_link_bandwidth": 1e10, "link_bandwidth": 1e9}
+MEASURED = {
+    "memory_bandwidth": 1e10,
+    "flops": 1e11,
+    "host_link_bandwidth": 1e10,
+    "link_bandwidth": 1e9,
+}
 
 
 class Asked:
@@ -44,7 +52,10 @@ class Asked:
         self.settings: dict[str, Any] = {}
 
     def __call__(self, costs_of: Any, chosen: Any, work: PlannedWork, **settings: Any) -> str:
-        self.shapes, self.settings = work.shapes, settings | {"machine": costs_of(chosen[0]).machine, "chosen": chosen}
+        self.shapes, self.settings = (
+            work.shapes,
+            settings | {"machine": costs_of(chosen[0]).machine, "chosen": chosen},
+        )
         return "fine"
 
 
@@ -71,7 +82,9 @@ def test_the_planner_is_told_how_long_rows_are_and_what_the_caches_hold(asked: A
     assert asked.settings["chosen"] == PAIR
 
 
-def test_many_rows_are_taken_to_be_like_some_of_them(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_taken_to_be_like_some_of_them(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [("word " * (1 + row // 500), SamplingParams(max_tokens=7)) for row in range(1000)]
     llm = make_llm(**MEASURED)
     encoded: list[str] = []
@@ -80,7 +93,9 @@ def test_many_rows_are_taken_to_be_like_some_of_them(asked: Asked, monkeypatch: 
     advice_for(llm, PAIR, rows)
 
     assert len(encoded) == 200
-    assert [(shape.input_tokens, shape.output_tokens) for shape in asked.shapes] == [(1, 7)] * 500 + [(2, 7)] * 500
+    assert [(shape.input_tokens, shape.output_tokens) for shape in asked.shapes] == [
+        (1, 7)
+    ] * 500 + [(2, 7)] * 500
 
 
 def test_prompts_that_will_be_refused_are_left_out(asked: Asked) -> None:
@@ -103,7 +118,9 @@ def test_what_the_planner_refuses_is_a_line() -> None:
 
 
 def test_the_planner_answers() -> None:
-    said = advice_for(make_llm(**MEASURED), PAIR, [("word " * 8, SamplingParams(max_tokens=4))] * 20)
+    said = advice_for(
+        make_llm(**MEASURED), PAIR, [("word " * 8, SamplingParams(max_tokens=4))] * 20
+    )
     assert said is not None
     assert said.startswith("predicted: ")
     assert "under D2P2->D2T2" in said

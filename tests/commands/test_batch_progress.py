@@ -28,14 +28,18 @@ def engine(
 class PromptRow:
     """A sequence as the scheduler has it, and what it gains."""
 
-    def __init__(self, prompt: int, *, cached: int = 0, index: int = 0, name: str | None = None) -> None:
+    def __init__(
+        self, prompt: int, *, cached: int = 0, index: int = 0, name: str | None = None
+    ) -> None:
         request = Request(name or f"row-{next(NAMES)}", tuple(range(prompt)), SamplingParams(), 0)
         self.sequence = Sequence(0, request, index, list(request.prompt), cached_tokens=cached)
 
     def gains(self, tokens: int) -> SequenceUpdate:
         new = tuple(range(tokens))
         self.sequence.tokens += new
-        return SequenceUpdate(self.sequence.request.request_id, self.sequence.index, new, self.sequence)
+        return SequenceUpdate(
+            self.sequence.request.request_id, self.sequence.index, new, self.sequence
+        )
 
 
 def test_each_phase_has_its_own_tokens_and_seconds() -> None:
@@ -54,18 +58,28 @@ def test_each_phase_has_its_own_tokens_and_seconds() -> None:
 
 
 def test_a_second_of_one_of_two_engines_is_half_a_second() -> None:
-    phases = Phases([ParallelLayout(data_parallel=2, pipeline_parallel=2), ParallelLayout(data_parallel=2)])
+    phases = Phases(
+        [ParallelLayout(data_parallel=2, pipeline_parallel=2), ParallelLayout(data_parallel=2)]
+    )
     phases.observe(0.0, [], EngineStatus.together([engine(0), engine(1, 20, transitions=1)]))
     phases.observe(
-        2.0, [PromptRow(100).gains(1)], EngineStatus.together([engine(0, 100), engine(1, changing=True, transitions=2)])
+        2.0,
+        [PromptRow(100).gains(1)],
+        EngineStatus.together([engine(0, 100), engine(1, changing=True, transitions=2)]),
     )
 
     assert dict(phases.seconds) == {0: 1.0, 1: 1.0}
-    assert phases.state.startswith("1 prefill D2P2, 1 moving, host pool 50%, 2 transitions; D2P2 100 tokens/s")
+    assert phases.state.startswith(
+        "1 prefill D2P2, 1 moving, host pool 50%, 2 transitions; D2P2 100 tokens/s"
+    )
 
 
 def test_further_samples_and_prompts_computed_again_are_not_counted_as_prompts() -> None:
-    phases, row, sibling = Phases(PAIR), PromptRow(10, name="row"), PromptRow(10, name="row", index=1)
+    phases, row, sibling = (
+        Phases(PAIR),
+        PromptRow(10, name="row"),
+        PromptRow(10, name="row", index=1),
+    )
     phases.observe(0.0, [row.gains(1), sibling.gains(1), row.gains(2)], engine(0))
     phases.observe(1.0, [row.gains(1)], engine(0))
 
@@ -81,7 +95,8 @@ def test_the_time_left_is_that_of_prompts_and_of_answers() -> None:
     phases.observe(6.0, [], engine(1))
     phases.observe(10.0, [row.gains(8) for row in rows], engine(1))
 
-    # 30 prompts of half a second; 40 answers of 17 - 1 tokens, of which 80 are there and took 4 s; a second of moving.
+    # 30 prompts of half a second; 40 answers of 17 - 1 tokens, of which 80 are there and took 4 s;
+    # a second of moving.
     expected = (30 * 0.5 + (40 * 16 - 80) * 4 / 80) * (1 + 1 / 9)
     assert phases.seconds_left(40, 2, 34) == pytest.approx(expected)
 

@@ -35,7 +35,9 @@ def said(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Said:
     return saying(session, capsys)
 
 
-@pytest.mark.parametrize("line", ["/bogus", "/", "/SET x=1", "/bogus\nsecond line", "//help", "/usr/bin/env is here"])
+@pytest.mark.parametrize(
+    "line", ["/bogus", "/", "/SET x=1", "/bogus\nsecond line", "//help", "/usr/bin/env is here"]
+)
 def test_unknown_commands_are_messages(session: ChatSession, said: Said, line: str) -> None:
     text = said(line)
     assert text.startswith("unknown command /")
@@ -47,7 +49,20 @@ def test_unknown_commands_are_messages(session: ChatSession, said: Said, line: s
 def test_help_names_every_command(session: ChatSession, said: Said) -> None:
     names, text = Conversation(session, ChatOptions()).names, said("/help")
     assert all(name in text for name in names)
-    for name in ["help", "reset", "system", "set", "show", "stats", "save", "load", "regen", "undo", "exit", "bye"]:
+    for name in [
+        "help",
+        "reset",
+        "system",
+        "set",
+        "show",
+        "stats",
+        "save",
+        "load",
+        "regen",
+        "undo",
+        "exit",
+        "bye",
+    ]:
         assert f"/{name}" in names
 
 
@@ -57,7 +72,11 @@ def test_help_names_every_command(session: ChatSession, said: Said) -> None:
         ("/hlep", "unknown command /hlep (did you mean /help?)"),
         ("/SET top_k=3", "unknown command /SET (did you mean /set?)"),
         ("/qiut", "unknown command /qiut (did you mean /quit?)"),
-        ("/set temprature=1", "unknown setting 'temprature' (did you mean temperature?); there are temperature, top_k"),
+        (
+            "/set temprature=1",
+            "unknown setting 'temprature' (did you mean temperature?); there are temperature, "
+            "top_k",
+        ),
         ("/set temp=1", "unknown setting 'temp' (did you mean temperature?)"),
         ("/set penalty=1", "unknown setting 'penalty'"),
         ("/usr/bin/env", "unknown command /usr/bin/env; /help lists them"),
@@ -81,7 +100,9 @@ def test_what_is_misspelt_gets_a_suggestion(said: Said, line: str, meant: str) -
         ("/set presence_penalty=-0.5", "presence_penalty", -0.5, "presence_penalty = -0.5"),
     ],
 )
-def test_set(session: ChatSession, said: Said, line: str, name: str, value: object, says: str) -> None:
+def test_set(
+    session: ChatSession, said: Said, line: str, name: str, value: object, says: str
+) -> None:
     assert said(line) == says
     assert session.settings == {name: value}
     said(f"/set {name}=none")
@@ -134,7 +155,8 @@ def test_system_show_and_stats(session: ChatSession, said: Said) -> None:
     assert "temperature = 0.8  (the model's default)" in shown
     assert "of 200 tokens, 1 turn\n" in shown
     assert said("/stats") == (
-        "7 prompt (1 cached) · 3 new · TTFT 0.50 s · prefill 24 t/s · decode 10.0 t/s · context 10/200"
+        "7 prompt (1 cached) · 3 new · TTFT 0.50 s · prefill 24 t/s · decode 10.0 t/s · context "
+        "10/200"
     )
     said("/system")
     assert session.system is None
@@ -154,7 +176,9 @@ def test_save_load_undo_reset(session: ChatSession, said: Said, tmp_path: Path) 
     assert "cannot read" in said("/load /nowhere")
 
 
-def test_a_loaded_conversation_steers_no_terminal(session: ChatSession, said: Said, tmp_path: Path) -> None:
+def test_a_loaded_conversation_steers_no_terminal(
+    session: ChatSession, said: Said, tmp_path: Path
+) -> None:
     path = tmp_path / "chat.json"
     for question, shown in (("\x1b]0;x\x07hi\nthere", "]0;xhi there"), ("", "")):
         turns = [Message("user", question), Message("assistant", "")]
@@ -164,7 +188,9 @@ def test_a_loaded_conversation_steers_no_terminal(session: ChatSession, said: Sa
         assert said("/undo") == f"took back: {shown}"
 
 
-def test_figures_go_with_their_conversation(session: ChatSession, said: Said, tmp_path: Path) -> None:
+def test_figures_go_with_their_conversation(
+    session: ChatSession, said: Said, tmp_path: Path
+) -> None:
     for command in ("/clear", f"/load {tmp_path / 'chat.json'}"):
         answer(session, "hello")
         said(f"/save {tmp_path / 'chat.json'}")
@@ -173,7 +199,10 @@ def test_figures_go_with_their_conversation(session: ChatSession, said: Said, tm
 
 
 def test_commands_that_ask_the_model(
-    session: ChatSession, said: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    session: ChatSession,
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(chat, "edit_text", lambda text: text and f"{text} edited")
     assert said("/edit") == "nothing to send"
@@ -184,7 +213,9 @@ def test_commands_that_ask_the_model(
     assert len(fake(session).prompts) == 3
 
 
-def test_reasoning_is_switched_and_shown(session: ChatSession, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_is_switched_and_shown(
+    session: ChatSession, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "has no reasoning" in said("/think")
     assert said("/think off") == "reasoning is off"
     assert session.model.thinking is False
@@ -194,4 +225,6 @@ def test_reasoning_is_switched_and_shown(session: ChatSession, said: Said, monke
     answer(session, "<think>well now</think> so be it")
     assert said("/think") == "well now"
     monkeypatch.setattr(fake(session).tokenizer, "thinking_switch", None, raising=False)
-    assert said("/think off") == "reasoning is hidden: the model's chat template has no switch for it"
+    assert (
+        said("/think off") == "reasoning is hidden: the model's chat template has no switch for it"
+    )

@@ -49,7 +49,12 @@ def test_turns_go_to_the_model_and_into_the_history() -> None:
     session, _ = make_session(system="Be kind.")
     assert answer(session, "one") == "You said: one"
     answer(session, "two")
-    assert [message["content"] for message in fake(session).prompts[-1]] == ["Be kind.", "one", "You said: one", "two"]
+    assert [message["content"] for message in fake(session).prompts[-1]] == [
+        "Be kind.",
+        "one",
+        "You said: one",
+        "two",
+    ]
     assert [turn.role for turn in session.turns] == ["user", "assistant"] * 2
     assert session.last_answer is not None
     assert session.last_answer.usage.completion_tokens == 3
@@ -117,7 +122,9 @@ def test_several_turns_make_room_for_a_long_message() -> None:
 def test_a_message_that_can_never_fit() -> None:
     session, _ = make_session(max_model_len=20)
     answer(session, "hello")
-    with pytest.raises(UsageError, match="the message makes 32 tokens, the context holds 20: shorten it"):
+    with pytest.raises(
+        UsageError, match="the message makes 32 tokens, the context holds 20: shorten it"
+    ):
         answer(session, "word " * 30)
     assert len(session.turns) == 2
 
@@ -136,7 +143,12 @@ def test_regenerate_replaces_the_last_answer() -> None:
     answer(session, "one")
     answer(session, "two", first(1))
     assert "".join(text for _, text in session.regenerate()) == "You said: two"
-    assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
+    assert [turn.content for turn in session.turns] == [
+        "one",
+        "You said: one",
+        "two",
+        "You said: two",
+    ]
 
 
 def test_regenerate_keeps_the_old_answer_when_there_is_no_new_one() -> None:
@@ -169,7 +181,13 @@ def test_settings_lie_over_the_defaults_and_are_checked() -> None:
     answer(session, "hello")
     params = fake(session).params[-1]
     assert (params.temperature, params.top_k, params.top_p) == (0, 5, 0.95)
-    for name, value in [("temperature", -1), ("top_p", "x"), ("n", 2), ("colour", 1), ("stop", [""])]:
+    for name, value in [
+        ("temperature", -1),
+        ("top_p", "x"),
+        ("n", 2),
+        ("colour", 1),
+        ("stop", [""]),
+    ]:
         with pytest.raises(UsageError):
             session.change(name, value)
     assert session.settings == {"temperature": 0, "top_k": 5}
@@ -194,7 +212,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, _ = make_session()
     path = tmp_path / "chat.json"
     path.write_text("old")
@@ -324,12 +344,18 @@ def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     answer(session, "one")
     answer(session, "two")
     assert len(session.turns) == 4
-    assert notices == [f"the conversation is not logged: cannot write to {tmp_path / 'file'}: File exists"]
+    assert notices == [
+        f"the conversation is not logged: cannot write to {tmp_path / 'file'}: File exists"
+    ]
 
 
 def test_the_template_is_told_whether_the_model_reasons() -> None:
     session, _ = make_session()
-    for thinking, told in ((None, {}), (False, {"enable_thinking": False}), (True, {"enable_thinking": True})):
+    for thinking, told in (
+        (None, {}),
+        (False, {"enable_thinking": False}),
+        (True, {"enable_thinking": True}),
+    ):
         session.model.thinking = thinking
         answer(session, "hello")
         assert fake(session).template_arguments[-1] == told
@@ -339,17 +365,28 @@ def test_an_answer_that_is_only_reasoning_is_taken_back() -> None:
     session, notices = make_session(settings={"max_tokens": 2})
     assert answer(session, "<think>hm hm hm</think> yes") == ""
     assert session.turns == []
-    assert notices == ["the answer was cut off while the model reasoned; the message was taken back"]
+    assert notices == [
+        "the answer was cut off while the model reasoned; the message was taken back"
+    ]
 
 
-def test_control_tokens_of_an_answer_tell_its_reasoning_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_tokens_of_an_answer_tell_its_reasoning_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """gpt-oss: the channels are no part of the text, and no history holds them or the reasoning."""
     session, _ = make_session()
     markers = {1: "<|channel|>", 2: "<|message|>", 3: "<|end|>", 4: "<|start|>"}
-    updates = [("analysis", ((0, 1), (8, 2))), ("Hm.", ()), ("", ((0, 3), (0, 4))), ("assistant", ())]
+    updates = [
+        ("analysis", ((0, 1), (8, 2))),
+        ("Hm.", ()),
+        ("", ((0, 3), (0, 4))),
+        ("assistant", ()),
+    ]
     updates += [("final", ((0, 1), (5, 2))), ("Yes", ()), (".", ())]
 
-    def answered(text: str, ids: tuple[int, ...], params: SamplingParams) -> Iterator[RequestOutput]:
+    def answered(
+        text: str, ids: tuple[int, ...], params: SamplingParams
+    ) -> Iterator[RequestOutput]:
         for step, (new, marks) in enumerate(updates, 1):
             reason = "stop" if step == len(updates) else None
             metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5, None, step)
@@ -358,7 +395,10 @@ def test_control_tokens_of_an_answer_tell_its_reasoning_apart(monkeypatch: pytes
 
     monkeypatch.setattr(fake(session), "_stream", answered)
     monkeypatch.setattr(
-        fake(session).tokenizer, "answer_parser", lambda _: AnswerParser(HarmonyAnswers(), markers), raising=False
+        fake(session).tokenizer,
+        "answer_parser",
+        lambda _: AnswerParser(HarmonyAnswers(), markers),
+        raising=False,
     )
     assert list(session.ask("hi")) == [("thinking", "Hm."), ("answer", "Yes"), ("answer", ".")]
     assert session.turns[-1] == Message("assistant", "Yes.")

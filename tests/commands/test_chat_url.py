@@ -44,7 +44,9 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def session_with(server: Foreign, **settings: Any) -> tuple[ChatSession, list[str]]:
     notices: list[str] = []
     ticks = iter(range(100))
-    model = RemoteModel(ApiClient(parse_url(server.url)), None, notices.append, clock=lambda: float(next(ticks)))
+    model = RemoteModel(
+        ApiClient(parse_url(server.url)), None, notices.append, clock=lambda: float(next(ticks))
+    )
     return ChatSession(model, notify=notices.append, **settings), notices
 
 
@@ -69,7 +71,18 @@ def test_one_answer_asks_for_nothing_that_was_not_said(command: Run, fake: list[
 def test_what_was_said_is_sent(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-7")
     with foreign(chat=HELLO) as server:
-        words = ["--url", f"{server.url}/v1", "--model", "other", "--system", "Be kind.", "--seed", "3", "--stop", "x"]
+        words = [
+            "--url",
+            f"{server.url}/v1",
+            "--model",
+            "other",
+            "--system",
+            "Be kind.",
+            "--seed",
+            "3",
+            "--stop",
+            "x",
+        ]
         code, _, err = command("chat", "hi", *words, "--top-k", "5", "--policy", "prefill-first")
     (body,) = server.bodies("/v1/chat/completions")
     assert code == 0
@@ -82,7 +95,11 @@ def test_what_was_said_is_sent(command: Run, monkeypatch: pytest.MonkeyPatch) ->
 def test_json_counts_as_the_server_does(command: Run) -> None:
     with foreign(chat=HELLO) as server:
         result = json.loads(command("chat", "hi", "--url", server.url, "--json")[1])
-    assert (result["text"], result["model"], result["finish_reason"]) == ("Hello there", "parrot", "stop")
+    assert (result["text"], result["model"], result["finish_reason"]) == (
+        "Hello there",
+        "parrot",
+        "stop",
+    )
     assert result["usage"] == {
         "prompt_tokens": 7,
         "cached_tokens": None,
@@ -96,7 +113,11 @@ def test_of_several_models_the_first_is_taken_and_named(command: Run) -> None:
     models = {"data": [{"id": "a\x1b[2J"}, {"id": "b"}]}
     with foreign(chat=HELLO, models=as_json(models)) as server:
         _, _, err = command("chat", "hi", "--url", server.url)
-    assert err == "nanoserve: the server has 2 models (a\ufffd[2J, b): this is a\ufffd[2J, --model takes another\n"
+    assert (
+        err
+        == "nanoserve: the server has 2 models (a\ufffd[2J, b): this is a\ufffd[2J, --model takes "
+        "another\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +129,11 @@ def test_of_several_models_the_first_is_taken_and_named(command: Run) -> None:
         ({"models": Scripted(body=b"<html>", kind="text/html")}, 1, "did not answer with JSON"),
         ({"models": Scripted(404)}, 1, "answered 404: Not Found (/v1/models)"),
         ({"chat": as_error(404, "no such model")}, 1, "answered 404: no such model"),
-        ({"chat": as_error(429, "too many", retry_after="7")}, 1, "answered 429: too many (it asks to wait 7 s)"),
+        (
+            {"chat": as_error(429, "too many", retry_after="7")},
+            1,
+            "answered 429: too many (it asks to wait 7 s)",
+        ),
         ({"chat": as_error(503, "not\x1b[2J yet")}, 1, "answered 503: not\ufffd[2J yet"),
         ({"chat": Scripted(301, headers={"location": "http://elsewhere"})}, 1, "answered 301"),
         ({"chat": as_json({"choices": []})}, 1, "did not answer with a stream"),
@@ -116,7 +141,9 @@ def test_of_several_models_the_first_is_taken_and_named(command: Run) -> None:
         ({"chat": Scripted(200, b"", "text/event-stream")}, 1, "ended the answer half-way"),
     ],
 )
-def test_what_goes_wrong_is_one_line(command: Run, script: dict[str, Any], code: int, message: str) -> None:
+def test_what_goes_wrong_is_one_line(
+    command: Run, script: dict[str, Any], code: int, message: str
+) -> None:
     with foreign(**script) as server:
         found, out, err = command("chat", "hi", "--url", server.url)
     assert (found, out) == (code, "")
@@ -154,7 +181,10 @@ def test_half_an_answer_is_kept_and_marked(ending: Scripted, error: type[Excepti
         session, _ = session_with(server)
         with pytest.raises(error):
             answer(session, "hi")
-        assert session.turns == [Message("user", "hi"), Message("assistant", "Once", interrupted=True)]
+        assert session.turns == [
+            Message("user", "hi"),
+            Message("assistant", "Once", interrupted=True),
+        ]
         assert session.last_answer is not None and session.last_answer.usage.completion_tokens == 1
         server.script["/v1/chat/completions"] = HELLO
         assert "".join(text for _, text in session.regenerate()) == "Hello there"
@@ -180,7 +210,11 @@ def test_an_answer_that_is_stopped_is_counted_in_chunks() -> None:
 
 
 def test_reasoning_in_either_dialect() -> None:
-    for chunk in (said("", reasoning_content="hm"), said("", reasoning="hm"), said("<think>hm</think>")):
+    for chunk in (
+        said("", reasoning_content="hm"),
+        said("", reasoning="hm"),
+        said("<think>hm</think>"),
+    ):
         with foreign(chat=as_stream(chunk, said("yes", "stop"), used(3, 2))) as server:
             session, _ = session_with(server)
             assert answer(session, "hi") == "yes"
@@ -221,13 +255,17 @@ def test_a_server_that_loads_is_waited_for_and_then_asked_for_its_context() -> N
     loading = as_error(503, "the model is loading", retry_after="7")
     notices: list[str] = []
     pauses: list[float] = []
-    with foreign(chat=loading, models=as_json({"data": [{"id": "parrot", "max_model_len": None}]})) as server:
+    with foreign(
+        chat=loading, models=as_json({"data": [{"id": "parrot", "max_model_len": None}]})
+    ) as server:
 
         def sleep(seconds: float) -> None:
             pauses.append(seconds)
             if len(pauses) == 3:
                 server.script["/v1/chat/completions"] = HELLO
-                server.script["/v1/models"] = as_json({"data": [{"id": "parrot", "max_model_len": 40}]})
+                server.script["/v1/models"] = as_json(
+                    {"data": [{"id": "parrot", "max_model_len": 40}]}
+                )
 
         model = RemoteModel(ApiClient(parse_url(server.url)), None, notices.append, sleep=sleep)
         session = ChatSession(model, notify=notices.append)
@@ -255,7 +293,10 @@ def test_ctrl_c_ends_the_wait() -> None:
         signal.raise_signal(signal.SIGINT)
 
     notices: list[str] = []
-    with foreign(chat=as_error(503, "the model is loading", retry_after="7")) as server, StopOnInterrupt() as stop:
+    with (
+        foreign(chat=as_error(503, "the model is loading", retry_after="7")) as server,
+        StopOnInterrupt() as stop,
+    ):
         model = RemoteModel(ApiClient(parse_url(server.url)), None, print, sleep=interrupted)
         session = ChatSession(model, notify=notices.append)
         assert list(session.ask("hi", stop.steps)) == []
@@ -266,14 +307,18 @@ def test_ctrl_c_ends_the_wait() -> None:
 def test_a_message_that_never_fits_is_the_servers_error() -> None:
     with foreign(chat=as_error(400, "This model's maximum context length is 9 tokens")) as server:
         session, _ = session_with(server)
-        with pytest.raises(NanoserveError, match="answered 400: This model's maximum context length is 9 tokens"):
+        with pytest.raises(
+            NanoserveError, match="answered 400: This model's maximum context length is 9 tokens"
+        ):
             answer(session, "hi")
 
 
 def test_a_server_that_counts_is_asked_before() -> None:
     cards = as_json({"data": [{"id": "parrot", "max_model_len": 40}]})
     with foreign(chat=HELLO, models=cards) as server:
-        server.script["/tokenize"] = lambda asked: as_json({"count": 10 * len(asked.body["messages"])})
+        server.script["/tokenize"] = lambda asked: as_json(
+            {"count": 10 * len(asked.body["messages"])}
+        )
         session, notices = session_with(server)
         for question in ("one", "two", "three"):
             answer(session, question)
@@ -312,10 +357,18 @@ def test_an_unusable_key_is_not_repeated() -> None:
 
 
 def test_neither_torch_nor_an_engine_is_needed() -> None:
-    program = "import sys; sys.modules['torch'] = None; from nanoserve.commands.main import run; run('chat')"
+    program = (
+        "import sys; sys.modules['torch'] = None; from nanoserve.commands.main import run; "
+        "run('chat')"
+    )
     with foreign(chat=HELLO) as server:
         words = [sys.executable, "-c", program, "hi", "--url", server.url]
         done = subprocess.run(
-            words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, stdin=subprocess.DEVNULL
+            words,
+            cwd=ROOT,
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello there\n", "")

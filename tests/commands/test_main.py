@@ -22,16 +22,21 @@ Run = Callable[..., tuple[int, str, str]]
 def test_help_and_version_import_no_heavy_library(flag: str) -> None:
     check = (
         "import sys; from nanoserve.commands.main import main; code = main([sys.argv[1]]);"
-        "print([name for name in ('torch', 'tokenizers', 'prompt_toolkit', 'numpy') if name in sys.modules], code)"
+        "print([name for name in ('torch', 'tokenizers', 'prompt_toolkit', 'numpy') if name in "
+        "sys.modules], code)"
     )
-    result = subprocess.run([sys.executable, "-c", check, flag], capture_output=True, text=True, cwd=ROOT, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", check, flag], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert result.stdout.endswith("[] 0\n")
 
 
 def test_the_doors_are_one(command: Run) -> None:
     expected = command("--version")[1]
     for door in (["cli.py"], ["-m", "nanoserve"]):
-        result = subprocess.run([sys.executable, *door, "--version"], capture_output=True, text=True, cwd=ROOT)
+        result = subprocess.run(
+            [sys.executable, *door, "--version"], capture_output=True, text=True, cwd=ROOT
+        )
         assert (result.stdout, result.stderr, result.returncode) == (expected, "", 0)
 
 
@@ -46,19 +51,27 @@ EVERY_COMMAND = [[], *([name] for name in COMMANDS), *(["bench", name] for name 
 
 
 @pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
-def test_help_fits_into_80_columns(command: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_help_fits_into_80_columns(
+    command: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = command(*words, "--help")
     assert code == 0
     assert "…" not in out, "a flag is cut off"
     text, _, _ = out.partition("╭")
-    examples = [line.rstrip() for line in text.partition("Examples")[2].splitlines() if line.strip()]
+    examples = [
+        line.rstrip() for line in text.partition("Examples")[2].splitlines() if line.strip()
+    ]
     for line, following in pairwise(examples):
         goes_on = line.startswith("   ") and not following.startswith("   ")
-        assert not goes_on or following.split()[0].istitle() or not words, f"an example is broken: {line}"
+        assert not goes_on or following.split()[0].istitle() or not words, (
+            f"an example is broken: {line}"
+        )
     for line, following in pairwise(text.partition("Example")[0].splitlines()):
         first_word = (following.split() or [" " * 80])[0]
-        assert not line.strip() or len(line.rstrip()) + 1 + len(first_word) > 79, f"broken before it is full: {line}"
+        assert not line.strip() or len(line.rstrip()) + 1 + len(first_word) > 79, (
+            f"broken before it is full: {line}"
+        )
 
 
 def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None:
@@ -68,14 +81,21 @@ def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None
     begin = next(number for number, cells in enumerate(lines) if "throttling" in cells[1])
     row = lines[begin : begin + 3]
     assert " ".join(cells[2].strip() for cells in row).startswith("gLLM, sections 3.1, 3.2")
-    assert " ".join(cells[4].strip() for cells in row).startswith("iterations=8, min_prefill=32, threshold=0.05")
+    assert " ".join(cells[4].strip() for cells in row).startswith(
+        "iterations=8, min_prefill=32, threshold=0.05"
+    )
 
 
 @pytest.mark.parametrize("name", ["chat", "generate"])
 def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
     code, out, _ = command(name, "--help")
     assert code == 0
-    assert out.index("Examples") < out.index("─ Model ─") < out.index("─ Engine ─") < out.index("─ Sampling ")
+    assert (
+        out.index("Examples")
+        < out.index("─ Model ─")
+        < out.index("─ Engine ─")
+        < out.index("─ Sampling ")
+    )
     assert "NANOSERVE_MAX_NUM_BATCHED_TOKENS" in out
     assert "prefill-first" in out
 
@@ -92,7 +112,11 @@ def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
             "unknown policy 'magic'; choose one of prefill-first, decode-first",
         ),
         (["chat", "hi", "--dtype", "int3"], 2, "int3"),
-        (["chat", "hi", "--temperature", "nan"], 2, "temperature must be a number from 0 to 100, not nan"),
+        (
+            ["chat", "hi", "--temperature", "nan"],
+            2,
+            "temperature must be a number from 0 to 100, not nan",
+        ),
         (["chat", "hi", "--temperature", "-1"], 2, "temperature"),
         (["chat", "hi", "--top-p", "0"], 2, "top_p"),
         (["chat", "hi", "--max-tokens", "0"], 2, "max_tokens must be a whole number from 1"),
@@ -109,17 +133,27 @@ def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
         (["generate", "a", "--file", "b"], 2, "not both"),
         (["generate", "--file", "b"], 2, "--output"),
         (["generate", "a", "--output", "b"], 2, "--file"),
-        (["generate", "--file", "/nowhere", "--output", "b"], 2, "cannot read /nowhere: No such file"),
+        (
+            ["generate", "--file", "/nowhere", "--output", "b"],
+            2,
+            "cannot read /nowhere: No such file",
+        ),
         (["generate", "hi " * 300], 2, "the prompt has 300 tokens"),
         (["chat", "hi " * 300], 2, "the message makes 302 tokens, the context holds 200"),
         (["chat", "hi", "--model", "missing"], 3, "no model at missing"),
         (["chat", "hi", "--model", "interrupted"], 130, "interrupted"),
-        (["chat", "hi", "--model", "broken"], 1, "unexpected ZeroDivisionError: a bug of two lines (set NANOSERVE_D"),
+        (
+            ["chat", "hi", "--model", "broken"],
+            1,
+            "unexpected ZeroDivisionError: a bug of two lines (set NANOSERVE_D",
+        ),
         (["generate", "fail"], 1, "the executor died"),
         (["chat", "fail"], 1, "the executor died"),
     ],
 )
-def test_a_failure_is_one_line_and_its_exit_code(command: Run, arguments: list[str], code: int, says: str) -> None:
+def test_a_failure_is_one_line_and_its_exit_code(
+    command: Run, arguments: list[str], code: int, says: str
+) -> None:
     actual, out, err = command(*arguments)
     assert (actual, out) == (code, "")
     assert err.startswith("nanoserve: ")
@@ -147,17 +181,28 @@ def test_stop_texts_are_whole_and_come_from_flags_alone(
     command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NANOSERVE_STOP", "The End")  # the parser would make two of it
-    assert command("generate", "hi")[0] == command("generate", "hi", "--stop", "The End", "--stop", "!")[0] == 0
+    assert (
+        command("generate", "hi")[0]
+        == command("generate", "hi", "--stop", "The End", "--stop", "!")[0]
+        == 0
+    )
     assert [llm.params[0].stop for llm in fake] == [(), ("The End", "!")]
 
 
-def test_flags_win_over_variables(command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_win_over_variables(
+    command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NANOSERVE_TEMPERATURE", "0.5")
     monkeypatch.setenv("NANOSERVE_TOP_K", "7")
     monkeypatch.setenv("NANOSERVE_POLICY", "prefill-first")
     monkeypatch.setenv("NANOSERVE_NO_PREFIX_CACHING", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert command("generate", "hi", "--temperature", "0.1", "--kv-cache-memory", "2MiB", "--seed", "3")[0] == 0
+    assert (
+        command(
+            "generate", "hi", "--temperature", "0.1", "--kv-cache-memory", "2MiB", "--seed", "3"
+        )[0]
+        == 0
+    )
     params, settings = fake[0].params[0], fake[0].settings
     assert (params.temperature, params.top_k, params.top_p) == (0.1, 7, 0.95)
     assert settings["policy"] == "prefill-first"
@@ -193,7 +238,11 @@ def test_the_shell_completes_models(tmp_path: Path) -> None:
     (tmp_path / "stories.gguf").touch()
     result = subprocess.run(
         [sys.executable, "-c", "from nanoserve.commands.main import run; run()"],
-        env={"_NANOSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "nanoserve chat -m sto", "COMP_CWORD": "3"}
+        env={
+            "_NANOSERVE_COMPLETE": "complete_bash",
+            "COMP_WORDS": "nanoserve chat -m sto",
+            "COMP_CWORD": "3",
+        }
         | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -202,7 +251,9 @@ def test_the_shell_completes_models(tmp_path: Path) -> None:
     assert result.stdout.split() == ["storyteller", "stories.gguf"], result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["chat", "slowly"], ["generate", "slowly"], ["generate", "a b c d e f g h"]])
+@pytest.mark.parametrize(
+    "arguments", [["chat", "slowly"], ["generate", "slowly"], ["generate", "a b c d e f g h"]]
+)
 def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "1000", stdin=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -276,7 +327,9 @@ else:
 
 @pytest.mark.parametrize("door", ["console script", "-m", "cli.py", "bench.py"])
 def test_an_interrupt_before_anything_is_imported_is_one_line(door: str) -> None:
-    result = subprocess.run([sys.executable, "-c", FIRST_MOMENT, door], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_MOMENT, door], capture_output=True, text=True, cwd=ROOT
+    )
     imported = ["nanoserve", "nanoserve.commands", "nanoserve.commands.entry"]
     assert ast.literal_eval(result.stdout) == imported, "Python's own start has the rest"
     assert (result.stderr, result.returncode) == ("nanoserve: interrupted\n", 130)
@@ -288,7 +341,9 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
         "import signal; signal.signal(2, signal.SIG_IGN); import nanoserve.commands.entry; "
         "print(signal.getsignal(2).name)"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "SIG_IGN\n"
+    assert (
+        subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "SIG_IGN\n"
+    )
 
 
 LAST_MOMENT = """
@@ -316,11 +371,15 @@ def test_the_end_does_not_go_through_all_that_is_loaded() -> None:
         "atexit.register(lambda: print(len(gc.get_objects())))\n"
         "sys.argv = ['nanoserve', '--version']\nmain.run()"
     )
-    *_, left = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).splitlines()
+    *_, left = subprocess.check_output(
+        [sys.executable, "-c", program], text=True, cwd=ROOT
+    ).splitlines()
     assert int(left) < 1000
 
 
-@pytest.mark.parametrize("arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]])
+@pytest.mark.parametrize(
+    "arguments", [["generate", "slowly"], ["chat", "slowly"], ["chat", "hi", "--model", "slow"]]
+)
 def test_interrupt_is_one_line(arguments: list[str]) -> None:
     process = start(*arguments, "--max-model-len", "100000", stdin=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -337,8 +396,28 @@ def test_help_imports_none_of_what_commands_do() -> None:
         "import sys\nfrom nanoserve.commands.main import main\n"
         "assert main(['--help']) == 0\nprint(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     imported = set(done.stderr.split())
-    rooms = ("scheduler", "costs", "request", "server", "models", "executor", "engine", "lab", "llm")
+    rooms = (
+        "scheduler",
+        "costs",
+        "request",
+        "server",
+        "models",
+        "executor",
+        "engine",
+        "lab",
+        "llm",
+    )
     assert not imported & {f"nanoserve.{room}" for room in rooms}
-    assert not imported & {"torch", "numpy", "asyncio", "http.client", "ssl", "tomllib", "importlib.metadata"}
+    assert not imported & {
+        "torch",
+        "numpy",
+        "asyncio",
+        "http.client",
+        "ssl",
+        "tomllib",
+        "importlib.metadata",
+    }

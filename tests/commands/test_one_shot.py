@@ -11,7 +11,11 @@ Run = Callable[..., tuple[int, str, str]]
 def test_the_message_is_an_argument_or_piped_in_or_both(command: Run, fake: list[FakeLLM]) -> None:
     assert command("chat", "hello") == (0, "You said: hello\n", "")
     assert command("chat", stdin=b"from a pipe\n") == (0, "You said: from a pipe\n", "")
-    assert command("chat", "Summarize:", stdin="l’été\n".encode()) == (0, "You said: Summarize:\n\nl’été\n", "")
+    assert command("chat", "Summarize:", stdin="l’été\n".encode()) == (
+        0,
+        "You said: Summarize:\n\nl’été\n",
+        "",
+    )
     assert fake[2].prompts == [[{"role": "user", "content": "Summarize:\n\nl’été"}]]
 
 
@@ -33,7 +37,12 @@ def test_json_envelope(command: Run) -> None:
         "text": "You said: one two",
         "finish_reason": "stop",
         "model": "small",
-        "usage": {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 4, "total_tokens": 6},
+        "usage": {
+            "prompt_tokens": 2,
+            "cached_tokens": 1,
+            "completion_tokens": 4,
+            "total_tokens": 6,
+        },
         "timings": {
             "queue_s": 0.25,
             "ttft_s": 0.5,

@@ -1,6 +1,8 @@
-"""A batch under two layouts whose engine is killed, interrupted, or has no room: nothing stays behind, nothing is lost.
+"""A batch under two layouts whose engine is killed, interrupted, or has no room: nothing stays
+behind, nothing is lost.
 
-Each is a process of its own, ``nanoserve generate``, with a temporary directory that nobody else uses.
+Each is a process of its own, ``nanoserve generate``, with a temporary directory that nobody else
+uses.
 """
 
 import json
@@ -49,7 +51,12 @@ class Batch:
     """A batch in a folder, and the process that answers it."""
 
     def __init__(
-        self, folder: Path, *options: str, rows: int = 24, layouts: Sequence[str] = PAIR, wrapped: str = "exec"
+        self,
+        folder: Path,
+        *options: str,
+        rows: int = 24,
+        layouts: Sequence[str] = PAIR,
+        wrapped: str = "exec",
     ) -> None:
         self.target = folder / "out.jsonl"
         self._temporary = folder / "temporary"
@@ -57,12 +64,20 @@ class Batch:
         self._names: set[str] = set()
         self._mark = new_mark()
         self._shared_seen = False
-        command = [sys.executable, "-m", "nanoserve", "generate", "--file", str(_rows(folder, rows))]
+        command = [
+            sys.executable,
+            "-m",
+            "nanoserve",
+            "generate",
+            "--file",
+            str(_rows(folder, rows)),
+        ]
         command += ["--output", str(self.target), *layouts, *options]
         self.process = subprocess.Popen(
             ["sh", "-c", f'{wrapped} "$@"', "sh", *command],
             cwd=ROOT,
-            env=os.environ | {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": str(ROOT)},
+            env=os.environ
+            | {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -73,7 +88,9 @@ class Batch:
     def shared(self) -> list[str]:
         """Names of what its workers have together in memory."""
         self._names |= {path.name for path in self._temporary.glob("nanoserve-*")}
-        found = [path.name for path in self._temporary.glob("nanoserve-*/**/*") if path.is_symlink()]
+        found = [
+            path.name for path in self._temporary.glob("nanoserve-*/**/*") if path.is_symlink()
+        ]
         self._shared_seen |= bool(found)
         return found
 
@@ -91,7 +108,9 @@ class Batch:
     def wait_for(self, known: Callable[["Batch"], object]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not known(self):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline and self.process.poll() is None, (
+                self.process.communicate()
+            )
             time.sleep(0.005)
 
     def kill_all(self) -> None:
@@ -116,7 +135,11 @@ class Batch:
 def _rows(folder: Path, count: int) -> Path:
     choice, path = random.Random(1), folder / "in.jsonl"
     rows = [
-        {"id": number, "prompt": "Once upon a time. " * choice.randint(1, 12), "max_tokens": choice.randint(2, 40)}
+        {
+            "id": number,
+            "prompt": "Once upon a time. " * choice.randint(1, 12),
+            "max_tokens": choice.randint(2, 40),
+        }
         | {"temperature": number % 2}
         for number in range(count)
     ]
@@ -138,13 +161,17 @@ def rows_are_there(count: int) -> Callable[[Batch], object]:
 MOMENTS: dict[str, Callable[[Batch], object]] = {
     "workers start": lambda batch: list((batch.target.parent / "temporary").iterdir()),
     "weights are written": lambda batch: {"blocks", "model.safetensors"} <= set(batch.shared),
-    "workers load": lambda batch: list((batch.target.parent / "temporary").glob("*/model/config.json")),
+    "workers load": lambda batch: list(
+        (batch.target.parent / "temporary").glob("*/model/config.json")
+    ),
     "all are ready": lambda batch: batch.started,
     "rows are answered": rows_are_there(1),
 }
 
 
-@pytest.mark.parametrize("moment", ["workers start", "weights are written", "workers load", "rows are answered"])
+@pytest.mark.parametrize(
+    "moment", ["workers start", "weights are written", "workers load", "rows are answered"]
+)
 def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     batch = Batch(tmp_path, "--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
@@ -154,7 +181,9 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: 
 
 
 @pytest.mark.parametrize("moment", ["weights are written", "all are ready"])
-def test_when_all_processes_are_killed_at_once_the_next_start_removes_the_rest(tmp_path: Path, moment: str) -> None:
+def test_when_all_processes_are_killed_at_once_the_next_start_removes_the_rest(
+    tmp_path: Path, moment: str
+) -> None:
     """As a service manager does that stops a whole control group: nobody is left to clean up."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     batch = Batch(tmp_path, "--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
@@ -184,22 +213,29 @@ def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
         assert batch.process.returncode == 130, lines
         assert len(lines) == 1, lines
         (line,) = lines
-        assert line.startswith("nanoserve: interrupted: ") and line.endswith("the same command goes on from here")
+        assert line.startswith("nanoserve: interrupted: ") and line.endswith(
+            "the same command goes on from here"
+        )
         assert batch.target.read_bytes().startswith(before)
     Batch(torn, *TIGHT, *SMALL).end()
     assert answers(torn / "out.jsonl") == answers(whole / "out.jsonl")
 
 
-mounting = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root mounts file systems")
+mounting = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root mounts file systems"
+)
 
 
 @mounting
 def test_the_file_system_of_shared_memory_is_not_needed(tmp_path: Path) -> None:
-    """In a container it is 64 MB by default. What is shared there was limited by it, and could be left in it."""
+    """In a container it is 64 MB by default. What is shared there was limited by it, and could be
+    left in it."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     mounted = "mount -t tmpfs -o size=4k,ro tmpfs /dev/shm && exec"
     options = ("--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
-    batch = Batch(tmp_path, *options, rows=6, wrapped=f"exec unshare --mount sh -c '{mounted} \"$@\"' sh")
+    batch = Batch(
+        tmp_path, *options, rows=6, wrapped=f"exec unshare --mount sh -c '{mounted} \"$@\"' sh"
+    )
     lines = batch.end()
     assert batch.process.returncode == 0, lines
 
@@ -211,7 +247,15 @@ def test_workers_that_do_not_share_memory(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+    ]
     launch += ["--master-addr", "127.0.0.1", "--master-port", port]
     command = [
         "-m",
@@ -222,16 +266,35 @@ def test_workers_that_do_not_share_memory(tmp_path: Path) -> None:
         "--output",
         str(tmp_path / "out.jsonl"),
     ]
-    command += [*PAIR, *SMALL, "--max-model-len", "128", "--model", f"dummy:{tmp_path / 'config.json'}"]
+    command += [
+        *PAIR,
+        *SMALL,
+        "--max-model-len",
+        "128",
+        "--model",
+        f"dummy:{tmp_path / 'config.json'}",
+    ]
     (temporary := tmp_path / "temporary").mkdir()
-    elsewhere = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {temporary} && exec "$@"', "sh"]
+    elsewhere = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f'mount -t tmpfs tmpfs {temporary} && exec "$@"',
+        "sh",
+    ]
     mark = new_mark()
     processes = [
         subprocess.Popen(
             [*place, *launch, "--node-rank", str(number), *command],
             cwd=ROOT,
             env=os.environ
-            | {MARK: mark, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)},
+            | {
+                MARK: mark,
+                "PYTHONPATH": str(ROOT),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TMPDIR": str(temporary),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -81,14 +81,22 @@ def test_blocks_do_not_depend_on_the_pieces(cuts: list[int]) -> None:
 
 @given(st.text(alphabet="ab #-`~1.\n ", max_size=60))
 def test_no_line_of_the_text_is_lost(text: str) -> None:
-    kept = [line for block in blocks_of(text, []) for line in block.source.split("\n") if line.strip()]
-    assert [line.rstrip() for line in kept] == [line.rstrip() for line in text.split("\n") if line.strip()]
+    kept = [
+        line for block in blocks_of(text, []) for line in block.source.split("\n") if line.strip()
+    ]
+    assert [line.rstrip() for line in kept] == [
+        line.rstrip() for line in text.split("\n") if line.strip()
+    ]
 
 
-def printer_on(width: int, height: int, *, markdown: bool = True) -> tuple[AnswerPrinter, Console, Any]:
+def printer_on(
+    width: int, height: int, *, markdown: bool = True
+) -> tuple[AnswerPrinter, Console, Any]:
     """A printer, its console, and the screen that it writes to."""
     screen: Any = Screen(width, height)
-    console = Console(file=screen, force_terminal=True, width=width, height=height, color_system=None)
+    console = Console(
+        file=screen, force_terminal=True, width=width, height=height, color_system=None
+    )
     return AnswerPrinter(console, console, markdown=markdown), console, screen
 
 
@@ -127,7 +135,11 @@ def test_nothing_is_lost_on_a_screen_that_is_too_small(text: str, height: int) -
 
 
 CODE = "```\n" + "".join(f"line {number}\n" for number in range(30)) + "```\n\n"
-TABLE = "| name | twice |\n|--|--|\n" + "".join(f"| n{number} | {2 * number} |\n" for number in range(30)) + "\n"
+TABLE = (
+    "| name | twice |\n|--|--|\n"
+    + "".join(f"| n{number} | {2 * number} |\n" for number in range(30))
+    + "\n"
+)
 
 
 @pytest.mark.parametrize("block", [CODE, TABLE])
@@ -161,7 +173,10 @@ def test_a_word_that_does_not_fit_moves_to_the_next_line_while_it_streams(
     monkeypatch: pytest.MonkeyPatch, *, plain: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    text = "a word at the right-hand edge is never extraordinarily torn apart, **not even** 日本 while it is written"
+    text = (
+        "a word at the right-hand edge is never extraordinarily torn apart, **not even** 日本 while "
+        "it is written"
+    )
     for width in range(16, 40):
         printer, _, screen = printer_on(width, 50, markdown=not plain)
         for end, piece in enumerate(text, 1):
@@ -219,7 +234,9 @@ def test_reasoning_stands_apart() -> None:
 def test_reasoning_longer_than_the_window_is_folded_to_one_line() -> None:
     printer, _, screen = printer_on(20, 6)
     for number in range(40):
-        printer.thinking(f"line {number}\n" if number % 7 else "a line that is longer than the window is wide\n")
+        printer.thinking(
+            f"line {number}\n" if number % 7 else "a line that is longer than the window is wide\n"
+        )
     assert len(screen.lines) <= 6, "nothing has gone where it could not be erased"
     printer.finish()
     assert screen.text == f"Thought: {34 * 2 + 6 * 10} words"

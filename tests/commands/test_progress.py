@@ -62,7 +62,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)

@@ -57,7 +57,11 @@ def test_control_keys(keys: Any) -> None:
 
 def test_control_z_suspends_and_keeps_the_line(keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = []
-    monkeypatch.setattr(Application, "suspend_to_background", lambda app, *_: suspended.append(app.current_buffer.text))
+    monkeypatch.setattr(
+        Application,
+        "suspend_to_background",
+        lambda app, *_: suspended.append(app.current_buffer.text),
+    )
     keys.send_text("half a line" + CONTROL_Z + " and the rest" + ENTER)
     assert ChatPrompt(None, []).read() == "half a line and the rest"
     assert suspended == ["half a line"]
@@ -106,7 +110,8 @@ def test_the_editor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_prompt_appears_before_what_it_does_not_need() -> None:
-    """Modules that draw answers, read weights, speak with servers and know published models are loaded later."""
+    """Modules that draw answers, read weights, speak with servers and know published models are
+    loaded later."""
     program = (
         "import sys\n"
         "from nanoserve.commands import main, prompt\n"

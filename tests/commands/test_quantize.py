@@ -54,17 +54,37 @@ def test_bad_input_is_one_line(command: Run, story: str, tmp_path: Path) -> None
         (["--method", "nf4"], "'nf4' is not one of rtn, awq, gptq, llm-int8", 2),
         (["--bits", "5"], "--method rtn has weights of 3 or 4 or 8 bits, not 5", 2),
         (["--bits", "0"], "--method rtn has weights of 3 or 4 or 8 bits, not 0", 2),
-        (["--method", "llm-int8", "--bits", "4"], "--method llm-int8 has weights of 8 bits, not 4", 2),
-        (["--method", "llm-int8", "--group", "32"], "has a scale for each row: leave out --group", 2),
+        (
+            ["--method", "llm-int8", "--bits", "4"],
+            "--method llm-int8 has weights of 8 bits, not 4",
+            2,
+        ),
+        (
+            ["--method", "llm-int8", "--group", "32"],
+            "has a scale for each row: leave out --group",
+            2,
+        ),
         (["--group", "20"], "--group must be -1 or a multiple of 32, not 20", 2),
         (["--group", "0"], "--group must be -1 or a multiple of 32, not 0", 2),
         (["--act-order"], "--act-order needs --method gptq, not rtn", 2),
         (["--method", "gptq"], "needs a text to run through the model: give --calibrate FILE", 2),
         (["--calibrate", str(tmp_path / "none.txt")], "none.txt: No such file or directory", 2),
         (["--calibrate", str(tmp_path / "latin.txt")], "latin.txt is not UTF-8 text", 2),
-        (["--calibrate", str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, and at least 1024 are needed", 2),
-        (["--calibrate", str(tmp_path / "short.txt"), "--held-out", story], "and at least 512 are needed", 2),
-        (["--held-out", str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, and at least 2 are needed", 2),
+        (
+            ["--calibrate", str(tmp_path / "empty.txt")],
+            "empty.txt has 0 tokens, and at least 1024 are needed",
+            2,
+        ),
+        (
+            ["--calibrate", str(tmp_path / "short.txt"), "--held-out", story],
+            "and at least 512 are needed",
+            2,
+        ),
+        (
+            ["--held-out", str(tmp_path / "empty.txt")],
+            "empty.txt has 0 tokens, and at least 2 are needed",
+            2,
+        ),
         (["--held-out", str(tmp_path)], "is not a regular file", 2),
         (["dummy:qwen3-0.6b"], "dummy:qwen3-0.6b has no files to quantize", 2),
         ([str(tmp_path / "nowhere")], "no such directory", 3),
@@ -82,14 +102,18 @@ def test_bad_input_is_one_line(command: Run, story: str, tmp_path: Path) -> None
         assert not (tmp_path / "new").exists()
     code, out, err = command("quantize", "--output", str(tmp_path / "full"))
     assert (code, out) == (2, "")
-    assert err == f"nanoserve: {tmp_path / 'full'} exists and is not empty; choose another --output\n"
+    assert (
+        err == f"nanoserve: {tmp_path / 'full'} exists and is not empty; choose another --output\n"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_leaves_whole_files(times: int, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "nanoserve", "quantize", "--output", "output"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while not list(tmp_path.glob("output/model-00002*")):
         assert process.poll() is None
         time.sleep(0.001)
@@ -98,7 +122,9 @@ def test_ctrl_c_leaves_whole_files(times: int, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (130, "")
     assert err.startswith("nanoserve: interrupted")
-    assert times == 2 or err.endswith("layers are in output; the same command continues after them\n")
+    assert times == 2 or err.endswith(
+        "layers are in output; the same command continues after them\n"
+    )
     assert len(err.splitlines()) == 1
     for path in tmp_path.glob("output/model-*"):
         with safe_open(path, "pt") as file:

@@ -27,7 +27,11 @@ COLUMNS = [
     *(Column(f"power of {number}s", f"figures.{number}", ",d") for number in range(12)),
 ]
 ROWS = [
-    {"policy": name, "claim": f"{name} is the best", "figures": {str(number): 10**number for number in range(12)}}
+    {
+        "policy": name,
+        "claim": f"{name} is the best",
+        "figures": {str(number): 10**number for number in range(12)},
+    }
     for name in ("prefill-first", "sarathi")
 ]
 
@@ -43,7 +47,9 @@ def test_whatever_the_width_every_number_is_whole(
     monkeypatch.setenv("COLUMNS", str(width))
     print_table("all of them", COLUMNS, ROWS, keys=keys)
     out = capsys.readouterr().out
-    plain = "".join(part.partition("m")[2] if place else part for place, part in enumerate(out.split("\x1b[")))
+    plain = "".join(
+        part.partition("m")[2] if place else part for place, part in enumerate(out.split("\x1b["))
+    )
     assert max(map(len, plain.splitlines())) <= width
     assert "…" not in plain
     for number in range(12):
@@ -136,10 +142,16 @@ def test_every_benchmark_has_tables_that_a_file_holds_in_one(
 
 
 def test_a_percentile_of_few_values_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = columns(("", "case"), (",.1f", *((name, f"ttft_ms.{name}") for name in ("p50", "p90", "p99"))))
+    shown = columns(
+        ("", "case"), (",.1f", *((name, f"ttft_ms.{name}") for name in ("p50", "p90", "p99")))
+    )
     figures = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
-    print_table("", shown, [{"case": "a", "ttft_ms": {"n": number, **figures}} for number in (9, 12, 100)])
-    few, several, many, *_, note = (line for line in capsys.readouterr().out.splitlines() if "│" in line or "*" in line)
+    print_table(
+        "", shown, [{"case": "a", "ttft_ms": {"n": number, **figures}} for number in (9, 12, 100)]
+    )
+    few, several, many, *_, note = (
+        line for line in capsys.readouterr().out.splitlines() if "│" in line or "*" in line
+    )
     assert [few.split("│")[place].strip() for place in (2, 3, 4)] == ["1.0", "2.0*", "3.0*"]
     assert [several.split("│")[place].strip() for place in (2, 3, 4)] == ["1.0", "2.0", "3.0*"]
     assert "*" not in many

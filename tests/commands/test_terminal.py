@@ -27,10 +27,15 @@ PATIENCE = 240.0  # seconds; a busy machine starts processes slowly
 
 
 class Terminal:
-    """A process on a pseudo-terminal of 24 rows; the command with the fake LLM, unless another module is named."""
+    """A process on a pseudo-terminal of 24 rows; the command with the fake LLM, unless another
+    module is named."""
 
     def __init__(
-        self, *arguments: str, state: Path, module: str = "tests.commands.fake_llm", columns: int = 80
+        self,
+        *arguments: str,
+        state: Path,
+        module: str = "tests.commands.fake_llm",
+        columns: int = 80,
     ) -> None:
         self.shown = ""
         words = [sys.executable, "-m", module, *arguments]
@@ -121,7 +126,9 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
         ("loading", [">>>", "hi\r", "load ", "\x03", "nanoserve: interrupted"], 130),
     ],
 )
-def test_a_chat_ends_while_its_model_loads(tmp_path: Path, model: str, steps: list[str], code: int) -> None:
+def test_a_chat_ends_while_its_model_loads(
+    tmp_path: Path, model: str, steps: list[str], code: int
+) -> None:
     """What is shown and what is typed, in turn."""
     terminal = Terminal("chat", "--no-history", "-m", model, state=tmp_path)
     for place, step in enumerate(steps):
@@ -182,7 +189,9 @@ def test_an_interrupt_ends_the_steps(*, inside_step: bool) -> None:
     assert taken == [0, 1]
 
 
-def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str, plain: bool = False) -> None:
+def converse(
+    monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str, plain: bool = False
+) -> None:
     """The interactive chat in this process, with these lines typed."""
     typed = iter(lines)
 
@@ -202,7 +211,9 @@ def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str,
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
-    chat_command.Conversation(session, chat_command.ChatOptions(model="fake", plain=plain, no_history=True)).run()
+    chat_command.Conversation(
+        session, chat_command.ChatOptions(model="fake", plain=plain, no_history=True)
+    ).run()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
@@ -237,28 +248,47 @@ def test_an_answer_goes_on_below_what_a_shell_wrote(monkeypatch: pytest.MonkeyPa
                 signal.raise_signal(signal.SIGCONT)
 
     screen, (session, _) = watched(monkeypatch), make_session()
-    monkeypatch.setattr(chat_command, "_printer", lambda **_: Stopped(Console(file=sys.stdout), markdown=True))
+    monkeypatch.setattr(
+        chat_command, "_printer", lambda **_: Stopped(Console(file=sys.stdout), markdown=True)
+    )
     converse(monkeypatch, session, "one two three")
     assert "You said: one two\nStopped\nthree\n" in screen.text
 
 
 def test_a_loaded_conversation_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen, (session, _) = watched(monkeypatch), make_session()
-    converse(monkeypatch, session, "one", "**two**", f"/save {tmp_path / 'c'}", "/clear", f"/load {tmp_path / 'c'}")
+    converse(
+        monkeypatch,
+        session,
+        "one",
+        "**two**",
+        f"/save {tmp_path / 'c'}",
+        "/clear",
+        f"/load {tmp_path / 'c'}",
+    )
     shown = screen.text.partition("loaded 4 messages")[2]
     assert shown.endswith(">>> **two**\nYou said: two")
 
 
-def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class InterruptedAtTheEnd(AnswerPrinter):
         def finish(self) -> None:
             super().finish()
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat_command, "_printer", lambda **_: InterruptedAtTheEnd(Console(file=sys.stdout)))
+    monkeypatch.setattr(
+        chat_command, "_printer", lambda **_: InterruptedAtTheEnd(Console(file=sys.stdout))
+    )
     session, _ = make_session()
     converse(monkeypatch, session, "one", "two", plain=True)
-    assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
+    assert [turn.content for turn in session.turns] == [
+        "one",
+        "You said: one",
+        "two",
+        "You said: two",
+    ]
 
 
 @pytest.mark.parametrize("word", ["exit", "quit", "bye"])
@@ -302,7 +332,9 @@ def test_no_history(tmp_path: Path) -> None:
 def test_progress_and_answer_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("one\ntwo\nthree\n")
     out = tmp_path / "out.jsonl"
-    terminal = Terminal("generate", "--file", str(tmp_path / "rows.txt"), "--output", str(out), state=tmp_path)
+    terminal = Terminal(
+        "generate", "--file", str(tmp_path / "rows.txt"), "--output", str(out), state=tmp_path
+    )
     terminal.wait_for("load")
     terminal.wait_for("3/3")
     terminal.wait_for("tokens/s")

@@ -1,4 +1,5 @@
-"""Layouts, the size of host memory and --record: on their way from the command line to the settings of the engine."""
+"""Layouts, the size of host memory and --record: on their way from the command line to the settings
+of the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -27,40 +28,61 @@ def engine_of(*words: str) -> WorkersOptions:
     return engine
 
 
-@pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "latency"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "latency"]]
+)
 def test_the_layout_reaches_the_engines_settings(command: list[str]) -> None:
-    config = EngineConfig(**engine_of(*command, "--pp", "2", "--tp", "3", "--pp-split", "20,10").settings())
+    config = EngineConfig(
+        **engine_of(*command, "--pp", "2", "--tp", "3", "--pp-split", "20,10").settings()
+    )
 
-    assert (config.pipeline_parallel, config.tensor_parallel, config.pipeline_split) == (2, 3, (20, 10))
+    assert (config.pipeline_parallel, config.tensor_parallel, config.pipeline_split) == (
+        2,
+        3,
+        (20, 10),
+    )
     assert config.num_workers == 6
 
 
-def test_the_trace_of_a_run_is_not_the_trace_that_gives_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_of_a_run_is_not_the_trace_that_gives_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert engine_of("generate", "Once", "--record", "run.json").settings()["trace"] == "run.json"
     assert engine_of("bench", "throughput", "--trace", "lengths.csv").settings()["trace"] is None
-    assert engine_of("bench", "throughput", "--record", "run.json").settings()["trace"] == "run.json"
-    monkeypatch.setenv("NANOSERVE_TRACE", "lengths.csv")  # must not be written over by a command that draws its run
+    assert (
+        engine_of("bench", "throughput", "--record", "run.json").settings()["trace"] == "run.json"
+    )
+    # must not be written over by a command that draws its run
+    monkeypatch.setenv("NANOSERVE_TRACE", "lengths.csv")
     assert engine_of("generate", "Once").settings()["trace"] is None
 
 
 def test_a_server_that_bench_starts_is_told_the_layout() -> None:
-    flags = engine_of("bench", "serve", "--pp", "2", "--pp-split", "4,2", "--record", "run.json").flags()
+    flags = engine_of(
+        "bench", "serve", "--pp", "2", "--pp-split", "4,2", "--record", "run.json"
+    ).flags()
 
     assert engine_of("serve", *flags).settings()["pipeline_split"] == (4, 2)
     assert engine_of("serve", *flags).settings()["trace"] == "run.json"
 
 
 def test_the_engine_process_reads_the_layout_that_it_is_sent() -> None:
-    config = EngineConfig(pipeline_parallel=2, tensor_parallel=2, pipeline_split=(4, 2), trace="run.json")
+    config = EngineConfig(
+        pipeline_parallel=2, tensor_parallel=2, pipeline_split=(4, 2), trace="run.json"
+    )
     start = EngineStart(ResolvedModel("storyteller", None, Path("tokenizer")), config)
 
     line = msgspec.json.encode(start, enc_hook=str)
-    assert msgspec.json.decode(line, type=EngineStart, dec_hook=lambda kind, text: kind(text)) == start
+    assert (
+        msgspec.json.decode(line, type=EngineStart, dec_hook=lambda kind, text: kind(text)) == start
+    )
 
 
 def test_an_open_layout_reaches_the_engines_settings() -> None:
     engine = engine_of("serve", "--parallel", "auto", "--devices", "2", "--policy", "auto")
-    assert EngineConfig(**engine.settings()) == EngineConfig(parallel="auto", devices=2, policy="auto")
+    assert EngineConfig(**engine.settings()) == EngineConfig(
+        parallel="auto", devices=2, policy="auto"
+    )
     assert engine_of("generate", "Once", *engine.flags()).settings() == engine.settings()
     with pytest.raises(UsageError, match="--parallel auto chooses the layout itself"):
         words = ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--parallel", "auto"]
@@ -76,9 +98,18 @@ PAIR = EngineConfig(
 )
 
 
-@pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "throughput"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "throughput"]]
+)
 def test_two_layouts_reach_the_engines_settings(command: list[str]) -> None:
-    words = ["--prefill-parallel", "d2t2p2", "--decode-parallel", "D2T4", "--host-kv-memory", "4GiB"]
+    words = [
+        "--prefill-parallel",
+        "d2t2p2",
+        "--decode-parallel",
+        "D2T4",
+        "--host-kv-memory",
+        "4GiB",
+    ]
     config = EngineConfig(**engine_of(*command, *words).settings())
 
     assert config == PAIR
@@ -86,16 +117,33 @@ def test_two_layouts_reach_the_engines_settings(command: list[str]) -> None:
     assert (config.num_workers, config.policy_name) == (4, "seesaw")
 
 
-@pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "throughput"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "Once"], ["chat"], ["serve"], ["bench", "throughput"]]
+)
 def test_attention_in_host_memory_reaches_the_engines_settings(command: list[str]) -> None:
-    words = ["--policy", "hybrid", "--host-kv-memory", "1GiB", "--host-threads", "3", "--profile", "profile.json"]
+    words = [
+        "--policy",
+        "hybrid",
+        "--host-kv-memory",
+        "1GiB",
+        "--host-threads",
+        "3",
+        "--profile",
+        "profile.json",
+    ]
     config = EngineConfig(**engine_of(*command, *words).settings())
 
-    assert (config.host_kv_memory, config.host_threads, config.profile) == (1024**3, 3, "profile.json")
+    assert (config.host_kv_memory, config.host_threads, config.profile) == (
+        1024**3,
+        3,
+        "profile.json",
+    )
     assert config.attends_on_host and config.uses_host_memory
 
 
-def test_attention_in_host_memory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_host_memory_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NANOSERVE_POLICY", "neo")
     monkeypatch.setenv("NANOSERVE_HOST_THREADS", "3")
     monkeypatch.setenv("NANOSERVE_PROFILE", "profile.json")
@@ -152,62 +200,95 @@ def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--prefill-parallel", "p4"], "give both --prefill-parallel and --decode-parallel, or neither"),
-        (["--decode-parallel", "t4"], "give both --prefill-parallel and --decode-parallel, or neither"),
+        (
+            ["--prefill-parallel", "p4"],
+            "give both --prefill-parallel and --decode-parallel, or neither",
+        ),
+        (
+            ["--decode-parallel", "t4"],
+            "give both --prefill-parallel and --decode-parallel, or neither",
+        ),
         (["--prefill-parallel", "x4", "--decode-parallel", "t4"], "'x4' is no layout such as P4"),
         (
             ["--prefill-parallel", "p4", "--decode-parallel", "t2"],
-            "--prefill-parallel P4 takes 4 devices and --decode-parallel T2 2: both run on the same ones",
+            "--prefill-parallel P4 takes 4 devices and --decode-parallel T2 2: both run on the "
+            "same ones",
         ),
         (
             ["--prefill-parallel", "d2p2", "--decode-parallel", "d2t4"],
-            "--prefill-parallel D2P2 takes 4 devices and --decode-parallel D2T4 8: both run on the same ones",
+            "--prefill-parallel D2P2 takes 4 devices and --decode-parallel D2T4 8: both run on the "
+            "same ones",
         ),
         (
             ["--prefill-parallel", "d2p2", "--decode-parallel", "t4"],
-            "--prefill-parallel D2P2 and --decode-parallel T4 differ in D, the number of whole engines: give both",
+            "--prefill-parallel D2P2 and --decode-parallel T4 differ in D, the number of whole "
+            "engines: give both",
         ),
         (
             ["--prefill-parallel", "t1", "--decode-parallel", "t1"],
-            "--prefill-parallel T1 and --decode-parallel T1 are one layout: there is nothing to change",
+            "--prefill-parallel T1 and --decode-parallel T1 are one layout: there is nothing to "
+            "change",
         ),
-        (["--prefill-parallel", "p65", "--decode-parallel", "t65"], "pipeline_parallel must be from 1 to 64, not 65"),
-        (["--prefill-parallel", "t5p13", "--decode-parallel", "p65"], "decode_layout P65: a degree must be from 1"),
-        (["--prefill-parallel", "d65p2", "--decode-parallel", "d65t2"], "data_parallel must be from 1 to 64, not 65"),
+        (
+            ["--prefill-parallel", "p65", "--decode-parallel", "t65"],
+            "pipeline_parallel must be from 1 to 64, not 65",
+        ),
+        (
+            ["--prefill-parallel", "t5p13", "--decode-parallel", "p65"],
+            "decode_layout P65: a degree must be from 1",
+        ),
+        (
+            ["--prefill-parallel", "d65p2", "--decode-parallel", "d65t2"],
+            "data_parallel must be from 1 to 64, not 65",
+        ),
         (
             ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--policy", "sarathi"],
-            "--policy sarathi runs under one layout; leave it out with --prefill-parallel and --decode-parallel, which",
+            "--policy sarathi runs under one layout; leave it out with --prefill-parallel and "
+            "--decode-parallel, which",
         ),
         *(
             (
                 ["--prefill-parallel", "p2", "--decode-parallel", "t2", *more],
-                "--prefill-parallel and --decode-parallel replace --dp, --pp, --tp and --pp-split: leave these out",
+                "--prefill-parallel and --decode-parallel replace --dp, --pp, --tp and --pp-split: "
+                "leave these out",
             )
             for more in (["--dp", "2"], ["--pp", "2"], ["--tp", "2"], ["--pp-split", "3,3"])
         ),
         (
             ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--policy", "hybrid"],
-            "--policy hybrid runs under one layout; leave it out with --prefill-parallel and --decode-parallel, which",
+            "--policy hybrid runs under one layout; leave it out with --prefill-parallel and "
+            "--decode-parallel, which",
         ),
-        (["--policy", "neo", "--tp", "2"], "--policy neo has the CPU attend beside whole layers, which --tp 2 divides"),
-        (["--host-threads", "2"], "--host-threads is for policies that attend in host memory, which sarathi does not"),
+        (
+            ["--policy", "neo", "--tp", "2"],
+            "--policy neo has the CPU attend beside whole layers, which --tp 2 divides",
+        ),
+        (
+            ["--host-threads", "2"],
+            "--host-threads is for policies that attend in host memory, which sarathi does not",
+        ),
         (
             ["--policy", "throttling", "--profile", "profile.json"],
-            "--profile is for policies that attend in host memory, which throttling does not: leave it out or choose "
+            "--profile is for policies that attend in host memory, which throttling does not: "
+            "leave it out or choose "
             "--policy neo, overlap, apex or hybrid",
         ),
         (["--host-kv-memory", "much"], "'much' is not a size"),
         (["--host-kv-memory", "1025tib"], "host_kv_memory must be from 1 to"),
     ],
 )
-def test_layouts_and_sizes_that_make_no_sense_are_one_clear_line(words: list[str], line: str) -> None:
+def test_layouts_and_sizes_that_make_no_sense_are_one_clear_line(
+    words: list[str], line: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         EngineConfig(**engine_of("generate", "Once", *words).settings())
     assert str(caught.value).startswith(line)
 
 
 def test_policies_are_compared_on_one_layout() -> None:
-    engine = engine_of("bench", "pipeline", "--pp", "1", "--prefill-parallel", "p2", "--decode-parallel", "t2")
+    engine = engine_of(
+        "bench", "pipeline", "--pp", "1", "--prefill-parallel", "p2", "--decode-parallel", "t2"
+    )
     assert isinstance(engine, PipelineOptions)
 
     with pytest.raises(UsageError, match="policies are compared on one layout"):
@@ -232,16 +313,27 @@ def test_a_split_that_is_none_is_one_clear_line(split: str) -> None:
         ({"policy": "neo", "host_threads": 1025}, "host_threads must be from 1 to 1024, not 1025"),
         ({"tensor_parallel": 65}, "tensor_parallel must be from 1 to 64, not 65"),
         ({"pipeline_parallel": 2, "device": "cuda:1"}, "device cuda:1 with 2 workers: say cuda"),
-        ({"pipeline_split": (4, 2)}, "--pp-split 4,2 names 2 stages, but --pp is 1: give one number for each stage"),
         (
-            {"pipeline_parallel": 2, "pipeline_split": (4, 2), "decode_layout": ParallelLayout(tensor_parallel=2)},
-            "--pp-split is for one layout; leave it out with --prefill-parallel and --decode-parallel",
+            {"pipeline_split": (4, 2)},
+            "--pp-split 4,2 names 2 stages, but --pp is 1: give one number for each stage",
+        ),
+        (
+            {
+                "pipeline_parallel": 2,
+                "pipeline_split": (4, 2),
+                "decode_layout": ParallelLayout(tensor_parallel=2),
+            },
+            "--pp-split is for one layout; leave it out with --prefill-parallel and "
+            "--decode-parallel",
         ),
         (
             {"pipeline_parallel": 2, "decode_layout": ParallelLayout(data_parallel=2)},
             "decode_layout D2 is that of one engine: leave the D to data_parallel",
         ),
-        ({"pipeline_parallel": 2, "pipeline_split": (6, 0)}, "--pp-split 6,0: every stage needs at least one layer"),
+        (
+            {"pipeline_parallel": 2, "pipeline_split": (6, 0)},
+            "--pp-split 6,0: every stage needs at least one layer",
+        ),
     ],
 )
 def test_layouts_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

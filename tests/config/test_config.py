@@ -41,9 +41,16 @@ def qwen2(**changes: Any) -> dict[str, Any]:
 
 def test_a_llama_config_says_what_it_says() -> None:
     config = ModelConfig.from_hf(llama(eos_token_id=[2, 7], bos_token_id=1, torch_dtype="bfloat16"))
-    assert (config.head_dim, config.group_size, config.eos_token_ids, config.bos_token_id) == (16, 2, (2, 7), 1)
+    assert (config.head_dim, config.group_size, config.eos_token_ids, config.bos_token_id) == (
+        16,
+        2,
+        (2, 7),
+        1,
+    )
     assert config.dtype == "bfloat16"
-    assert config.rope == RopeConfig(rotary_dim=16, theta=10000.0, original_max_position_embeddings=256)
+    assert config.rope == RopeConfig(
+        rotary_dim=16, theta=10000.0, original_max_position_embeddings=256
+    )
     assert config.norms == NormConfig(eps=1e-5)
     assert config.attention == AttentionConfig() and config.layers == LayerDifferences()
     assert not config.tie_word_embeddings and config.moe is None
@@ -62,12 +69,16 @@ def test_a_llama_config_says_what_it_says() -> None:
         ("gemma-3-27b", {"attention", "norms", "feed_forward", "embedding", "layers"}),
     ],
 )
-def test_a_model_differs_from_llama_in_the_parts_that_its_paper_names(name: str, parts: set[str]) -> None:
+def test_a_model_differs_from_llama_in_the_parts_that_its_paper_names(
+    name: str, parts: set[str]
+) -> None:
     """Norms are compared but for their eps."""
     config, llama_config = load_shape(name), load_shape("llama-3.1-8b")
     config = replace(config, norms=replace(config.norms, eps=llama_config.norms.eps))
     grouped = ("attention", "norms", "feed_forward", "moe", "embedding", "logits", "layers")
-    assert {part for part in grouped if getattr(config, part) != getattr(llama_config, part)} == parts
+    assert {
+        part for part in grouped if getattr(config, part) != getattr(llama_config, part)
+    } == parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,18 +96,42 @@ def test_a_config_of_each_family_is_read_back_as_it_was_written(family: str) -> 
         ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive integer"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, found '64'"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, found None"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
         ({"hidden_size": 65}, "hidden_size 65 is not a multiple of num_attention_heads 4"),
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "architecture MambaForCausalLM",
+        ),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a text generation model"),
-        ({"quantization_config": {"bits": 4}}, "quantization method None is not read; choose one of"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization method None is not read; choose one of",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),
-        ({"rope_scaling": {"type": "linear"}}, "the rope factor is missing, without which rope type linear"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "the rope factor is missing, without which rope type llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor and rope_theta must be positive"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+            "rope type 'longrope' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope type 'dynamic' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "the rope factor is missing, without which rope type linear",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "the rope factor is missing, without which rope type llama3",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope factor and rope_theta must be positive",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be positive"),
         ({"head_dim": 15}, "impossible rotary size"),
@@ -104,8 +139,14 @@ def test_a_config_of_each_family_is_read_back_as_it_was_written(family: str) -> 
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be at least 0"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}}, "0 < beta_slow < beta_fast"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}}, "low_freq_factor < high_freq_factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}},
+            "0 < beta_slow < beta_fast",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}},
+            "low_freq_factor < high_freq_factor",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer from 0 on"),
     ],
@@ -125,9 +166,15 @@ def test_what_cannot_run_is_refused_in_one_line(changes: dict[str, Any], complai
         ({"n_group": 7}, "256 experts cannot be in 7 groups"),
         ({"topk_group": 9}, "cannot be in 8 groups, 9 of them chosen"),
         ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer"),
-        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must have dense or sparse for each of 61 layers"),
+        (
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types must have dense or sparse for each of 61 layers",
+        ),
         ({"num_experts_per_tok": 300}, "more than the 256 experts"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights of latent attention are not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantized weights of latent attention are not supported",
+        ),
     ],
 )
 def test_what_cannot_be_in_deepseek_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -138,9 +185,15 @@ def test_what_cannot_be_in_deepseek_is_refused(changes: dict[str, Any], complain
 
 
 def test_yarn_sharpens_the_scores_of_latents() -> None:
-    """DeepSeek-V3: heads of 192 before they are absorbed, and a magnitude of 0.1 ln 40 + 1, squared."""
+    """DeepSeek-V3: heads of 192 before they are absorbed, and a magnitude of 0.1 ln 40 + 1,
+    squared."""
     config = ModelConfig.from_hf(published_shapes()["deepseek-v3"])
-    assert (config.num_kv_heads, config.head_dim, config.value_dim, config.rope.rotary_dim) == (1, 576, 512, 64)
+    assert (config.num_kv_heads, config.head_dim, config.value_dim, config.rope.rotary_dim) == (
+        1,
+        576,
+        512,
+        64,
+    )
     assert config.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 
@@ -149,17 +202,27 @@ def test_qwen_windows_start_at_max_window_layers_when_switched_on() -> None:
     assert ModelConfig.from_hf(qwen2(**sliding)).layers.sliding_windows == ()
     switched_on = ModelConfig.from_hf(qwen2(**sliding, use_sliding_window=True))
     assert switched_on.layers.sliding_windows == (0, 0, 8, 8)
-    listed = qwen2(**sliding, use_sliding_window=True, layer_types=["sliding_attention", *["full_attention"] * 3])
+    listed = qwen2(
+        **sliding,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", *["full_attention"] * 3],
+    )
     assert ModelConfig.from_hf(listed).layers.sliding_windows == (8, 0, 0, 0)
 
 
 def test_layer_types_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="layer_types"):
-        ModelConfig.from_hf(qwen2(sliding_window=8, use_sliding_window=True, layer_types=["full_attention"]))
+        ModelConfig.from_hf(
+            qwen2(sliding_window=8, use_sliding_window=True, layer_types=["full_attention"])
+        )
 
 
 def gemma3(**changes: Any) -> dict[str, Any]:
-    family = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8}
+    family = {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 8,
+    }
     return llama(**family | {"architectures": ["Gemma3ForCausalLM"]} | changes)
 
 
@@ -168,7 +231,10 @@ def gemma3(**changes: Any) -> dict[str, Any]:
     [
         ({"sliding_window": 0}, "sliding_window must be a positive integer, found 0"),
         ({"sliding_window": 257}, "sliding_window 257 is beyond max_position_embeddings 256"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types must name a kind for each of 4 layers, found 3"),
+        (
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types must name a kind for each of 4 layers, found 3",
+        ),
         (
             {"layer_types": "full_attention"},
             "layer_types must name a kind for each of 4 layers, found 'full_attention'",
@@ -178,14 +244,28 @@ def gemma3(**changes: Any) -> dict[str, Any]:
             "layer_types names 'linear_attention'; known are sliding_attention and full_attention",
         ),
         ({"layer_types": [None] * 4}, "layer_types names None; known are"),
-        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must have an object for sliding_attention"),
-        ({"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported; only gelu_pytorch_tanh is"),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "rope_parameters must have an object for sliding_attention",
+        ),
+        (
+            {"hidden_activation": "gelu"},
+            "hidden_act 'gelu' is not supported; only gelu_pytorch_tanh is",
+        ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-        ({"model_type": "smollm3", "hidden_activation": "silu", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must"),
-        ({"model_type": "gemma5_text"}, "(model_type 'gemma5_text') is not supported; supported model types: llama,"),
+        (
+            {"model_type": "smollm3", "hidden_activation": "silu", "no_rope_layers": [1, 2, 0, 1]},
+            "no_rope_layers must",
+        ),
+        (
+            {"model_type": "gemma5_text"},
+            "(model_type 'gemma5_text') is not supported; supported model types: llama,",
+        ),
     ],
 )
-def test_windows_and_kinds_of_layers_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_windows_and_kinds_of_layers_that_cannot_be_are_refused(
+    changes: dict[str, Any], complaint: str
+) -> None:
     check_refused(gemma3(**changes), complaint)
 
 
@@ -197,19 +277,33 @@ GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 2
     [
         ({"sliding_window": 0}, "sliding_window must be a positive integer, found 0"),
         ({"layer_types": GEMMA4_LAYERS[::-1]}, "layer_types must end in full_attention"),
-        ({"layer_types": GEMMA4_LAYERS[:3]}, "layer_types must name a kind for each of 4 layers, found 3"),
-        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers 3 leaves no layer of each kind with keys and values"),
+        (
+            {"layer_types": GEMMA4_LAYERS[:3]},
+            "layer_types must name a kind for each of 4 layers, found 3",
+        ),
+        (
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers 3 leaves no layer of each kind with keys and values",
+        ),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 leaves no"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be at least 0, found -1"),
-        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "is not a multiple of num_key_value_heads 3"),
+        (
+            {"num_global_key_value_heads": 3, "attention_k_eq_v": True},
+            "is not a multiple of num_key_value_heads 3",
+        ),
         ({"per_layer_config": [1]}, "per_layer_config must be an object, found [1]"),
-        ({"per_layer_config": {"1": {"head_dim": 0}}}, "head_dim must be a positive integer, found 0"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 0}}},
+            "head_dim must be a positive integer, found 0",
+        ),
         ({"enable_moe_block": True}, "mixture of experts (enable_moe_block) is not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ],
 )
 def test_gemma4_layers_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
-    check_refused(gemma3(**{"model_type": "gemma4_text", "layer_types": GEMMA4_LAYERS} | changes), complaint)
+    check_refused(
+        gemma3(**{"model_type": "gemma4_text", "layer_types": GEMMA4_LAYERS} | changes), complaint
+    )
 
 
 def check_refused(config: dict[str, Any], complaint: str) -> None:
@@ -222,16 +316,23 @@ def check_refused(config: dict[str, Any], complaint: str) -> None:
 
 
 def test_gemma_3_stretches_its_full_layers_and_turns_the_others_faster() -> None:
-    """As its config.json says it: a pattern, a local base, and a scaling that does not say whose it is."""
+    """As its config.json says it: a pattern, a local base, and a scaling that does not say whose it
+    is."""
     published = {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    config = ModelConfig.from_hf(gemma3(**published, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    config = ModelConfig.from_hf(
+        gemma3(**published, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    )
     assert config.layers.sliding_windows == (8, 8, 0, 8)
     assert [(rope.theta, rope.kind, rope.factor) for rope in config.layers.ropes] == [
         *[(1e4, "default", 1.0)] * 2,
         (1e6, "linear", 8.0),
         (1e4, "default", 1.0),
     ]
-    assert config.attention.scale == 256**-0.5 and config.embedding.scale == 8.0 and config.head_dim == 256
+    assert (
+        config.attention.scale == 256**-0.5
+        and config.embedding.scale == 8.0
+        and config.head_dim == 256
+    )
 
 
 def test_mistral_slides_unless_null_says_otherwise() -> None:
@@ -241,7 +342,13 @@ def test_mistral_slides_unless_null_says_otherwise() -> None:
 
 
 def test_generation_config_wins_for_end_tokens_and_recommends_sampling() -> None:
-    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [5, 6]}
+    generation = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "eos_token_id": [5, 6],
+    }
     config = ModelConfig.from_hf(llama(eos_token_id=2), generation)
     assert config.eos_token_ids == (5, 6)
     assert config.sampling_defaults == SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
@@ -253,9 +360,16 @@ def test_without_do_sample_only_the_repetition_penalty_is_meant() -> None:
 
 
 def test_top_k_is_a_whole_number() -> None:
-    assert ModelConfig.from_hf(llama(), {"do_sample": True, "top_k": 20.0}).sampling_defaults.top_k == 20
-    with pytest.raises(ModelError, match=r"^a/config\.json/generation_config\.json: top_k must be a whole number"):
-        ModelConfig.from_hf(llama(), {"do_sample": True, "top_k": 2.5}, source="a/config.json/config.json")
+    assert (
+        ModelConfig.from_hf(llama(), {"do_sample": True, "top_k": 20.0}).sampling_defaults.top_k
+        == 20
+    )
+    with pytest.raises(
+        ModelError, match=r"^a/config\.json/generation_config\.json: top_k must be a whole number"
+    ):
+        ModelConfig.from_hf(
+            llama(), {"do_sample": True, "top_k": 2.5}, source="a/config.json/config.json"
+        )
 
 
 def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> None:
@@ -278,14 +392,18 @@ def test_a_directory_is_read_and_its_faults_name_the_file(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(llama()))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (9,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot", "do_sample": True}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": "hot", "do_sample": True})
+    )
     with pytest.raises(ModelError, match=r"generation_config\.json: temperature must be a number"):
         ModelConfig.from_directory(tmp_path)
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 FULL_CONFIGS = {
@@ -307,10 +425,20 @@ FULL_CONFIGS = {
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(FULL_CONFIGS)))
-def test_any_value_anywhere_is_accepted_or_refused_in_one_line(data: st.DataObject, name: str) -> None:
+def test_any_value_anywhere_is_accepted_or_refused_in_one_line(
+    data: st.DataObject, name: str
+) -> None:
     config = dict(FULL_CONFIGS[name])
     keys = sorted(
-        {*config, "rope_parameters", "rope_scaling", "layer_types", "head_dim", "rope_theta", "mlp_only_layers"}
+        {
+            *config,
+            "rope_parameters",
+            "rope_scaling",
+            "layer_types",
+            "head_dim",
+            "rope_theta",
+            "mlp_only_layers",
+        }
         | {"sliding_window_pattern", "no_rope_layers", "query_pre_attn_scalar", "logit_scale"}
     )
     for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3)):

@@ -12,7 +12,13 @@ from nanoserve.costs.hardware import Device, Link, Machine
 
 def tiny_model(**changes: object) -> ModelConfig:
     """Two layers of 8, two query heads and one KV head of 4, feed-forward 16, vocabulary 32."""
-    sizes: dict[str, object] = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    sizes: dict[str, object] = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+    }
     sizes |= {"intermediate_size": 16, "vocab_size": 32, "tie_word_embeddings": False}
     return replace(load_shape("llama-3.1-8b"), **(sizes | changes))  # type: ignore[arg-type]
 
@@ -20,17 +26,24 @@ def tiny_model(**changes: object) -> ModelConfig:
 def tiny_experts(**changes: object) -> ModelConfig:
     """The same with 4 experts of 6, two for each token, in its second layer."""
     moe = MoeConfig(
-        num_experts=4, experts_per_token=2, intermediate_size=6, normalize_weights=True, sparse_layers=frozenset({1})
+        num_experts=4,
+        experts_per_token=2,
+        intermediate_size=6,
+        normalize_weights=True,
+        sparse_layers=frozenset({1}),
     )
     return tiny_model(moe=moe, **changes)
 
 
 def round_machine(**changes: object) -> Machine:
-    """100 bytes and 1000 operations a second, links of 10 bytes a second and 1 second: measured, no shares taken."""
+    """100 bytes and 1000 operations a second, links of 10 bytes a second and 1 second: measured, no
+    shares taken."""
     link = Link(name="link", bandwidth=10.0, latency=1.0, measured=True)
     machine = Machine(
         name="round",
-        device=Device(name="round", memory_bytes=1e4, memory_bandwidth=100.0, flops=1000.0, measured=True),
+        device=Device(
+            name="round", memory_bytes=1e4, memory_bandwidth=100.0, flops=1000.0, measured=True
+        ),
         devices_per_node=4,
         link=link,
         network=None,

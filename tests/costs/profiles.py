@@ -15,17 +15,26 @@ def curve(sizes: Sequence[int], seconds: Sequence[float]) -> MeasuredCurve:
     return MeasuredCurve(sizes=tuple(sizes), seconds=times, low=times, high=times)
 
 
-def grid(batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int, int], float]) -> MeasuredGrid:
+def grid(
+    batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int, int], float]
+) -> MeasuredGrid:
     """Without any spread."""
     rows = tuple(tuple(seconds(batch, context) for context in contexts) for batch in batches)
-    return MeasuredGrid(batches=tuple(batches), contexts=tuple(contexts), seconds=rows, low=rows, high=rows)
+    return MeasuredGrid(
+        batches=tuple(batches), contexts=tuple(contexts), seconds=rows, low=rows, high=rows
+    )
 
 
 def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Profile:
-    """Two layers; a token takes 1 s in a layer, a key 0.01 s, on the host ten times that and 0.25 s for each
-    sequence, a prompt of n tokens n² / 1000 s, a byte 1 ms."""
+    """Two layers; a token takes 1 s in a layer, a key 0.01 s, on the host ten times that and 0.25 s
+    for each sequence, a prompt of n tokens n² / 1000 s, a byte 1 ms."""
     machine = Device(name="abacus", memory_bytes=1e4, memory_bandwidth=100.0, flops=1000.0)
-    settings: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "operators": "fingers", "layers": "eager"}
+    settings: dict[str, str | int] = {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "operators": "fingers",
+        "layers": "eager",
+    }
     fields: dict[str, object] = {
         "about": {},
         "settings": settings | {"threads": 1, "host_threads": 1, "rounds": 3},
@@ -37,7 +46,9 @@ def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Prof
         "memory": KvMemory(kv_tokens=1000),
         "linear": curve((1, 10), (1, 10)),
         "decode_attention": grid((1, 4), (10, 100), lambda batch, context: batch * context / 100),
-        "host_attention": grid((1, 4), (10, 100), lambda batch, context: batch * context / 10 + batch / 4),
+        "host_attention": grid(
+            (1, 4), (10, 100), lambda batch, context: batch * context / 10 + batch / 4
+        ),
         "host_exchange": curve((1, 5), (0.25, 1.25)),
         "prefill_attention": curve((10, 20, 40), (0.1, 0.4, 1.6)),
         "copy": curve((10, 1000), (0.01, 1)),

@@ -57,7 +57,9 @@ times = st.floats(1e-9, 1e3)
 
 
 @given(sizes, st.data())
-def test_a_curve_is_exact_where_it_was_measured_and_monotone_if_that_is(found: list[int], data: st.DataObject) -> None:
+def test_a_curve_is_exact_where_it_was_measured_and_monotone_if_that_is(
+    found: list[int], data: st.DataObject
+) -> None:
     seconds = sorted(data.draw(st.lists(times, min_size=len(found), max_size=len(found))))
     measured = curve(found, seconds)
     assert [measured.at(size) for size in found] == pytest.approx(seconds)
@@ -103,7 +105,9 @@ def test_a_rising_grid_rises(batches: list[int], contexts: list[int], data: st.D
         ((1, 2), (1.0, float("nan")), "Expected `float` > 0.0 - at `$.seconds[1]`"),
     ],
 )
-def test_what_is_no_curve_is_refused(sizes: tuple[int, ...], seconds: tuple[float, ...], says: str) -> None:
+def test_what_is_no_curve_is_refused(
+    sizes: tuple[int, ...], seconds: tuple[float, ...], says: str
+) -> None:
     fields = {"sizes": sizes, "seconds": seconds, "low": (1.0, 1.0), "high": (1.0, 1.0)}
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(fields, MeasuredCurve)

@@ -33,12 +33,15 @@ def degree_times(layer: float, sums: float = 0.0) -> DegreeTimes:
 
 
 def layout_profile(sums: float = 0.0) -> LayoutProfile:
-    """Tensor parallelism halves a layer of 10 ms; `sums` is what its all-reduces take for a token."""
+    """Tensor parallelism halves a layer of 10 ms; `sums` is what its all-reduces take for a
+    token."""
     return LayoutProfile(
         devices=2,
         bits=16,
         memory_bytes=8e9,
-        speeds=MachineSpeeds(memory_bandwidth=4e9, flops=100e9, host_link_bandwidth=5e9, link_bandwidth=1e9),
+        speeds=MachineSpeeds(
+            memory_bandwidth=4e9, flops=100e9, host_link_bandwidth=5e9, link_bandwidth=1e9
+        ),
         send=curve((1000, 11_000), (0.001, 0.011)),
         step=curve((1, 11), (0.002, 0.012)),
         degrees={1: degree_times(0.01), 2: degree_times(0.005, sums)},
@@ -50,7 +53,8 @@ def test_a_step_takes_what_its_parts_took() -> None:
     costs = layout_profile(sums=0.001).costs(MODEL, P2)
     work = costs.work([500, 1500], [(100, 200)], sampled=3)
     (first, second), tokens = (costs.counts.layers(stage) for stage in (0, 1)), 2 + 200
-    attention = 2000 * 1e-6 + 0.3 - 0.1  # two decodes, and a chunk of a prompt from its token 100 on
+    # two decodes, and a chunk of a prompt from its token 100 on
+    attention = 2000 * 1e-6 + 0.3 - 0.1
     assert costs.layers_seconds(tokens, 0) == pytest.approx(first * 0.01)
     assert costs.stage_seconds(work, 0) == pytest.approx(first * (0.01 + attention))
     assert costs.stage_seconds(work, 1) == pytest.approx(second * (0.01 + attention) + 0.12)
@@ -73,7 +77,9 @@ def test_the_planner_takes_them(sums: float, best: str) -> None:
     profile = layout_profile(sums)
     found = find_candidates(lambda layout: profile.costs(MODEL, layout), 2, work)
     assert {"P2", "T2", "D2", "P2->T2", "T2->P2"} == {one.name for one in found.fitting}
-    estimates = {one.name: one.tokens_per_second for one in found.fitting if one.name in ("P2", "T2")}
+    estimates = {
+        one.name: one.tokens_per_second for one in found.fitting if one.name in ("P2", "T2")
+    }
     assert max(estimates, key=estimates.__getitem__) == best
 
 
@@ -91,12 +97,19 @@ def test_a_stage_has_the_memory_for_itself_while_no_other_computes() -> None:
 def test_times_that_others_disturbed_are_not_steady() -> None:
     profile, layer = layout_profile(), curve((1, 2), (1, 2))
     for high, steady in ((2.9, True), (3.1, False)):
-        times = msgspec.structs.replace(degree_times(1), layer=msgspec.structs.replace(layer, high=(1.0, high)))
-        assert msgspec.structs.replace(profile, degrees={1: degree_times(1), 2: times}).steady == steady
+        times = msgspec.structs.replace(
+            degree_times(1), layer=msgspec.structs.replace(layer, high=(1.0, high))
+        )
+        assert (
+            msgspec.structs.replace(profile, degrees={1: degree_times(1), 2: times}).steady
+            == steady
+        )
 
 
 def test_a_degree_that_nobody_measured_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"a tensor degree of 4 was not measured: use one of \[1, 2\]"):
+    with pytest.raises(
+        UsageError, match=r"a tensor degree of 4 was not measured: use one of \[1, 2\]"
+    ):
         layout_profile().costs(MODEL, ParallelLayout(tensor_parallel=4))
 
 

@@ -38,18 +38,25 @@ noise = st.floats(1e-7, 10)
 
 
 @given(st.data())
-def test_more_never_takes_less_and_all_is_finite_however_noisy_the_profile(data: st.DataObject) -> None:
+def test_more_never_takes_less_and_all_is_finite_however_noisy_the_profile(
+    data: st.DataObject,
+) -> None:
     def noisy(*sizes: int) -> object:
         return curve(sizes, [data.draw(noise) for _ in sizes])
 
     def noisy_grid() -> object:
-        cells = {(batch, context): data.draw(noise) for batch in (1, 4, 32) for context in (16, 256)}
+        cells = {
+            (batch, context): data.draw(noise) for batch in (1, 4, 32) for context in (16, 256)
+        }
         return grid((1, 4, 32), (16, 256), lambda *cell: cells[cell])
 
     predictor = MeasuredPredictor(
         made_up_profile(
             **{name: noisy_grid() for name in ("decode_attention", "host_attention")},
-            **{name: noisy(1, 8, 64) for name in ("linear", "inputs", "head", "engine", "host_exchange", "copy")},
+            **{
+                name: noisy(1, 8, 64)
+                for name in ("linear", "inputs", "head", "engine", "host_exchange", "copy")
+            },
             prefill_attention=noisy(16, 128),
         )
     )
@@ -67,4 +74,6 @@ def test_more_never_takes_less_and_all_is_finite_however_noisy_the_profile(data:
             lambda context: predictor.host_attention_seconds(7, context),
         )
     ]
-    assert all(0 <= before <= after * (1 + 1e-9) and math.isfinite(after) for before, after in pairs)
+    assert all(
+        0 <= before <= after * (1 + 1e-9) and math.isfinite(after) for before, after in pairs
+    )

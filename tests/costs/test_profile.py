@@ -43,11 +43,15 @@ def test_a_step_worked_by_hand() -> None:
 
 def test_windows_bound_what_attention_reads() -> None:
     """One layer sees 20 positions, the other all."""
-    times = MeasuredTimes(made_up_profile(tiny_model(layers=LayerDifferences(sliding_windows=(20, 0)))))
+    times = MeasuredTimes(
+        made_up_profile(tiny_model(layers=LayerDifferences(sliding_windows=(20, 0))))
+    )
     decode = times.work([50])
     assert times.stage_seconds(decode) == pytest.approx(2 + 0.5 + 0.2 + 1)
     without = 40 * 2 + 1
-    assert times.stage_seconds(times.work([], [(0, 40)])) == pytest.approx(without + 1.6 + 0.4 + 20 * 0.03)
+    assert times.stage_seconds(times.work([], [(0, 40)])) == pytest.approx(
+        without + 1.6 + 0.4 + 20 * 0.03
+    )
 
 
 def test_host_memory_worked_by_hand() -> None:
@@ -61,7 +65,9 @@ def test_host_memory_worked_by_hand() -> None:
 
 def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
     figures = RunFigures(seconds=1.0, ttft_ms=2.0, tpot_ms=3.0)
-    prediction = Prediction(workload="two", real=(figures, figures), by_profile=figures, by_factors=figures)
+    prediction = Prediction(
+        workload="two", real=(figures, figures), by_profile=figures, by_factors=figures
+    )
     profile = made_up_profile(efficiency=Efficiency(matrix=0.25), predictions=(prediction,))
     path = tmp_path / "profile.json"
     check_writable(path)
@@ -79,16 +85,33 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda found: found.pop("linear"), "required field `linear`"),
         (lambda found: found.update(linea=1), "unknown field `linea`"),
         (lambda found: found["linear"].update(sizes=[1, "two"]), "$.linear.sizes[1]"),
-        (lambda found: found["linear"].update(sizes=[10, 1]), "ascending, not [10, 1] - at `$.linear`"),
+        (
+            lambda found: found["linear"].update(sizes=[10, 1]),
+            "ascending, not [10, 1] - at `$.linear`",
+        ),
         (lambda found: found["host_attention"]["seconds"].pop(), "$.host_attention"),
-        (lambda found: found["device"].update(memory_bytes=0), "Expected `float` > 0.0 - at `$.device.memory_bytes`"),
-        (lambda found: found["host"].pop("memory_bytes"), "must have memory_bytes, and no measured"),
-        (lambda found: found["device"].update(measured=True), "must have memory_bytes, and no measured"),
-        (lambda found: found["efficiency"].update(matrix=2), "Expected `float` <= 1.0 - at `$.efficiency.matrix`"),
+        (
+            lambda found: found["device"].update(memory_bytes=0),
+            "Expected `float` > 0.0 - at `$.device.memory_bytes`",
+        ),
+        (
+            lambda found: found["host"].pop("memory_bytes"),
+            "must have memory_bytes, and no measured",
+        ),
+        (
+            lambda found: found["device"].update(measured=True),
+            "must have memory_bytes, and no measured",
+        ),
+        (
+            lambda found: found["efficiency"].update(matrix=2),
+            "Expected `float` <= 1.0 - at `$.efficiency.matrix`",
+        ),
         (lambda found: found["model"].update(num_layers="many"), "$.model.num_layers"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_with_the_key(change: Change, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_profile_is_refused_with_the_key(
+    change: Change, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json"
     write_profile(made_up_profile(), path)
     found = json.loads(path.read_text())
@@ -124,7 +147,13 @@ def test_the_kv_cache_is_the_measured_engines() -> None:
 def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
     """Times that the cost model itself gives for known factors: those factors come out."""
     known = Efficiency(
-        matrix=0.5, attention=0.25, memory=0.4, processor=0.2, kernel_seconds=0.01, step_seconds=3.0, row_seconds=0.5
+        matrix=0.5,
+        attention=0.25,
+        memory=0.4,
+        processor=0.2,
+        kernel_seconds=0.01,
+        step_seconds=3.0,
+        row_seconds=0.5,
     )
     device = msgspec.structs.replace(made_up_profile().device, flops=200.0)
     blank = made_up_profile(device=device, host=device, efficiency=known)
@@ -140,7 +169,10 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
     exact = made_up_profile(
         device=device,
         host=device,
-        linear=curve((1, 2, 4, 64, 128, 256), [layer_seconds(costs, tokens) for tokens in (1, 2, 4, 64, 128, 256)]),
+        linear=curve(
+            (1, 2, 4, 64, 128, 256),
+            [layer_seconds(costs, tokens) for tokens in (1, 2, 4, 64, 128, 256)],
+        ),
         decode_attention=grid((1, 2, 4), (10, 100), decode),
         host_attention=grid((1, 2, 4), (10, 100), host),
         prefill_attention=pairs_curve(rate=200 * 0.25),
@@ -149,7 +181,15 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
         engine=curve((1, 11), (1.25, 3.75)),
     )
     found = calibrate(exact)
-    for name in ("matrix", "attention", "memory", "processor", "kernel_seconds", "step_seconds", "row_seconds"):
+    for name in (
+        "matrix",
+        "attention",
+        "memory",
+        "processor",
+        "kernel_seconds",
+        "step_seconds",
+        "row_seconds",
+    ):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.02), name
 
 
@@ -172,6 +212,8 @@ def pairs_curve(rate: float) -> MeasuredCurve:
 def test_what_caches_hold_counts_as_read_at_full_bandwidth() -> None:
     quick = grid((1, 4), (10, 100), lambda batch, context: 1e-6)
     found = calibrate(
-        made_up_profile(decode_attention=quick, host_attention=quick, linear=curve((1, 10), (1e-6, 2e-6)))
+        made_up_profile(
+            decode_attention=quick, host_attention=quick, linear=curve((1, 10), (1e-6, 2e-6))
+        )
     )
     assert (found.memory, found.processor, found.matrix) == (1.0, 1.0, 1.0)

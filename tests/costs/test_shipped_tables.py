@@ -1,4 +1,5 @@
-"""The data files load, every entry says where it is from, and what is wrong in a user's file is named."""
+"""The data files load, every entry says where it is from, and what is wrong in a user's file is
+named."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_every_machine_and_device_loads(name: str) -> None:
 
 def test_every_link_and_processor_is_used() -> None:
     entries = [*TABLES["devices"].values(), *TABLES["machines"].values()]
-    named = {entry.get(key) for entry in entries for key in ("link", "host_link", "network", "processor")}
+    named = {
+        entry.get(key) for entry in entries for key in ("link", "host_link", "network", "processor")
+    }
     assert {*TABLES["links"], *TABLES["processors"]} <= named
 
 
@@ -60,18 +63,34 @@ def test_units() -> None:
 
 def test_memory_is_what_a_driver_gives_and_not_what_is_printed_on_the_card() -> None:
     assert load_machine("t4").device.memory_bytes == 15_843_721_216
-    printed = {"t4": 16, "a10": 24, "l4": 24, "l20": 48, "a100-40": 40, "a100-40-pcie": 40, "a100-80": 80}
+    printed = {
+        "t4": 16,
+        "a10": 24,
+        "l4": 24,
+        "l20": 48,
+        "a100-40": 40,
+        "a100-40-pcie": 40,
+        "a100-80": 80,
+    }
     printed |= {"a100-80-pcie": 80, "a800-80": 80, "h100": 80, "h100-pcie": 80, "h200": 141}
-    shares = {name: load_machine(name).device.memory_bytes / 2**30 / size for name, size in printed.items()}
+    shares = {
+        name: load_machine(name).device.memory_bytes / 2**30 / size
+        for name, size in printed.items()
+    }
     assert all(0.9 < share < 0.995 for share in shares.values()), shares
-    assert {name for name in TABLES["devices"] if not load_machine(name).device.measured} == set(printed)
+    assert {name for name in TABLES["devices"] if not load_machine(name).device.measured} == set(
+        printed
+    )
 
 
 def test_a_file_adds_a_device_or_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(DEVICE)
     assert load_machine(str(path)).device.memory_bandwidth == 3e9
-    path.write_text(DEVICE + '[machines.pair]\ndevice = "toy"\ndevices = 2\nlink = "nvlink4"\nsource = "two of them"\n')
+    path.write_text(
+        DEVICE
+        + '[machines.pair]\ndevice = "toy"\ndevices = 2\nlink = "nvlink4"\nsource = "two of them"\n'
+    )
     machine = load_machine(str(path))
     assert (machine.name, machine.devices_per_node, machine.link.name) == ("pair", 2, "nvlink4")
 
@@ -85,20 +104,31 @@ def test_a_file_adds_a_device_or_a_machine(tmp_path: Path) -> None:
         ),
         (("tflops = 4\n", ""), "devices.toy: Object missing required field `tflops`"),
         (("tflops = 4", "tflops = nan"), "devices.toy: Expected `float` > 0.0 - at `$.tflops`"),
-        (("tflops = 4", "tflops = true"), "devices.toy: Expected `float`, got `bool` - at `$.tflops`"),
+        (
+            ("tflops = 4", "tflops = true"),
+            "devices.toy: Expected `float`, got `bool` - at `$.tflops`",
+        ),
         (('source = "the shelf"', ""), "devices.toy: Object missing required field `source`"),
         (("pcie4-x16", "string"), "there is no links.string; there are network-73gbps, nvlink3"),
-        (("tflops = 4", "tflops = 4\nprice = 5"), "devices.toy: Object contains unknown field `price`"),
+        (
+            ("tflops = 4", "tflops = 4\nprice = 5"),
+            "devices.toy: Object contains unknown field `price`",
+        ),
         (("[devices.toy]", "[gadgets.toy]"), "gadgets is none of the tables devices, links"),
         (("[devices.toy]", "[devices.toy"), "is not TOML"),
-        (("[devices.toy]", "[devices]\nother = 5\n[devices.toy]"), "must describe one machine, or one device, but"),
+        (
+            ("[devices.toy]", "[devices]\nother = 5\n[devices.toy]"),
+            "must describe one machine, or one device, but",
+        ),
         (
             ('source = "the shelf"', 'source = "x"\nmeasured = "yes"'),
             "devices.toy: Expected `bool`, got `str` - at `$.measured`",
         ),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_what_is_wrong_in_a_file_is_named(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(DEVICE.replace(*change))
     with pytest.raises(UsageError) as refusal:
@@ -109,7 +139,9 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, change: tuple[str, str
 def test_a_machine_in_a_file_needs_a_whole_number_of_devices(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[machines.half]\ndevice = "a10"\ndevices = 0.5\nsource = "a wish"\n')
-    with pytest.raises(UsageError, match=r"machines.half: Expected `int`, got `float` - at `\$.devices`"):
+    with pytest.raises(
+        UsageError, match=r"machines.half: Expected `int`, got `float` - at `\$.devices`"
+    ):
         load_machine(str(path))
 
 

@@ -62,7 +62,11 @@ def test_the_cost_model_divides_layers_as_the_engine_does(name: str) -> None:
 
 
 def test_a_split_is_taken_as_it_is() -> None:
-    assert stage_layers(MODEL, 3, (1, 5, 10), divide_layers) == (range(1), range(1, 6), range(6, 16))
+    assert stage_layers(MODEL, 3, (1, 5, 10), divide_layers) == (
+        range(1),
+        range(1, 6),
+        range(6, 16),
+    )
 
 
 def test_one_stage_has_all_layers_and_as_many_stages_as_layers_one_each() -> None:
@@ -78,15 +82,28 @@ def test_the_last_stage_has_fewer_layers_where_the_head_is_large() -> None:
 
 
 def test_layers_that_cost_more_make_a_stage_of_fewer() -> None:
-    moe = MoeConfig(64, 8, MODEL.intermediate_size, normalize_weights=True, sparse_layers=frozenset(range(12, 16)))
+    moe = MoeConfig(
+        64,
+        8,
+        MODEL.intermediate_size,
+        normalize_weights=True,
+        sparse_layers=frozenset(range(12, 16)),
+    )
     sizes = divide_layers(replace(MODEL, vocab_size=1000, moe=moe), 2)
     assert sizes[0] > sizes[1]
     windows = (0,) * 8 + (16,) * 8  # the second half reads fewer keys
-    assert divide_layers(replace(MODEL, vocab_size=1000, layers=LayerDifferences(sliding_windows=windows)), 2)[0] < 8
+    assert (
+        divide_layers(
+            replace(MODEL, vocab_size=1000, layers=LayerDifferences(sliding_windows=windows)), 2
+        )[0]
+        < 8
+    )
 
 
 @pytest.mark.parametrize(("stages", "expected"), [(2, (2, 2)), (3, (1, 1, 2)), (4, (1, 1, 1, 1))])
-def test_of_equal_divisions_the_first_stages_are_the_smaller(stages: int, expected: tuple[int, ...]) -> None:
+def test_of_equal_divisions_the_first_stages_are_the_smaller(
+    stages: int, expected: tuple[int, ...]
+) -> None:
     assert divide([5, 5, 5, 5], stages) == expected
 
 

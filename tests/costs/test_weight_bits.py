@@ -17,12 +17,17 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 def compressed(**settings: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "group_size": 32}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}} | settings
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": weights}},
+    } | settings
 
 
 def bits_of(config: dict[str, Any], layer: int | None, **changes: Any) -> dict[str, Any]:
     model = replace(load_shape("llama-3.1-8b"), **changes)
-    return matrix_bits(replace(model, quantization=Quantization.from_hf(config, "config.json")), layer)
+    return matrix_bits(
+        replace(model, quantization=Quantization.from_hf(config, "config.json")), layer
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,10 +45,16 @@ def bits_of(config: dict[str, Any], layer: int | None, **changes: Any) -> dict[s
         ("lm_head", None, {"embedding"}),
     ],
 )
-def test_modules_that_are_left_alone_are_numbers(ignored: Any, layer: int | None, floats: set[str]) -> None:
+def test_modules_that_are_left_alone_are_numbers(
+    ignored: Any, layer: int | None, floats: set[str]
+) -> None:
     found = bits_of(compressed(ignore=ignored), layer)
     assert {name for name, bits in found.items() if bits == (None,)} == floats
-    assert {bits for name, bits in found.items() if name not in floats} <= {(4.5,), (4.5, 4.5), (4.5, 4.5, 4.5)}
+    assert {bits for name, bits in found.items() if name not in floats} <= {
+        (4.5,),
+        (4.5, 4.5),
+        (4.5, 4.5, 4.5),
+    }
 
 
 def test_zero_points_and_kept_matrices_of_a_method() -> None:
@@ -66,7 +77,9 @@ def test_rounded_weights_are_refused_for_a_quantized_model_and_where_groups_do_n
     }
     assert matrix_bits(model.rounded("int8"), None) == {"embedding": (8.5,), "head": (8.5,)}
     assert matrix_bits(model, 1) == matrix_bits(model, None) == {}
-    with pytest.raises(UsageError, match="--quantization int4: the model is quantized already; leave it out"):
+    with pytest.raises(
+        UsageError, match="--quantization int4: the model is quantized already; leave it out"
+    ):
         model.rounded("int8").rounded("int4")
 
 
@@ -82,10 +95,16 @@ def test_layers_of_unlike_formats_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-31b"])
-def test_a_layer_without_all_of_queries_keys_and_values_has_blocks_for_those_it_has(name: str) -> None:
-    """Layers that share keys and values have queries alone; layers whose values are keys have two blocks."""
+def test_a_layer_without_all_of_queries_keys_and_values_has_blocks_for_those_it_has(
+    name: str,
+) -> None:
+    """Layers that share keys and values have queries alone; layers whose values are keys have two
+    blocks."""
     model = replace(load_shape(name), quantization=Quantization.rounding("int4", on_gpu=False))
     sizes = [len(model.of_layer(layer).qkv_sizes) for layer in range(model.num_layers)]
     assert len({*sizes}) == 2
     assert [len(matrix_bits(model, layer)["qkv"]) for layer in range(model.num_layers)] == sizes
-    assert ModelCounts(model).stage_weight_bytes(0) < ModelCounts(load_shape(name)).stage_weight_bytes(0) / 2
+    assert (
+        ModelCounts(model).stage_weight_bytes(0)
+        < ModelCounts(load_shape(name)).stage_weight_bytes(0) / 2
+    )

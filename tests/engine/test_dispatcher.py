@@ -1,4 +1,5 @@
-"""Several engines that look like one: each request gets what it would get alone, whatever becomes of the others."""
+"""Several engines that look like one: each request gets what it would get alone, whatever becomes
+of the others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,11 +39,14 @@ def engine(executor: Executor | None = None, policy: str = "sarathi", **sizes: A
         make_policy(policy, sizes.pop("token_budget", 16)),
         **{"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_model_len": CONTEXT, **sizes},
     )
-    return Engine(scheduler, executor or MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50)
+    return Engine(
+        scheduler, executor or MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50
+    )
 
 
 class Fleet(Dispatcher):
-    """Over fakes, which never make anybody wait; takes notes of the times until which it would have waited."""
+    """Over fakes, which never make anybody wait; takes notes of the times until which it would have
+    waited."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.waits: list[float | None] = []
@@ -58,7 +62,10 @@ class Fleet(Dispatcher):
         got: dict[tuple[str, int], tuple[list[int], str | None]] = {}
         while self.has_work:
             for update in self.step():
-                got[update.request_id, update.index] = update.sequence.output_tokens, update.sequence.error
+                got[update.request_id, update.index] = (
+                    update.sequence.output_tokens,
+                    update.sequence.error,
+                )
         assert [one.scheduler.table.outstanding for one in self.engines] == [0] * len(self.engines)
         return got
 
@@ -82,7 +89,8 @@ class FailingExecutor(MemoryCheckingExecutor):
         return super().collect(until)
 
 
-# ------------------------------------------------------------------------------------------------- answers
+# -------------------------------------------------------------------------------------------------
+# answers
 
 
 TWO_TOKENS = Request("r0", (1,), SamplingParams(max_tokens=2, ignore_eos=True), seed=0)
@@ -107,7 +115,10 @@ def test_every_request_gets_what_it_would_get_alone(
     policy: str, life: dict, number: int, deaths: frozenset[int]
 ) -> None:
     """Forks, aborts and small pools included; in the first engine workers die."""
-    sizes = {name: life[name] for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "token_budget")}
+    sizes = {
+        name: life[name]
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "token_budget")
+    }
     executors = [
         DyingExecutor(
             life["num_blocks"],
@@ -119,7 +130,12 @@ def test_every_request_gets_what_it_would_get_alone(
         for place in range(number)
     ]
     others = {"pipeline_depth": life["depth"], "async_scheduling": life["async_scheduling"]}
-    fleet = Fleet([engine(one, policy, prefix_caching=life["prefix_caching"], **sizes, **others) for one in executors])
+    fleet = Fleet(
+        [
+            engine(one, policy, prefix_caching=life["prefix_caching"], **sizes, **others)
+            for one in executors
+        ]
+    )
     outputs, reasons = live(fleet, life["arrivals"], fleet.check)
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons, executors[0].losses)
     status = fleet.status
@@ -127,7 +143,8 @@ def test_every_request_gets_what_it_would_get_alone(
     assert status.output_tokens == sum(map(len, outputs.values()))
     first = executors[0]
     assert status.losses == first.reported_losses
-    # A death that comes with the last answer is not reported: without work no engine here is asked for news.
+    # A death that comes with the last answer is not reported: without work no engine here is asked
+    # for news.
     assert bool(first.losses) == bool(first.reported_losses or first.dead)
     assert [one.scheduler.table.outstanding for one in fleet.engines] == [0] * number
 
@@ -137,9 +154,16 @@ def test_workers_that_die_for_good_end_the_requests_of_their_engine_alone() -> N
     for number in range(6):
         fleet.add(request(f"r{number}"))
     got = fleet.run()
-    assert sorted(key for key, (_, error) in got.items() if error == FAILED) == [("r0", 0), ("r2", 0), ("r4", 0)]
+    assert sorted(key for key, (_, error) in got.items() if error == FAILED) == [
+        ("r0", 0),
+        ("r2", 0),
+        ("r4", 0),
+    ]
     for name in ("r1", "r3", "r5"):
-        assert got[name, 0] == (expected_tokens(request(name), index=0, max_model_len=CONTEXT)[0], None)
+        assert got[name, 0] == (
+            expected_tokens(request(name), index=0, max_model_len=CONTEXT)[0],
+            None,
+        )
     assert fleet.failure is None and [one.failure for one in fleet.engines] == [FAILED, None]
     fleet.add(request("later"))
     fleet.add(request("last"))
@@ -174,7 +198,8 @@ def test_a_step_that_fails_ends_what_is_in_flight_there_and_nothing_else() -> No
     assert fleet.failure is None
 
 
-# ------------------------------------------------------------------------------------------------- routing
+# -------------------------------------------------------------------------------------------------
+# routing
 
 
 def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:
@@ -222,15 +247,26 @@ def test_what_can_never_run_is_refused_and_not_counted() -> None:
         fleet.add(Request("bad", (99,), SamplingParams(), seed=0))
     with pytest.raises(UsageError):
         fleet.add(request("long", CONTEXT + 1))
-    assert not fleet.has_work and [one.scheduler.table.outstanding for one in fleet.engines] == [0, 0]
+    assert not fleet.has_work and [one.scheduler.table.outstanding for one in fleet.engines] == [
+        0,
+        0,
+    ]
 
 
 def test_a_simulated_fleet_routes_as_a_real_one_does() -> None:
     times = LinearTimes(num_stages=2, step=0.01, decode=0.0003, prompt_token=0.0002)
-    workload = list(Workload(poisson_arrivals(25.0, seed=3), lognormal_lengths(150, 50, 1.2, 1.0, seed=4), 150))
+    workload = list(
+        Workload(poisson_arrivals(25.0, seed=3), lognormal_lengths(150, 50, 1.2, 1.0, seed=4), 150)
+    )
     sizes = {"num_blocks": 300, "block_size": 16}
     simulated = simulate(
-        make_policy("throttling", 256), times, workload, **sizes, max_num_seqs=64, replicas=3, router="least-tokens"
+        make_policy("throttling", 256),
+        times,
+        workload,
+        **sizes,
+        max_num_seqs=64,
+        replicas=3,
+        router="least-tokens",
     )
     engines = [
         engine(
@@ -253,14 +289,19 @@ def test_a_simulated_fleet_routes_as_a_real_one_does() -> None:
                 one.step(arrival.arrival_time)
         before = [one.scheduler.table.outstanding for one in engines]
         fleet.add(arrival)
-        chosen = next(place for place, one in enumerate(engines) if one.scheduler.table.outstanding != before[place])
+        chosen = next(
+            place
+            for place, one in enumerate(engines)
+            if one.scheduler.table.outstanding != before[place]
+        )
         routed[chosen][0] += 1
         routed[chosen][1] += len(arrival.prompt)
     assert routed == [[replica.requests, replica.input_tokens] for replica in simulated.replicas]
     assert min(requests for requests, _ in routed) > 30
 
 
-# ------------------------------------------------------------------------------------------------ waiting
+# ------------------------------------------------------------------------------------------------
+# waiting
 
 
 def test_it_waits_for_news_and_for_nothing_else() -> None:
@@ -289,7 +330,10 @@ def test_all_engines_are_closed_even_if_one_complains() -> None:
             super().close()
             raise RuntimeFailure("the trace is not complete")
 
-    executors = [kind(NUM_BLOCKS, BLOCK_SIZE) for kind in (MemoryCheckingExecutor, Complaining, MemoryCheckingExecutor)]
+    executors = [
+        kind(NUM_BLOCKS, BLOCK_SIZE)
+        for kind in (MemoryCheckingExecutor, Complaining, MemoryCheckingExecutor)
+    ]
     with pytest.raises(RuntimeFailure, match="the trace is not complete"):
         Fleet([engine(one) for one in executors]).close()
     assert [one.closed for one in executors] == [True] * 3

@@ -1,4 +1,5 @@
-"""What may be wrong with a machine: the answer is the same, there is one notice at most, and nothing crashes.
+"""What may be wrong with a machine: the answer is the same, there is one notice at most, and
+nothing crashes.
 
 Each fault is brought about for a process of its own, ``nanoserve generate`` with the bundled model.
 `tests/triton_ops/test_cpu_build.py` brings the compiler's faults about without one.
@@ -39,8 +40,11 @@ def story(storyteller: LLM) -> str:
 
 
 def answer(*, core: int | None = None, **environment: str | None) -> tuple[str, list[str]]:
-    """What ``nanoserve generate`` prints, and its notices, with variables changed (None: not set at all)."""
-    variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    """What ``nanoserve generate`` prints, and its notices, with variables changed (None: not set at
+    all)."""
+    variables = {
+        name: value for name, value in (os.environ | environment).items() if value is not None
+    }
     words = ["cli.py", "generate", PROMPT, "-n", str(TOKENS), "-t", "0", "--dtype", "float32"]
     words += ["--kv-cache-memory", "16MiB"]
     done = subprocess.run(
@@ -53,8 +57,11 @@ def answer(*, core: int | None = None, **environment: str | None) -> tuple[str, 
         preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
     )
     assert done.returncode == 0, done.stderr
-    how_far = re.compile(r": \d+%, about \S+ left$")  # said where loading takes long, which is no fault
-    return done.stdout.removesuffix("\n"), [line for line in done.stderr.splitlines() if not how_far.search(line)]
+    # said where loading takes long, which is no fault
+    how_far = re.compile(r": \d+%, about \S+ left$")
+    return done.stdout.removesuffix("\n"), [
+        line for line in done.stderr.splitlines() if not how_far.search(line)
+    ]
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -115,7 +122,9 @@ def test_a_cache_that_was_built_for_another_instruction_set(tmp_path: Path, stor
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here"
+)
 @pytest.mark.parametrize("threads", [None, "4"])
 def test_one_core_only(story: str, threads: str | None) -> None:
     text, notices = answer(core=min(os.sched_getaffinity(0)), OMP_NUM_THREADS=threads)
@@ -126,7 +135,10 @@ def test_one_core_only(story: str, threads: str | None) -> None:
 @contextmanager
 def busy_neighbours() -> Iterator[None]:
     """Every core has a process that never rests."""
-    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    neighbours = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
     try:
         yield
     finally:

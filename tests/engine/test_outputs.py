@@ -44,7 +44,9 @@ class _Life:
         self.request = Request("r", _ids("prompt"), params, seed=0, end_tokens=(0,))
         self.tracker = RequestTracker(self.request, tokenizer, prompt="prompt")
         self.now = 0.0
-        self.sequence = Sequence(0, self.request, 0, list(self.request.prompt), status=Status.DECODE)
+        self.sequence = Sequence(
+            0, self.request, 0, list(self.request.prompt), status=Status.DECODE
+        )
 
     def feed(self, *tokens: int, finish: FinishReason | None = None) -> bool:
         for token in tokens:
@@ -113,7 +115,9 @@ def test_deltas_add_up_to_the_whole() -> None:
     deltas.append(life.tracker.delta())
     assert [delta.outputs[0].text for delta in deltas] == ["ab", "c", ""]
     whole = life.whole().outputs[0]
-    assert sum((delta.outputs[0].token_ids for delta in deltas), ()) == whole.token_ids == (1, 2, 3, 0)
+    assert (
+        sum((delta.outputs[0].token_ids for delta in deltas), ()) == whole.token_ids == (1, 2, 3, 0)
+    )
     assert sum((delta.outputs[0].logprobs or () for delta in deltas), ()) == whole.logprobs
     assert deltas[-1].finished and deltas[-1].outputs[0].finish_reason == "stop"
     assert not any(delta.finished for delta in deltas[:-1])

@@ -1,4 +1,5 @@
-"""Graphs without a GPU: like CUDA's, they read and write the very tensors that they were recorded with."""
+"""Graphs without a GPU: like CUDA's, they read and write the very tensors that they were recorded
+with."""
 
 from collections.abc import Callable
 

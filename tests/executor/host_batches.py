@@ -1,4 +1,5 @@
-"""Host sequences with one new token each, whose key and value are not in the pool yet, and their attention."""
+"""Host sequences with one new token each, whose key and value are not in the pool yet, and their
+attention."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class HostBatch:
     """One layer's pool and rows.
 
     Attributes:
-        written: keys and values as the pool must hold them when the new ones are in it; poison where nothing belongs.
+        written: keys and values as the pool must hold them when the new ones are in it; poison
+            where nothing belongs.
         expected: [n, num_heads * head_dim], float64.
     """
 
@@ -49,7 +51,8 @@ def host_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> HostBatch:
-    """Queries, keys and values are parts of one tensor, as a layer's fused projection gives them."""
+    """Queries, keys and values are parts of one tensor, as a layer's fused projection gives
+    them."""
     config = replace(
         small_config(),
         num_heads=num_heads,
@@ -69,7 +72,10 @@ def host_batch(
     expected = reference(batch, head_dim**-0.5, window)
     written = batch.key_cache.clone(), batch.value_cache.clone()
     last = torch.tensor(contexts) - 1
-    blocks, offsets = batch.block_tables[range(len(contexts)), last // block_size].long(), last % block_size
+    blocks, offsets = (
+        batch.block_tables[range(len(contexts)), last // block_size].long(),
+        last % block_size,
+    )
     slots = blocks * block_size + offsets
     new_keys, new_values = (cache[blocks, :, offsets] for cache in written)
     for cache in (batch.key_cache, batch.value_cache):

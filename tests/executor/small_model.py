@@ -81,7 +81,8 @@ def local_executor(
     layers: LayerRunner | None = None,
     **settings: Any,
 ) -> LocalExecutor:
-    """A LocalExecutor on the CPU with the mechanisms that are asked for; settings as for `Stage.build`."""
+    """A LocalExecutor on the CPU with the mechanisms that are asked for; settings as for
+    `Stage.build`."""
     mechanisms = list[Mechanism]()
     if host_pool is not None:
         part = host_pool.part(decoder.shard)

@@ -1,4 +1,5 @@
-"""Settings of a batch as the sampler gets them, moved to the CPU at once, and logits as penalties leave them."""
+"""Settings of a batch as the sampler gets them, moved to the CPU at once, and logits as penalties
+leave them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ def sampling_rows(states: Sequence[SamplingState], positions: Sequence[int]) -> 
 def penalized(
     params: SamplingParams, logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int]
 ) -> list[float]:
-    """Logits [V] after the penalties, counted anew: repetition as in CTRL, the others as OpenAI's API has them."""
+    """Logits [V] after the penalties, counted anew: repetition as in CTRL, the others as OpenAI's
+    API has them."""
     values = logits.tolist()
     for token in {*prompt, *output}:
         factor = params.repetition_penalty

@@ -8,14 +8,26 @@ import msgspec
 import pytest
 import torch
 
-from nanoserve.config.model_parts import AttentionConfig, LayerDifferences, MoeConfig, NormConfig, RopeConfig
+from nanoserve.config.model_parts import (
+    AttentionConfig,
+    LayerDifferences,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+)
 from nanoserve.executor.compile.aot_build import layer_kind
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
-from tests.executor.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
+from tests.executor.small_model import (
+    LayersRunBy,
+    dense_greedy,
+    local_executor,
+    small_config,
+    small_decoder,
+)
 from triton_ops.cpu import cpu_operators
 from triton_ops.cpu.building import content_hash
 
@@ -32,7 +44,9 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 
 def compiled_layers(decoder: Decoder, *, with_pieces: bool = False) -> LayerRunner:
-    return LayerRunner.ahead_of_time(decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces)
+    return LayerRunner.ahead_of_time(
+        decoder, block_size=4, operators=cpu_operators(), with_pieces=with_pieces
+    )
 
 
 def greedy(decoder: Decoder, layers: LayerRunner) -> list[int]:
@@ -41,7 +55,9 @@ def greedy(decoder: Decoder, layers: LayerRunner) -> list[int]:
 
 
 def greedy_in_pieces(decoder: Decoder, layers: LayerRunner) -> list[int]:
-    return greedy_of(local_executor(decoder, num_blocks=2, block_size=4, layers=LayersRunBy(layers.in_pieces)))
+    return greedy_of(
+        local_executor(decoder, num_blocks=2, block_size=4, layers=LayersRunBy(layers.in_pieces))
+    )
 
 
 def greedy_of(executor: LocalExecutor) -> list[int]:
@@ -50,7 +66,9 @@ def greedy_of(executor: LocalExecutor) -> list[int]:
     for step in range(3):
         start = 0 if step == 0 else len(tokens) - 1
         blocks = (0, 1) if step == 0 else ()
-        executor.submit(StepPlan(step, begin=begins[step:], rows=(Row(1, start, tokens[start:], True, blocks),)))
+        executor.submit(
+            StepPlan(step, begin=begins[step:], rows=(Row(1, start, tokens[start:], True, blocks),))
+        )
         (result,) = executor.collect(None)
         tokens += result.answers[0].tokens
     return list(tokens[len(PROMPT) :])
@@ -76,18 +94,24 @@ def test_a_compiler_that_fails(
     assert layers.pending
     layers.wait()
     assert not layers.loaded and not layers.pending
-    assert len(notices(caplog)) == 1 and notices(caplog)[0].startswith("nanoserve: layers run uncompiled")
+    assert len(notices(caplog)) == 1 and notices(caplog)[0].startswith(
+        "nanoserve: layers run uncompiled"
+    )
     assert greedy(decoder, layers) == dense_greedy(decoder, PROMPT, 3)
     compiled_layers(decoder).start()
     assert "again if you delete" in notices(caplog)[1]
 
 
-def test_a_library_that_does_not_load(decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_does_not_load(
+    decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     layers = compiled_layers(decoder)
     (library,) = layers.libraries
     nonsense = tmp_path / "nonsense"
     nonsense.write_text("no library")
-    nonsense.rename(Path(library.shelf.directory) / f"{library.shelf.key}-{content_hash(nonsense)}.so")
+    nonsense.rename(
+        Path(library.shelf.directory) / f"{library.shelf.key}-{content_hash(nonsense)}.so"
+    )
     layers = compiled_layers(decoder)
     layers.start()
     assert not layers.loaded and not layers.pending
@@ -96,7 +120,10 @@ def test_a_library_that_does_not_load(decoder: Decoder, tmp_path: Path, caplog: 
 
 
 def test_a_cache_folder_that_cannot_be_made(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: Decoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -127,7 +154,11 @@ def test_a_library_belongs_to_a_kind_of_layer_and_a_number_of_threads(decoder: D
 
 def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> None:
     layers = compiled_layers(decoder, with_pieces=True)
-    assert [library.shelf.kind.part for library in layers.libraries] == ["layer", "pre_attention", "post_attention"]
+    assert [library.shelf.kind.part for library in layers.libraries] == [
+        "layer",
+        "pre_attention",
+        "post_attention",
+    ]
     assert len(keys_of(layers)) == 3
     assert keys_of(compiled_layers(decoder)) < keys_of(layers)
     assert [library.shelf.kind.part for library in compiled_layers(decoder).libraries] == ["layer"]
@@ -135,9 +166,15 @@ def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> Non
 
 def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
     def keys(block_size: int, *windows: int) -> set[str]:
-        changed = small_decoder(replace(decoder.config, layers=LayerDifferences(sliding_windows=windows)))
-        layers = LayerRunner.ahead_of_time(changed, block_size=block_size, operators=cpu_operators(), with_pieces=True)
-        return {library.shelf.key for library in layers.libraries if library.shelf.kind.part != "layer"}
+        changed = small_decoder(
+            replace(decoder.config, layers=LayerDifferences(sliding_windows=windows))
+        )
+        layers = LayerRunner.ahead_of_time(
+            changed, block_size=block_size, operators=cpu_operators(), with_pieces=True
+        )
+        return {
+            library.shelf.key for library in layers.libraries if library.shelf.kind.part != "layer"
+        }
 
     assert len(keys(4, 0, 7)) == 2 and keys(4, 0, 7) == keys(16, 5, 0)
 

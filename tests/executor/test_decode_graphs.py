@@ -1,10 +1,17 @@
-"""Decode steps that are padded to a bucket and replayed give what they give plainly; all others do run plainly."""
+"""Decode steps that are padded to a bucket and replayed give what they give plainly; all others do
+run plainly."""
 
 import pytest
 import torch
 
 from nanoserve.executor.drafting.features import FeatureCache, FeaturePass
-from nanoserve.executor.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill, graph_sizes
+from nanoserve.executor.step.decode_graphs import (
+    DecodeGraphs,
+    StaticInputs,
+    bucket_sizes,
+    fill,
+    graph_sizes,
+)
 from nanoserve.executor.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -33,7 +40,10 @@ def test_buckets_reach_up_to_what_may_run(max_num_seqs: int, sizes: tuple[int, .
 def random_caches(decoder: Decoder) -> Caches:
     config, generator = decoder.config, torch.Generator().manual_seed(5)
     shape = (NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    keys, values = ([torch.randn(shape, generator=generator) for _ in range(config.num_layers)] for _ in range(2))
+    keys, values = (
+        [torch.randn(shape, generator=generator) for _ in range(config.num_layers)]
+        for _ in range(2)
+    )
     return Caches(keys, values)
 
 
@@ -65,7 +75,8 @@ def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> Step
             block_tables=tables.int(),
             query_starts=torch.arange(rows + 1, dtype=torch.int32),
             context_lengths=contexts.int(),
-            slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+            slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE
+            + last % BLOCK_SIZE,
         ),
         longest=1,
     )
@@ -86,7 +97,9 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
     for cache in (*caches.keys, *caches.values, *plain_caches.keys, *plain_caches.values):
         cache[0] = torch.nan  # what padding reads is nobody's business
     buckets, recorder = bucket_sizes(11), FakeRecorder()
-    static = StaticInputs(graph_sizes(buckets, draft_tokens=False), most_blocks=MOST_BLOCKS, device=CPU)
+    static = StaticInputs(
+        graph_sizes(buckets, draft_tokens=False), most_blocks=MOST_BLOCKS, device=CPU
+    )
     features, plain_features = feature_cache(decoder), feature_cache(decoder)
     graphs = DecodeGraphs(FeaturePass(decoder, caches, DecoderLayer.__call__, features), static)
     graphs.capture(recorder)
@@ -104,7 +117,9 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
             torch.testing.assert_close(kept, plain_features.read(step.batch.slot_mapping))
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     torch.testing.assert_close(features.read(slots), plain_features.read(slots))
-    for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
+    for ours, theirs in zip(
+        (*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
@@ -117,15 +132,21 @@ def test_padding_is_ignored_whatever_it_computes() -> None:
     assert bucket.batch.slot_mapping.tolist()[3:] == [-1]
     assert bucket.batch.context_lengths.tolist()[3:] == [1]
     assert bucket.batch.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert 0 <= int(bucket.batch.block_tables[3, 0]) < NUM_BLOCKS and 0 <= int(bucket.token_ids[3]) < VOCAB_SIZE
+    assert (
+        0 <= int(bucket.batch.block_tables[3, 0]) < NUM_BLOCKS
+        and 0 <= int(bucket.token_ids[3]) < VOCAB_SIZE
+    )
 
 
 def test_all_other_steps_run_plainly() -> None:
-    """More tokens than rows, more rows than the largest bucket, more blocks than a sequence was to have."""
+    """More tokens than rows, more rows than the largest bucket, more blocks than a sequence was to
+    have."""
     decoder = small_decoder()
     caches, recorder = random_caches(decoder), FakeRecorder()
     forward = ForwardPass(decoder, caches)
-    graphs = DecodeGraphs(forward, StaticInputs([(1, 1), (2, 1)], most_blocks=MOST_BLOCKS, device=CPU))
+    graphs = DecodeGraphs(
+        forward, StaticInputs([(1, 1), (2, 1)], most_blocks=MOST_BLOCKS, device=CPU)
+    )
     graphs.capture(recorder)
     prompt = StepInputs(
         token_ids=torch.arange(6),
@@ -142,7 +163,10 @@ def test_all_other_steps_run_plainly() -> None:
         long = next(
             step
             for seed in range(100)
-            if (step := decode_step(2, seed, most_blocks=MOST_BLOCKS + 1)).batch.block_tables.shape[1] > MOST_BLOCKS
+            if (step := decode_step(2, seed, most_blocks=MOST_BLOCKS + 1)).batch.block_tables.shape[
+                1
+            ]
+            > MOST_BLOCKS
         )
         for step in (prompt, decode_step(3, seed=0), long):
             torch.testing.assert_close(graphs(step), forward(step))
@@ -159,12 +183,20 @@ def test_capturing_tells_how_far_it_is() -> None:
 
 
 def test_rows_with_draft_tokens_are_padded_behind() -> None:
-    """Rows of 1 to 8 tokens, a prompt's first ones among them, equal the plain step, and write nothing else."""
+    """Rows of 1 to 8 tokens, a prompt's first ones among them, equal the plain step, and write
+    nothing else."""
     decoder = small_decoder(small_config(sliding_window=6))
     caches, plain_caches = random_caches(decoder), random_caches(decoder)
     recorder, sizes = FakeRecorder(), graph_sizes(bucket_sizes(3), draft_tokens=True)
-    assert sizes == [(1, 1), (2, 1), (3, 1), *((rows, width) for width in (2, 4, 8) for rows in (1, 2, 3))]
-    graphs = DecodeGraphs(ForwardPass(decoder, caches), StaticInputs(sizes, most_blocks=MOST_BLOCKS, device=CPU))
+    assert sizes == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        *((rows, width) for width in (2, 4, 8) for rows in (1, 2, 3)),
+    ]
+    graphs = DecodeGraphs(
+        ForwardPass(decoder, caches), StaticInputs(sizes, most_blocks=MOST_BLOCKS, device=CPU)
+    )
     graphs.capture(recorder)
     plain = ForwardPass(decoder, plain_caches)
     with torch.inference_mode():
@@ -178,7 +210,9 @@ def test_rows_with_draft_tokens_are_padded_behind() -> None:
             step = drafting_step(lengths, contexts)
             torch.testing.assert_close(graphs(step), plain(step))
             assert recorder.replayed[-1] == replayed
-    for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
+    for ours, theirs in zip(
+        (*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -186,8 +220,15 @@ def drafting_step(lengths: tuple[int, ...], contexts: tuple[int, ...]) -> StepIn
     """Rows that end so many tokens at these contexts, in blocks of their own."""
     rows = range(len(lengths))
     tables = [[1 + MOST_BLOCKS * row + block for block in range(MOST_BLOCKS)] for row in rows]
-    where = [(row, position) for row in rows for position in range(contexts[row] - lengths[row], contexts[row])]
-    slots = [tables[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in where]
+    where = [
+        (row, position)
+        for row in rows
+        for position in range(contexts[row] - lengths[row], contexts[row])
+    ]
+    slots = [
+        tables[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for row, position in where
+    ]
     starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
     return StepInputs(
         token_ids=torch.tensor([(7 * row + position) % VOCAB_SIZE for row, position in where]),

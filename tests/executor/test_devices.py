@@ -11,13 +11,19 @@ import torch
 from nanoserve import LLM
 from nanoserve.commands.main import describe
 from nanoserve.errors import UsageError
-from nanoserve.executor.start.model_loading import check_model, usable_device, use_writable_triton_cache
+from nanoserve.executor.start.model_loading import (
+    check_model,
+    usable_device,
+    use_writable_triton_cache,
+)
 from tests.executor.small_model import small_config
 
 GPU = torch.device("cuda", 0)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *, gpus: int, capability: tuple[int, int] = (9, 0)) -> None:
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, *, gpus: int, capability: tuple[int, int] = (9, 0)
+) -> None:
     """A CUDA build of torch on a machine with so many GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -44,12 +50,18 @@ def test_devices_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "cuda:-1", "mps", "meta"])
 def test_unknown_names(name: str) -> None:
-    assert refusal(name) == f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU"
+    assert (
+        refusal(name)
+        == f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU"
+    )
 
 
 def test_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "was built without CUDA; install a CUDA build of torch, or choose --device cpu" in refusal("cuda")
+    assert (
+        "was built without CUDA; install a CUDA build of torch, or choose --device cpu"
+        in refusal("cuda")
+    )
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +80,9 @@ def test_a_number_beyond_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, gpus=1, capability=(7, 5))
-    assert "Tesla V100 is too old, its compute capability is 7.5 and 8.0 is needed" in refusal("cuda")
+    assert "Tesla V100 is too old, its compute capability is 7.5 and 8.0 is needed" in refusal(
+        "cuda"
+    )
 
 
 def test_an_engine_says_so_before_it_loads_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +91,8 @@ def test_an_engine_says_so_before_it_loads_anything(monkeypatch: pytest.MonkeyPa
         LLM(device="cuda")
 
 
-# ------------------------------------------------------------------------------------------ what the operators take
+# ------------------------------------------------------------------------------------------ what
+# the operators take
 
 
 def model_refusal(
@@ -98,27 +113,40 @@ def model_refusal(
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int) -> None:
     for group in (1, 7, 16):
-        assert model_refusal(monkeypatch, head_dim=head_dim, block_size=block_size, group=group) == set()
+        assert (
+            model_refusal(monkeypatch, head_dim=head_dim, block_size=block_size, group=group)
+            == set()
+        )
 
 
 def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (heads,) = model_refusal(monkeypatch, head_dim=48)
-    assert heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 48, only 32, 64,") and "CPU" in heads
+    assert (
+        heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 48, only 32, 64,")
+        and "CPU" in heads
+    )
     (blocks,) = model_refusal(monkeypatch, block_size=24)
-    assert blocks.startswith("--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;")
+    assert blocks.startswith(
+        "--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;"
+    )
     (wide,) = model_refusal(monkeypatch, head_dim=512)  # in float32
-    assert wide.startswith("--device cuda:0: attention on a GPU takes heads of 512 in 16 bits only;")
+    assert wide.startswith(
+        "--device cuda:0: attention on a GPU takes heads of 512 in 16 bits only;"
+    )
     assert model_refusal(monkeypatch, group=17) == set()
 
 
-# ------------------------------------------------------------------------------------------------- Triton's cache
+# -------------------------------------------------------------------------------------------------
+# Triton's cache
 
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_cache_folder_that_can_be_written_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_folder_that_can_be_written_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for environment in ({"HOME": str(tmp_path)}, {"TRITON_CACHE_DIR": str(tmp_path / "own")}):
         before = dict(environment)
         use_writable_triton_cache(environment)
@@ -127,7 +155,9 @@ def test_a_cache_folder_that_can_be_written_is_kept(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("place", ["file", "/proc"])
-def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
+def test_a_cache_folder_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
     """A file where the folder should be, and a file system in which not even root makes folders."""
     (tmp_path / "file").write_text("")
     environment = {"TRITON_CACHE_DIR": str(tmp_path / place)}

@@ -1,5 +1,6 @@
-"""Heads at work: what they draft in an engine is what they draft from dense passes over what is known, one sequence at
-a time, however prompts are cut, shared and preempted; and the answers are those of plain decoding."""
+"""Heads at work: what they draft in an engine is what they draft from dense passes over what is
+known, one sequence at a time, however prompts are cut, shared and preempted; and the answers are
+those of plain decoding."""
 
 import json
 import shutil
@@ -67,7 +68,8 @@ def write_head(kind: str, target: Decoder, directory: Path) -> Path:
         fields = {"medusa_num_heads": 4, "medusa_num_layers": 1}
     scale = config.hidden_size**-0.5
     tensors = {
-        part.name: torch.randn(part.shape) * scale + (1.0 if len(part.shape) == 1 else 0.0) for part in head.parts()
+        part.name: torch.randn(part.shape) * scale + (1.0 if len(part.shape) == 1 else 0.0)
+        for part in head.parts()
     }
     (directory / "config.json").write_text(json.dumps(fields))
     save_file(tensors | extra, directory / "model.safetensors")
@@ -76,8 +78,8 @@ def write_head(kind: str, target: Decoder, directory: Path) -> Path:
 
 @dataclass
 class Watched:
-    """A drafter whose draft tokens are noted, and in whose place those are given that plain decoding answers, some
-    wrong."""
+    """A drafter whose draft tokens are noted, and in whose place those are given that plain
+    decoding answers, some wrong."""
 
     inner: Drafter
     answers: list[tuple[int, ...]]
@@ -99,7 +101,9 @@ class Watched:
     def _given(self, known: tuple[int, ...], count: int) -> list[int]:
         whole = next((one for one in self.answers if one[: len(known)] == known), known)
         right = whole[len(known) : len(known) + count]
-        return [(token + ((len(known) + place) % 5 == 0)) % 4096 for place, token in enumerate(right)]
+        return [
+            (token + ((len(known) + place) % 5 == 0)) % 4096 for place, token in enumerate(right)
+        ]
 
 
 def features_of(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> Tensor:
@@ -115,11 +119,17 @@ def features_of(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> Tenso
 
 
 def drawn(logits: Tensor, state: SamplingState, position: int) -> int:
-    return int(sample(logits, SamplingRows.stage([state], [position], Staging(torch.device("cpu")))).tokens)
+    return int(
+        sample(logits, SamplingRows.stage([state], [position], Staging(torch.device("cpu")))).tokens
+    )
 
 
 def dense_draft_tokens(
-    target: Decoder, head: EagleHead | MedusaHeads, known: tuple[int, ...], state: SamplingState, count: int
+    target: Decoder,
+    head: EagleHead | MedusaHeads,
+    known: tuple[int, ...],
+    state: SamplingState,
+    count: int,
 ) -> list[int]:
     """What a head drafts to follow these tokens, by its paper."""
     tokens, draft_tokens = torch.tensor(known), list[int]()
@@ -129,8 +139,12 @@ def dense_draft_tokens(
     features = head.fuse(features_of(target, tokens[:-1], head.feature_layers))
     for _ in range(count):
         pairs = head.pair(torch.tensor([*known[1:], *draft_tokens]), features)
-        hidden = head(pairs, torch.arange(len(pairs)), DenseCausalAttention(head.config, 1, len(pairs)))[-1:]
-        draft_tokens.append(drawn(head.compute_logits(hidden), state, len(known) + len(draft_tokens)))
+        hidden = head(
+            pairs, torch.arange(len(pairs)), DenseCausalAttention(head.config, 1, len(pairs))
+        )[-1:]
+        draft_tokens.append(
+            drawn(head.compute_logits(hidden), state, len(known) + len(draft_tokens))
+        )
         features = torch.cat((features, hidden))
     return draft_tokens
 
@@ -144,7 +158,9 @@ def _sequences(outputs: list[nanoserve.RequestOutput]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_drafts_what_it_does_over_dense_passes(kind: str, plain: nanoserve.LLM, heads: dict[str, Path]) -> None:
+def test_a_head_drafts_what_it_does_over_dense_passes(
+    kind: str, plain: nanoserve.LLM, heads: dict[str, Path]
+) -> None:
     memory = 2**20 if kind != "medusa" else 3 * 2**18  # so that sequences are preempted
     small = {"kv_cache_memory": memory, "max_model_len": 96, "max_num_batched_tokens": 24}
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **small, **SETTING) as speculating:
@@ -160,7 +176,9 @@ def test_a_head_drafts_what_it_does_over_dense_passes(kind: str, plain: nanoserv
             assert _facts(speculating.generate(PROMPTS, SETTINGS[name])) == _facts(outputs), name
             with torch.inference_mode():
                 for known, state, found in watched.noted[:: max(1, len(watched.noted) // 6)]:
-                    assert found == dense_draft_tokens(runner.decoder, head, known, state, len(found)), (
+                    assert found == dense_draft_tokens(
+                        runner.decoder, head, known, state, len(found)
+                    ), (
                         name,
                         len(known),
                     )
@@ -176,7 +194,9 @@ def test_answers_end_at_the_context_and_are_those_without_a_head(
     prompts = [prompt + " one two three" for prompt in PROMPTS]
     with (
         nanoserve.LLM(max_model_len=32, **SETTING) as short,
-        nanoserve.LLM(speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING) as speculating,
+        nanoserve.LLM(
+            speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING
+        ) as speculating,
     ):
         speculating.engine.scheduler.predictors = ()
         outputs = short.generate(prompts, params)
@@ -199,10 +219,17 @@ def test_features_are_read_where_they_were_written_and_padding_writes_none() -> 
     with torch.inference_mode():
         cache.write(torch.tensor([3, SKIPPED_SLOT, 2]), torch.tensor([[1.0, 2], [9, 9], [3, 4]]))
         cache.copy(torch.tensor([[1, 0]]))
-        assert cache.read(torch.arange(6)).tolist() == [[3, 4], [1, 2], [3, 4], [1, 2], [0, 0], [0, 0]]
+        assert cache.read(torch.arange(6)).tolist() == [
+            [3, 4],
+            [1, 2],
+            [3, 4],
+            [1, 2],
+            [0, 0],
+            [0, 0],
+        ]
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,10 +238,14 @@ def test_a_head_whose_logits_are_not_numbers_is_asked_once(
 ) -> None:
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **SETTING) as speculating:
         drafter = mechanism_of(speculating.engine.executor, Drafting).drafter
-        for parameter in (drafter._heads if kind == "medusa" else drafter._decoder.layers).parameters():
+        for parameter in (
+            drafter._heads if kind == "medusa" else drafter._decoder.layers
+        ).parameters():
             parameter.fill_(torch.nan)
         params = SETTINGS["random"]
-        assert _facts(speculating.generate(PROMPTS[:1], params)) == _facts(plain.generate(PROMPTS[:1], params))
+        assert _facts(speculating.generate(PROMPTS[:1], params)) == _facts(
+            plain.generate(PROMPTS[:1], params)
+        )
     (told,) = [record.message for record in caplog.records if "drafted" in record.message]
     assert told == "nanoserve: nothing is drafted any more: the drafter's logits are not numbers"
 
@@ -226,15 +257,26 @@ def refusal(speculate: str, **settings: object) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_head_of_this_model_is_refused_in_one_line(heads: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_head_of_this_model_is_refused_in_one_line(
+    heads: dict[str, Path], tmp_path: Path
+) -> None:
     for kind in ("eagle", "medusa"):
         assert "none of ngram, draft:MODEL, eagle:PATH, medusa:PATH, auto" in refusal(kind)
         nowhere = f"{kind}:{tmp_path / 'nowhere'}"
-        assert refusal(nowhere) == f"--speculate {nowhere}: no {tmp_path}/nowhere/config.json; name a head's directory"
-        assert "no weights found" in refusal(f"{kind}:{copied(heads[kind], tmp_path / kind, weights=False)}")
+        assert (
+            refusal(nowhere)
+            == f"--speculate {nowhere}: no {tmp_path}/nowhere/config.json; name a head's directory"
+        )
+        assert "no weights found" in refusal(
+            f"{kind}:{copied(heads[kind], tmp_path / kind, weights=False)}"
+        )
         (tmp_path / kind / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-        assert "which are not read; convert them to safetensors" in refusal(f"{kind}:{tmp_path / kind}")
-    assert "the head has hidden_size 256, the model" in refusal(f"eagle:{heads['eagle']}", model="storyteller-draft")
+        assert "which are not read; convert them to safetensors" in refusal(
+            f"{kind}:{tmp_path / kind}"
+        )
+    assert "the head has hidden_size 256, the model" in refusal(
+        f"eagle:{heads['eagle']}", model="storyteller-draft"
+    )
     assert "has shape" in refusal(f"medusa:{heads['medusa']}", model="storyteller-draft")
 
 
@@ -261,30 +303,43 @@ def test_a_drafter_with_other_tokens_of_the_same_number_is_refused(
 
 
 def test_a_drafter_that_does_not_fit_beside_the_cache_is_refused(heads: dict[str, Path]) -> None:
-    decoder, config = load_decoder(resolve_model(None), EngineConfig(dtype="float32"), torch.device("cpu"), None)
+    decoder, config = load_decoder(
+        resolve_model(None), EngineConfig(dtype="float32"), torch.device("cpu"), None
+    )
     for kind in ("draft", "eagle", "medusa"):
-        settings = EngineConfig(dtype="float32", eager=True, speculate=f"{kind}:{heads.get(kind, 'storyteller-draft')}")
+        settings = EngineConfig(
+            dtype="float32", eager=True, speculate=f"{kind}:{heads.get(kind, 'storyteller-draft')}"
+        )
         start = load_drafter(settings, resolve_model(None), decoder)
-        with pytest.raises(RuntimeFailure, match="lower --kv-cache-memory, or leave --speculate out") as caught:
+        with pytest.raises(
+            RuntimeFailure, match="lower --kv-cache-memory, or leave --speculate out"
+        ) as caught:
             start.build(2**40 // start.block_bytes)
         assert f"the 1024.0 GiB of --speculate {kind}:" in str(caught.value)
-    # What it takes counts as the cache's: a cache that holds a request alone may not hold it with a drafter.
+    # What it takes counts as the cache's: a cache that holds a request alone may not hold it with a
+    # drafter.
     alone = 4 * kv_bytes_per_block(config, 16, torch.float32)
     told = refusal(f"eagle:{heads['eagle']}", kv_cache_memory=alone, max_model_len=64)
     assert "one request may have 64; raise it to" in told
 
 
 def copied(head: Path, directory: Path, *, weights: bool = True) -> Path:
-    return shutil.copytree(head, directory, ignore=None if weights else shutil.ignore_patterns("*.safetensors"))
+    return shutil.copytree(
+        head, directory, ignore=None if weights else shutil.ignore_patterns("*.safetensors")
+    )
 
 
 def spelled(kind: str, directory: Path) -> str:
     return f"{kind.removesuffix('3')}:{directory}"
 
 
-def test_auto_takes_what_lies_in_the_models_directory_or_else_ngrams(heads: dict[str, Path], tmp_path: Path) -> None:
+def test_auto_takes_what_lies_in_the_models_directory_or_else_ngrams(
+    heads: dict[str, Path], tmp_path: Path
+) -> None:
     draft = resolve_model("storyteller-draft").directory
-    model = shutil.copytree(resolve_model(None).directory, tmp_path / "model", ignore=shutil.ignore_patterns("eagle"))
+    model = shutil.copytree(
+        resolve_model(None).directory, tmp_path / "model", ignore=shutil.ignore_patterns("eagle")
+    )
     last = "ngram"
     for kind, found in (("draft", draft), ("medusa", heads["medusa"]), ("eagle", heads["eagle3"])):
         with nanoserve.LLM(str(model), speculate="auto", **SETTING) as llm:

@@ -1,4 +1,5 @@
-"""Token for token, in float32: whatever drafts, a tiny real model answers what it would answer each request alone."""
+"""Token for token, in float32: whatever drafts, a tiny real model answers what it would answer each
+request alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,9 @@ class Oracle:
         self._calls += 1
         if self._fails and self._calls % self._fails == 0:
             raise RuntimeError("a bad day")
-        return [self._one(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        return [
+            self._one(sequence, count) for sequence, count in zip(sequences, counts, strict=True)
+        ]
 
     def _one(self, sequence: DraftedSequence, count: int) -> list[int]:
         found = list[int]()
@@ -109,7 +112,9 @@ def _sampled_lives(draw: st.DrawFn) -> dict:
 
     def sampled(arrival: Arrival) -> Arrival:
         request = arrival.request
-        return replace(arrival, request=replace(request, params=changed(request.params, **draw(SAMPLERS))))
+        return replace(
+            arrival, request=replace(request, params=changed(request.params, **draw(SAMPLERS)))
+        )
 
     return {**life, "arrivals": [sampled(arrival) for arrival in life["arrivals"]]}
 

@@ -1,4 +1,5 @@
-"""The way through staging, with a pretended GPU: its stream does what it was told only when somebody waits for it."""
+"""The way through staging, with a pretended GPU: its stream does what it was told only when
+somebody waits for it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,11 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LazyStream:
     @contextmanager
     def issuing(stream: LazyStream) -> Iterator[None]:
         with monkeypatch.context() as patched:
-            patched.setattr(Tensor, "copy_", lambda to, source, non_blocking: lazy.issue(lambda: COPY(to, source)))
+            patched.setattr(
+                Tensor,
+                "copy_",
+                lambda to, source, non_blocking: lazy.issue(lambda: COPY(to, source)),
+            )
             yield
 
     monkeypatch.setattr(torch.cuda, "Event", LazyEvent)
@@ -69,7 +74,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LazyStream:
     for name in ("gather_blocks", "scatter_blocks"):
         operator = getattr(gpu_staging, name)
         monkeypatch.setattr(
-            gpu_staging, name, lambda *arguments, run=operator: lazy.issue(lambda: _with_real_copies(run, arguments))
+            gpu_staging,
+            name,
+            lambda *arguments, run=operator: lazy.issue(lambda: _with_real_copies(run, arguments)),
         )
     monkeypatch.setattr(gpu_staging, "STAGING_BYTES", 2 * BLOCK_BYTES)
     return lazy
@@ -88,7 +95,11 @@ def memory(num_blocks: int, first: float) -> Tensor:
 
 def staging(caches: Tensor) -> gpu_staging.GpuStaging:
     return gpu_staging.GpuStaging(
-        list(caches[:, 0]), list(caches[:, 1]), torch.Size(BLOCK_SHAPE), torch.float32, torch.device("cpu")
+        list(caches[:, 0]),
+        list(caches[:, 1]),
+        torch.Size(BLOCK_SHAPE),
+        torch.float32,
+        torch.device("cpu"),
     )
 
 
@@ -120,21 +131,30 @@ def test_it_comes_behind_what_was_issued_elsewhere(stream: LazyStream) -> None:
 
 @pytest.mark.parametrize("count", [1, 6, 7])
 def test_layers_go_out_as_they_are_computed(stream: LazyStream, count: int) -> None:
-    """Each behind its own mark, through the room that all of them would have: six blocks of one layer at a time."""
+    """Each behind its own mark, through the room that all of them would have: six blocks of one
+    layer at a time."""
     caches, pool = memory(9, 0.0), memory(11, 10000.0)
-    computed, pool_before, marks = caches.clone(), pool.clone(), [LazyEvent() for _ in range(LAYERS)]
+    computed, pool_before, marks = (
+        caches.clone(),
+        pool.clone(),
+        [LazyEvent() for _ in range(LAYERS)],
+    )
     caches.fill_(-1.0)
     device_blocks, host_blocks = [8, 0, 3, 5, 1, 2, 7][:count], [10, 2, 0, 9, 4, 5, 1][:count]
 
     def step() -> Iterator[tuple[slice, LazyEvent]]:
         for layer, mark in enumerate(marks):
-            assert stream.waited_for == marks[:layer], "what comes behind a layer's mark is that layer's"
+            assert stream.waited_for == marks[:layer], (
+                "what comes behind a layer's mark is that layer's"
+            )
             stream.issue(lambda layer=layer: COPY(caches[layer], computed[layer]))
             yield slice(layer, layer + 1), mark
 
     staging(caches).out(device_blocks, block_arrays(pool), host_blocks, step())
     assert stream.waited_for == marks
-    assert len(stream.issued) == LAYERS * (1 + 2 * (1 if count <= 6 else 2)), "a gather and a copy for each chunk"
+    assert len(stream.issued) == LAYERS * (1 + 2 * (1 if count <= 6 else 2)), (
+        "a gather and a copy for each chunk"
+    )
     assert torch.equal(pool[:, :, host_blocks], computed[:, :, device_blocks])
     others = [block for block in range(11) if block not in host_blocks]
     assert torch.equal(pool[:, :, others], pool_before[:, :, others])
@@ -147,7 +167,9 @@ def test_the_next_chunk_is_issued_before_the_last_one_is_emptied(
     issued: list[int] = []
     empty = gpu_staging.copy_blocks_between
     monkeypatch.setattr(
-        gpu_staging, "copy_blocks_between", lambda *blocks: (issued.append(len(stream.issued)), empty(*blocks))
+        gpu_staging,
+        "copy_blocks_between",
+        lambda *blocks: (issued.append(len(stream.issued)), empty(*blocks)),
     )
     staging(memory(6, 0.0)).out(range(6), block_arrays(memory(6, 99.0)), range(6), AT_ONCE)
     assert issued == [4, 6, 6], "a gather and a copy for each chunk of two blocks"

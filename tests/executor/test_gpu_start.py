@@ -1,4 +1,5 @@
-"""Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory is put to use."""
+"""Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory
+is put to use."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,7 +44,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
     monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
-    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager"))
+    monkeypatch.setattr(
+        LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager")
+    )
     yield recorder
     torch._dynamo.reset()
 
@@ -57,7 +60,9 @@ def compiled(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> list[to
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=trace))
+    monkeypatch.setattr(
+        LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=trace)
+    )
     return graphs
 
 
@@ -69,7 +74,11 @@ def greedy(executor: LocalExecutor, count: int) -> list[int]:
     tokens = list(PROMPT)
     for step in range(count):
         start = 0 if step == 0 else len(tokens) - 1
-        begin = (Begin(1, PROMPT, len(PROMPT), 0, 0, SamplingParams(temperature=0.0)),) if step == 0 else ()
+        begin = (
+            (Begin(1, PROMPT, len(PROMPT), 0, 0, SamplingParams(temperature=0.0)),)
+            if step == 0
+            else ()
+        )
         row = Row(1, start, tuple(tokens[start:]), True, (0, 1, 2) if step == 0 else ())
         executor.submit(StepPlan(step, begin=begin, rows=(row,)))
         (result,) = executor.collect(None)
@@ -77,9 +86,11 @@ def greedy(executor: LocalExecutor, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder, compiled: list[torch.fx.GraphModule]) -> None:
-    """Each kind of layer is compiled for one token and for more by the largest step. Captures, prompts and decodes find
-    that done."""
+def test_a_gpu_is_warmed_measured_and_captured(
+    recorder: FakeRecorder, compiled: list[torch.fx.GraphModule]
+) -> None:
+    """Each kind of layer is compiled for one token and for more by the largest step. Captures,
+    prompts and decodes find that done."""
     decoder = small_decoder().requires_grad_(False)
     config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4)
     start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
@@ -89,8 +100,15 @@ def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder, compiled:
     assert len(compiled) == 2
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, lambda *now: told.append(now))
-    assert (facts.compiled, facts.step_memory, facts.graphs, facts.graph_memory) == (True, STEP_MEMORY, 3, 300)
-    assert [stage for stage, _, _ in told] == ["compiling layers"] * 2 + ["capturing decode steps"] * 4
+    assert (facts.compiled, facts.step_memory, facts.graphs, facts.graph_memory) == (
+        True,
+        STEP_MEMORY,
+        3,
+        300,
+    )
+    assert [stage for stage, _, _ in told] == ["compiling layers"] * 2 + [
+        "capturing decode steps"
+    ] * 4
     assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
     assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
     assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
@@ -104,10 +122,18 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     load, build_stage = assembly.load_decoder, Stage.build
     monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(
-        assembly, "load_decoder", lambda resolved, config, device, progress: load(resolved, config, CPU, None)
+        assembly,
+        "load_decoder",
+        lambda resolved, config, device, progress: load(resolved, config, CPU, None),
     )
-    monkeypatch.setattr(gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
-    monkeypatch.setattr(Stage, "build", lambda decoder, device, **options: build_stage(decoder, device=CPU, **options))
+    monkeypatch.setattr(
+        gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU)
+    )
+    monkeypatch.setattr(
+        Stage,
+        "build",
+        lambda decoder, device, **options: build_stage(decoder, device=CPU, **options),
+    )
     prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
     params = [
         SamplingParams(temperature=0.0, max_tokens=9),
@@ -115,7 +141,12 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
         SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.2, max_tokens=11, seed=4),
     ]
     expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
-    settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    settings = {
+        "dtype": "float32",
+        "kv_cache_memory": 2**24,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+    }
     with LLM(device="cuda", **settings) as llm:
         assert llm.built.compiled and llm.built.gpu is not None and llm.built.gpu.graphs == 3
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
@@ -126,8 +157,12 @@ def test_pieces_are_compiled_before_the_first_step_that_needs_them(
     compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, needed = small_decoder().requires_grad_(False), iter((STEP_MEMORY, STEP_MEMORY + 1))
-    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), next(needed))[1])
-    config = EngineConfig(policy="hybrid", max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda")
+    monkeypatch.setattr(
+        gpu_start, "measured_memory", lambda device, step: (step(), next(needed))[1]
+    )
+    config = EngineConfig(
+        policy="hybrid", max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda"
+    )
     start = GpuStart(decoder, config, CPU)
     start.measure(128, None)
     assert len(compiled) == 6
@@ -143,7 +178,9 @@ def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: Fak
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=12, block_size=4)
     moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({0}))
     for dtype, graphs in ((torch.float32, 0), (torch.bfloat16, 2)):
-        model = replace(small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)), moe=moe)
+        model = replace(
+            small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)), moe=moe
+        )
         decoder = Decoder(model).to(dtype).requires_grad_(False)
         start = GpuStart(decoder, config, CPU)  # which counts as a GPU of generation 9
         start.measure(128, None)
@@ -153,13 +190,19 @@ def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: Fak
 
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
     decoder = small_decoder()
-    start = GpuStart(decoder, EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
+    start = GpuStart(
+        decoder,
+        EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4),
+        CPU,
+    )
     told = list[tuple[str, int, int]]()
     assert start.measure(128, lambda *now: told.append(now)) == STEP_MEMORY
     assert told == [("warming up", 0, 1), ("warming up", 1, 1)]
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, None)
-    assert not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
+    assert (
+        not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
+    )
     assert not isinstance(executor.runner.forward, DecodeGraphs)
     assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
 
@@ -193,7 +236,9 @@ class FailingDecoder(Decoder):
 
 
 @pytest.mark.parametrize(("error", "line"), FAILURES, ids=lambda value: type(value).__name__)
-def test_a_first_step_that_fails_is_one_clear_line(recorder: FakeRecorder, error: Exception, line: str) -> None:
+def test_a_first_step_that_fails_is_one_clear_line(
+    recorder: FakeRecorder, error: Exception, line: str
+) -> None:
     config = EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4)
     with pytest.raises(RuntimeFailure, match=line) as told:
         GpuStart(FailingDecoder(error), config, CPU).measure(128, None)
@@ -204,7 +249,9 @@ def test_captures_that_do_not_fit_are_one_clear_line(recorder: FakeRecorder) -> 
     decoder = FailingDecoder(MEMORY)
     executor = executor_of(decoder, GpuStart(decoder, EngineConfig(eager=True), CPU))
     start = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
-    with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
+    with pytest.raises(
+        RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"
+    ):
         start.capture(executor.runner, 20, None)
 
 
@@ -221,16 +268,26 @@ def test_what_cannot_be_captured_runs_plainly(
     monkeypatch.setattr(recorder, "record", refuse)
     assert start.capture(executor.runner, 20, None).graphs == 0
     assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
-    assert "decode steps run uncaptured" in caplog.text and "not permitted when stream is capturing" in caplog.text
+    assert (
+        "decode steps run uncaptured" in caplog.text
+        and "not permitted when stream is capturing" in caplog.text
+    )
 
 
-@pytest.mark.parametrize("first", [ValueError("experts must wait"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "first", [ValueError("experts must wait"), torch.OutOfMemoryError("CUDA out of memory")]
+)
 def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: Exception
+    recorder: FakeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    first: Exception,
 ) -> None:
     """As `torch.cuda.graph` does it, whose end fails where the step in it has failed."""
     start = GpuStart(small_decoder(), EngineConfig(max_num_seqs=2, block_size=4), CPU)
-    executor = executor_of(small_decoder(), GpuStart(small_decoder(), EngineConfig(eager=True), CPU))
+    executor = executor_of(
+        small_decoder(), GpuStart(small_decoder(), EngineConfig(eager=True), CPU)
+    )
 
     def fail(step: object) -> None:
         try:
@@ -240,7 +297,9 @@ def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
 
     monkeypatch.setattr(recorder, "record", fail)
     if isinstance(first, torch.OutOfMemoryError):
-        with pytest.raises(RuntimeFailure, match="out of memory on cpu: capturing 2 decode steps does not fit"):
+        with pytest.raises(
+            RuntimeFailure, match="out of memory on cpu: capturing 2 decode steps does not fit"
+        ):
             start.capture(executor.runner, 20, None)
     else:
         assert start.capture(executor.runner, 20, None).graphs == 0
@@ -260,7 +319,9 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
 
     tokens = run_largest_step(decoder, run_layer, num_tokens=11, num_rows=4, block_size=4)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
-    assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
+    assert tokens is not None and len(tokens) == 11, (
+        "prompt log probabilities may look at every position"
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -270,7 +331,9 @@ def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
 
     def run(rank: int, group: ThreadGroup) -> int | None:
         decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
-        tokens = run_largest_step(decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4)
+        tokens = run_largest_step(
+            decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4
+        )
         return None if tokens is None else len(tokens)
 
     for first in range(0, len(shards), 2):

@@ -1,5 +1,5 @@
-"""Queries, keys and values on their way to the CPU and back, also from a pretended GPU: its stream does what it was
-told only when somebody waits for it."""
+"""Queries, keys and values on their way to the CPU and back, also from a pretended GPU: its stream
+does what it was told only when somebody waits for it."""
 
 import threading
 from collections.abc import Callable
@@ -94,28 +94,38 @@ def batch() -> HostBatch:
 def test_on_a_cpu_nothing_is_copied(batch: HostBatch) -> None:
     handed = QkvTransfer(batch.query, batch.key, batch.value, torch.device("cpu"))
     given = batch.query, batch.key, batch.value
-    assert [tensor.data_ptr() for tensor in handed.take()] == [tensor.data_ptr() for tensor in given]
+    assert [tensor.data_ptr() for tensor in handed.take()] == [
+        tensor.data_ptr() for tensor in given
+    ]
     room = handed.make_room()
     assert room.shape == (3, 4 * 16) and room.dtype == batch.query.dtype
     assert handed.bring_back(room) is room
 
 
-def test_from_a_gpu_all_passes_through_pinned_memory(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_gpu_all_passes_through_pinned_memory(
+    batch: HostBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = PretendedGpu(monkeypatch)
     handed = QkvTransfer(batch.query, batch.key, batch.value, GPU)
-    assert (len(gpu.stream.issued), gpu.stream.done) == (3, 0), "three copies are issued, nobody has waited"
+    assert (len(gpu.stream.issued), gpu.stream.done) == (3, 0), (
+        "three copies are issued, nobody has waited"
+    )
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     taken = handed.take()
     for found, given in zip(taken, (batch.query, batch.key, batch.value), strict=True):
         assert torch.equal(found, given) and found.data_ptr() in gpu.pinned
-    assert handed.began == 100.0 - COPYING_MS / 1000, "waiting for the device is no work, copying is"
+    assert handed.began == 100.0 - COPYING_MS / 1000, (
+        "waiting for the device is no work, copying is"
+    )
     room = handed.make_room()
     assert room.data_ptr() in gpu.pinned
     handed.bring_back(room)
     assert gpu.back == [room]
 
 
-def test_the_thread_waits_for_the_gpu_and_nobody_else_does(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_waits_for_the_gpu_and_nobody_else_does(
+    batch: HostBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = PretendedGpu(monkeypatch)
     host = HostAttentionThread(batch.config, [batch.keys], [batch.values], GPU, threads=1)
     try:

@@ -1,4 +1,5 @@
-"""Attention on the CPU in a thread of its own: what it computes, in which order, and with which threads and cores."""
+"""Attention on the CPU in a thread of its own: what it computes, in which order, and with which
+threads and cores."""
 
 import os
 import threading
@@ -64,17 +65,28 @@ SHORT, RAGGED, LONG = (1, 2), (17, 1, 300, 16, 33), (600, 257)
     ids=str,
 )
 def test_attention_is_the_definition_of_attention(
-    dtype: torch.dtype, heads: tuple[int, int], window: int, block_size: int, contexts: tuple[int, ...]
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    window: int,
+    block_size: int,
+    contexts: tuple[int, ...],
 ) -> None:
     batch = host_batch(
-        contexts, num_heads=heads[0], num_kv_heads=heads[1], window=window, block_size=block_size, dtype=dtype
+        contexts,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        window=window,
+        block_size=block_size,
+        dtype=dtype,
     )
     with attending(batch, threads=2) as host:
         found = attended(host, batch)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found.double(), batch.expected, atol=tolerance, rtol=tolerance)
     for pool, written in zip((batch.keys, batch.values), batch.written, strict=True):
-        assert torch.equal(pool.nan_to_num(7.0), written.nan_to_num(7.0)), "the new tokens, and nothing else"
+        assert torch.equal(pool.nan_to_num(7.0), written.nan_to_num(7.0)), (
+            "the new tokens, and nothing else"
+        )
 
 
 def part_of(batch: HostBatch, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
@@ -88,24 +100,34 @@ def test_a_row_does_not_depend_on_others_or_on_the_number_of_threads(dtype: torc
     batch = host_batch(contexts, num_heads=8, head_dim=64, block_size=16, dtype=dtype)
     with attending(batch, threads=2) as host:
         together = attended(host, batch)
-        pairs = torch.cat([host_result(host, part_of(batch, chosen)) for chosen in ([3, 0], [4, 1], [2])])
+        pairs = torch.cat(
+            [host_result(host, part_of(batch, chosen)) for chosen in ([3, 0], [4, 1], [2])]
+        )
     with attending(batch, threads=1) as host:
         assert torch.equal(attended(host, batch), together)
-        assert torch.equal(torch.cat([host_result(host, part_of(batch, [row])) for row in range(5)]), together)
+        assert torch.equal(
+            torch.cat([host_result(host, part_of(batch, [row])) for row in range(5)]), together
+        )
     assert torch.equal(pairs, together[[3, 0, 4, 1, 2]])
 
 
-def host_result(host: HostAttentionThread, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]) -> Tensor:
+def host_result(
+    host: HostAttentionThread, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]
+) -> Tensor:
     task = host.attend(0, *part)
     task.wait()
     return task.result()
 
 
-def test_tasks_are_done_in_the_order_in_which_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_done_in_the_order_in_which_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batches = [host_batch((5, 9), seed=seed) for seed in range(3)]
     go_on, order = threading.Event(), list[int]()
 
-    def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         assert go_on.wait(ENOUGH)
         order.append([batch.keys.data_ptr() for batch in batches].index(key_cache.data_ptr()))
         cache_write(key, value, key_cache, value_cache, slot_mapping)
@@ -114,7 +136,13 @@ def test_tasks_are_done_in_the_order_in_which_they_are_given(monkeypatch: pytest
     monkeypatch.setattr(host_attention, "cache_write", write)
     with attending(*batches) as host:
         tasks = [
-            host.attend(layer, batches[layer].query, batches[layer].key, batches[layer].value, batches[layer].rows)
+            host.attend(
+                layer,
+                batches[layer].query,
+                batches[layer].key,
+                batches[layer].value,
+                batches[layer].rows,
+            )
             for layer in (2, 0, 1, 2)
         ]
         assert not any(task.ready for task in tasks)
@@ -125,27 +153,36 @@ def test_tasks_are_done_in_the_order_in_which_they_are_given(monkeypatch: pytest
         assert all(task.ready for task in tasks)
     assert order == [2, 0, 1, 2]
     for task, layer in zip(tasks, (2, 0, 1, 2), strict=True):
-        torch.testing.assert_close(task.result().double(), batches[layer].expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            task.result().double(), batches[layer].expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_results_are_right_while_the_device_computes() -> None:
-    """A CPU device is busy with a team of its own meanwhile, and hands over parts of what it computes."""
+    """A CPU device is busy with a team of its own meanwhile, and hands over parts of what it
+    computes."""
     batches = [host_batch((40, 7, 130), seed=seed) for seed in range(2)]
     matrix = torch.eye(256) * 2
     with attending(*batches, threads=2) as host, torch.inference_mode():
         for _ in range(20):
             tasks = [
-                host.attend(layer, batch.query.clone(), batch.key.clone(), batch.value.clone(), batch.rows)
+                host.attend(
+                    layer, batch.query.clone(), batch.key.clone(), batch.value.clone(), batch.rows
+                )
                 for layer, batch in enumerate(batches)
             ]
             assert torch.equal(matrix @ matrix, matrix * 2)
             for task, batch in zip(tasks, batches, strict=True):
                 task.wait()
-                torch.testing.assert_close(task.result().double(), batch.expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    task.result().double(), batch.expected, atol=1e-5, rtol=1e-5
+                )
         assert len(host.take_work()) == 40
 
 
-def test_work_is_told_once_and_waiting_in_the_queue_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_told_once_and_waiting_in_the_queue_is_no_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     attend = host_attention.paged_attention
@@ -209,5 +246,8 @@ def test_cores_that_are_too_few_or_not_there_are_refused() -> None:
     ):
         pass
     if hasattr(os, "sched_setaffinity"):
-        with pytest.raises(UsageError, match="cannot run on the cores 100000"), attending(batch, cores=[100000]):
+        with (
+            pytest.raises(UsageError, match="cannot run on the cores 100000"),
+            attending(batch, cores=[100000]),
+        ):
             pass

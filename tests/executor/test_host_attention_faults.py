@@ -1,5 +1,5 @@
-"""A thread that attends and fails, hangs, ends or is given up: whoever asks is told, waits for nothing, and nothing is
-written any more."""
+"""A thread that attends and fails, hangs, ends or is given up: whoever asks is told, waits for
+nothing, and nothing is written any more."""
 
 import threading
 import time
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.executor.cpu_attention import host_attention
-from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost, HostAttentionThread, HostTask
+from nanoserve.executor.cpu_attention.host_attention import (
+    HostAttentionLost,
+    HostAttentionThread,
+    HostTask,
+)
 from tests.executor.host_batches import HostBatch, host_batch
 
 ENOUGH = 240.0
@@ -45,7 +49,12 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def start(batch: HostBatch, patience: float = ENOUGH) -> HostAttentionThread:
     return HostAttentionThread(
-        batch.config, [batch.keys], [batch.values], torch.device("cpu"), threads=1, patience=patience
+        batch.config,
+        [batch.keys],
+        [batch.values],
+        torch.device("cpu"),
+        threads=1,
+        patience=patience,
     )
 
 
@@ -61,7 +70,9 @@ def wait_for_problem(host: HostAttentionThread) -> str:
     return problem
 
 
-def test_what_an_operator_raises_is_told_to_all_who_wait(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_operator_raises_is_told_to_all_who_wait(
+    batch: HostBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: Tensor, **options: object) -> None:
         raise RuntimeError("no such block\nwith a long explanation")
 
@@ -69,14 +80,18 @@ def test_what_an_operator_raises_is_told_to_all_who_wait(batch: HostBatch, monke
     host = start(batch)
     tasks = [give(host, batch) for _ in range(2)]
     for task in tasks:
-        with pytest.raises(HostAttentionLost, match=r"^attention on the CPU failed: no such block$"):
+        with pytest.raises(
+            HostAttentionLost, match=r"^attention on the CPU failed: no such block$"
+        ):
             task.wait()
         with pytest.raises(HostAttentionLost):
             _ = task.ready
     host.close()
 
 
-def test_a_hanging_operator_is_a_problem_when_patience_is_over(batch: HostBatch, stuck: Gate) -> None:
+def test_a_hanging_operator_is_a_problem_when_patience_is_over(
+    batch: HostBatch, stuck: Gate
+) -> None:
     host = start(batch, patience=0.05)
     task = give(host, batch)
     with pytest.raises(HostAttentionLost, match="attention on the CPU has hung for"):
@@ -85,7 +100,9 @@ def test_a_hanging_operator_is_a_problem_when_patience_is_over(batch: HostBatch,
     host.close()
 
 
-def test_many_tasks_that_wait_their_turn_do_not_hang(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tasks_that_wait_their_turn_do_not_hang(
+    batch: HostBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Together they take longer than patience, each takes less."""
     attend = host_attention.paged_attention
 
@@ -149,7 +166,9 @@ def test_a_thread_that_ended_is_noticed(batch: HostBatch) -> None:
     host.close()
 
 
-def test_a_thread_that_was_given_up_writes_nothing_when_it_wakes(batch: HostBatch, stuck: Gate) -> None:
+def test_a_thread_that_was_given_up_writes_nothing_when_it_wakes(
+    batch: HostBatch, stuck: Gate
+) -> None:
     """It hangs while it attends; behind it waits a task that would write."""
     host = start(batch, patience=0.05)
     give(host, batch)
@@ -193,7 +212,9 @@ def test_closing_drops_what_waits_and_says_so(batch: HostBatch, stuck: Gate) -> 
     host.close()
 
 
-def test_closing_waits_for_a_write_that_has_begun(batch: HostBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_a_write_that_has_begun(
+    batch: HostBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(host_attention.cache_write)
     monkeypatch.setattr(host_attention, "cache_write", gate)
     host = start(batch)

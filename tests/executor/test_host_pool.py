@@ -22,7 +22,9 @@ from nanoserve.executor.workers.group import SharedFiles
 from nanoserve.models.shards import make_shards, whole_model
 from tests.executor.small_model import small_config
 
-CONFIG = replace(small_config(), num_layers=4, num_heads=8, num_kv_heads=2, layers=LayerDifferences())
+CONFIG = replace(
+    small_config(), num_layers=4, num_heads=8, num_kv_heads=2, layers=LayerDifferences()
+)
 BLOCK_BYTES = 2 * 4 * 2 * 8 * 4 * 4
 """Keys and values, layers, heads, head_dim, tokens, bytes of a float32."""
 in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere they are files")
@@ -74,7 +76,10 @@ def test_the_file_is_in_no_file_system_and_another_process_opens_it(path: Path) 
     ids=["policy", "memory"],
 )
 def test_latents_are_not_kept_in_host_memory(settings: dict[str, Any], option: str) -> None:
-    with pytest.raises(UsageError, match=f"{option}: the KV cache of deepseek_v3 is latents, which stay on the device"):
+    with pytest.raises(
+        UsageError,
+        match=f"{option}: the KV cache of deepseek_v3 is latents, which stay on the device",
+    ):
         choose_host_blocks(load_shape("deepseek-v3"), EngineConfig(**settings))
 
 
@@ -85,7 +90,9 @@ def test_every_byte_of_the_file_is_there_from_the_start(path: Path) -> None:
 
 
 def test_a_pool_may_hold_bfloat16(path: Path) -> None:
-    pool = HostPool.open(path, CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16, create=True)
+    pool = HostPool.open(
+        path, CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16, create=True
+    )
     pool.blocks.fill_(1.5)
     assert path.read_bytes() == b"\xc0\x3f" * (4 * 2 * 3 * 2 * 2 * 8)
 
@@ -103,14 +110,18 @@ def test_the_parts_of_a_layout_are_the_pool_and_do_not_meet(pipeline: int, tenso
 
 def test_of_replicated_heads_the_first_rank_writes() -> None:
     pool = HostPool.of_one_process(CONFIG, **SIZES)
-    parts = [pool.part(shard) for shard in make_shards(CONFIG, pipeline_parallel=1, tensor_parallel=8)]
+    parts = [
+        pool.part(shard) for shard in make_shards(CONFIG, pipeline_parallel=1, tensor_parallel=8)
+    ]
     assert [part.writes for part in parts] == [True, False, False, False, True, False, False, False]
     parts[4].blocks.fill_(7.0)
     assert (parts[7].blocks == 7.0).all() and (pool.blocks[:, :, :, 1] == 7.0).all()
 
 
 def test_on_another_machine_there_is_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=r"cannot open the host pool .*: No such file.*must run on one machine"):
+    with pytest.raises(
+        RuntimeFailure, match=r"cannot open the host pool .*: No such file.*must run on one machine"
+    ):
         HostPool.open(tmp_path / "pool", CONFIG, **SIZES)
 
 
@@ -120,7 +131,9 @@ def test_a_file_of_another_size_is_not_taken_for_the_pool(tmp_path: Path) -> Non
         HostPool.open(tmp_path / "pool", CONFIG, **SIZES)
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_there_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pool").write_bytes(b"somebody else's")
     for _ in range(2):
         with pytest.raises(FileExistsError):
@@ -142,13 +155,20 @@ def test_memory_that_cannot_be_reserved_is_one_clear_line(path: Path) -> None:
 
 
 def test_more_than_there_is_memory_is_one_clear_line(path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
-        HostPool.open(path, CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32, create=True)
-    with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
+    with pytest.raises(
+        RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"
+    ):
+        HostPool.open(
+            path, CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32, create=True
+        )
+    with pytest.raises(
+        RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"
+    ):
         HostPool.of_one_process(CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
 
 
-# ----------------------------------------------------------------------------------------------------- its size
+# --------------------------------------------------------------------------------------------------
+# its size
 
 
 def test_what_is_asked_for_is_shared_by_the_engines() -> None:
@@ -171,14 +191,26 @@ def test_by_default_no_more_than_all_sequences_can_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"host_kv_memory": 2**49}, r"--host-kv-memory 524288\.0 GiB is more than the .* that is left for it"),
+        (
+            {"host_kv_memory": 2**49},
+            r"--host-kv-memory 524288\.0 GiB is more than the .* that is left for it",
+        ),
         (
             {"host_kv_memory": 9 * BLOCK_BYTES, "max_model_len": 40},
             r"holds 36 tokens .* 40.* lower --max-model-len to 36",
         ),
-        ({"host_kv_memory": 9 * BLOCK_BYTES, "max_model_len": 40}, r"set --host-kv-memory to 20\.0 KiB at least"),
-        ({"host_kv_memory": 10 * BLOCK_BYTES, "data_parallel": 2, "max_model_len": 40}, r"to 40\.0 KiB at least"),
-        ({"host_kv_memory": 1}, r"holds 0 tokens of an engine, but blocks are of 4: set .* to 2\.0 KiB at least$"),
+        (
+            {"host_kv_memory": 9 * BLOCK_BYTES, "max_model_len": 40},
+            r"set --host-kv-memory to 20\.0 KiB at least",
+        ),
+        (
+            {"host_kv_memory": 10 * BLOCK_BYTES, "data_parallel": 2, "max_model_len": 40},
+            r"to 40\.0 KiB at least",
+        ),
+        (
+            {"host_kv_memory": 1},
+            r"holds 0 tokens of an engine, but blocks are of 4: set .* to 2\.0 KiB at least$",
+        ),
     ],
 )
 def test_a_pool_of_no_use_is_refused(settings: dict, line: str) -> None:

@@ -13,12 +13,18 @@ from nanoserve.executor.cpu_attention.host_processor import HostProcessor, defau
 from nanoserve.utils.threads import cores_in_use
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, cores: list[tuple[int, ...]], limit: int | None = None) -> None:
+def machine(
+    monkeypatch: pytest.MonkeyPatch, cores: list[tuple[int, ...]], limit: int | None = None
+) -> None:
     monkeypatch.setattr(host_processor, "cores_in_use", lambda: cores)
-    monkeypatch.setattr(host_processor, "physical_cores", lambda: min(len(cores), limit or len(cores)))
+    monkeypatch.setattr(
+        host_processor, "physical_cores", lambda: min(len(cores), limit or len(cores))
+    )
 
 
-def test_processors_of_a_core_are_found_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_of_a_core_are_found_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(6):
         topology = tmp_path / f"cpu{number}" / "topology"
         topology.mkdir(parents=True)
@@ -29,24 +35,36 @@ def test_processors_of_a_core_are_found_together(tmp_path: Path, monkeypatch: py
 
 def test_the_host_gets_the_last_cores_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(0, 4), (1, 5), (2, 6), (3, 7)])
-    assert HostProcessor.divide(1) == HostProcessor(1, cores=(3, 7), device_cores=(0, 4, 1, 5, 2, 6), device_threads=3)
-    assert HostProcessor.divide(3) == HostProcessor(3, cores=(1, 5, 2, 6, 3, 7), device_cores=(0, 4), device_threads=1)
+    assert HostProcessor.divide(1) == HostProcessor(
+        1, cores=(3, 7), device_cores=(0, 4, 1, 5, 2, 6), device_threads=3
+    )
+    assert HostProcessor.divide(3) == HostProcessor(
+        3, cores=(1, 5, 2, 6, 3, 7), device_cores=(0, 4), device_threads=1
+    )
 
 
 def test_a_host_that_takes_every_core_shares_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(2,), (3,)])
-    assert HostProcessor.divide(2) == HostProcessor(2, cores=(2, 3), device_cores=(2, 3), device_threads=1)
+    assert HostProcessor.divide(2) == HostProcessor(
+        2, cores=(2, 3), device_cores=(2, 3), device_threads=1
+    )
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(number,) for number in range(64)], limit=4)
-    assert HostProcessor.divide(1) == HostProcessor(1, cores=(63,), device_cores=tuple(range(63)), device_threads=3)
+    assert HostProcessor.divide(1) == HostProcessor(
+        1, cores=(63,), device_cores=tuple(range(63)), device_threads=3
+    )
     assert default_host_threads("cpu") == 2
-    with pytest.raises(UsageError, match="--host-threads 5: only 4 cores may be used here; choose 4 at most"):
+    with pytest.raises(
+        UsageError, match="--host-threads 5: only 4 cores may be used here; choose 4 at most"
+    ):
         HostProcessor.divide(5)
 
 
-@pytest.mark.parametrize(("cores", "cpu", "gpu"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (5, 2, 3), (64, 32, 62)])
+@pytest.mark.parametrize(
+    ("cores", "cpu", "gpu"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (5, 2, 3), (64, 32, 62)]
+)
 def test_how_many_threads_the_host_has_by_default(
     monkeypatch: pytest.MonkeyPatch, cores: int, cpu: int, gpu: int
 ) -> None:
@@ -58,7 +76,9 @@ def test_how_many_threads_the_host_has_by_default(
 
 def test_one_core_is_too_few_for_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(0, 1)])
-    with pytest.raises(UsageError, match="--host-threads 2: only 1 core may be used here; choose 1 at most"):
+    with pytest.raises(
+        UsageError, match="--host-threads 2: only 1 core may be used here; choose 1 at most"
+    ):
         HostProcessor.divide(2)
 
 

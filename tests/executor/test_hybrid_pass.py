@@ -1,4 +1,5 @@
-"""HybridPass: host sequences advance by at most a layer a step, are split and taken, and are dropped with the CPU."""
+"""HybridPass: host sequences advance by at most a layer a step, are split and taken, and are
+dropped with the CPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,13 @@ from nanoserve.request import SamplingParams
 from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostRow, Swap
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
-from tests.executor.small_model import dense_greedy, local_executor, mechanism_of, small_config, small_decoder
+from tests.executor.small_model import (
+    dense_greedy,
+    local_executor,
+    mechanism_of,
+    small_config,
+    small_decoder,
+)
 
 LAYERS, BLOCK_SIZE = 3, 4
 PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
@@ -25,7 +32,9 @@ PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))).in_one_group()
+    return replace(
+        small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))
+    ).in_one_group()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,9 @@ class Driver:
 
     def __init__(self, decoder: Decoder) -> None:
         config = decoder.config
-        pool = HostPool.of_one_process(config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32)
+        pool = HostPool.of_one_process(
+            config, num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32
+        )
         device = torch.device("cpu")
         self.executor = local_executor(
             decoder,
@@ -50,9 +61,13 @@ class Driver:
         self.tokens = {sequence: list(prompt) for sequence, prompt in PROMPTS.items()}
         self._step = 0
 
-    def run(self, *rows: Row, strategy: Strategy = "device", begin: tuple[Begin, ...] = ()) -> StepResult:
+    def run(
+        self, *rows: Row, strategy: Strategy = "device", begin: tuple[Begin, ...] = ()
+    ) -> StepResult:
         self._step += 1
-        self.executor.submit(StepPlan(self._step, begin=begin, rows=rows, host=HostPlan(strategy=strategy)))
+        self.executor.submit(
+            StepPlan(self._step, begin=begin, rows=rows, host=HostPlan(strategy=strategy))
+        )
         (result,) = self.executor.collect(None)
         for answer in result.answers:
             self.tokens[answer.sequence] += answer.tokens
@@ -69,14 +84,19 @@ class Driver:
 
     def move_to_host(self, *sequences: int) -> None:
         self._step += 1
-        swaps = tuple(Swap(one, one, "out", (2 * one, 2 * one + 1), (2 * one - 1, 2 * one - 2)) for one in sequences)
+        swaps = tuple(
+            Swap(one, one, "out", (2 * one, 2 * one + 1), (2 * one - 1, 2 * one - 2))
+            for one in sequences
+        )
         self.executor.submit(StepPlan(self._step, host=HostPlan(swaps=swaps)))
         done = set[int]()
         while done < set(sequences):
             for result in self.executor.collect(None):
                 done |= set(result.host.swapped)
 
-    def begin_on_host(self, *sequences: int, strategy: Strategy = "overlap", sub_batch: int = 0) -> StepResult:
+    def begin_on_host(
+        self, *sequences: int, strategy: Strategy = "overlap", sub_batch: int = 0
+    ) -> StepResult:
         rows = [
             Row(
                 one,
@@ -118,9 +138,13 @@ def test_a_group_advances_a_layer_a_step_and_has_its_token_after_one_step_more(
         driver.settle()
         result = driver.run(driver.decode(2), strategy="overlap")
         assert [one.layers for one in result.host.cohorts] == ([layers] if layers < LAYERS else [])
-        assert sorted(answer.sequence for answer in result.answers) == ([2] if layers < LAYERS else [1, 2])
+        assert sorted(answer.sequence for answer in result.answers) == (
+            [2] if layers < LAYERS else [1, 2]
+        )
     for sequence, more in ((1, 2), (2, 1 + LAYERS)):
-        assert driver.tokens[sequence][len(PROMPTS[sequence]) :] == dense_greedy(decoder, PROMPTS[sequence], more)
+        assert driver.tokens[sequence][len(PROMPTS[sequence]) :] == dense_greedy(
+            decoder, PROMPTS[sequence], more
+        )
 
 
 def test_alone_groups_are_waited_for(driver: Driver, decoder: Decoder) -> None:
@@ -134,7 +158,9 @@ def test_alone_groups_are_waited_for(driver: Driver, decoder: Decoder) -> None:
     assert {(one.sequences, one.context_tokens) for one in work} == {(1, len(PROMPTS[1]) + 1)}
 
 
-def test_an_asymmetric_step_ends_what_was_begun_and_what_begins(driver: Driver, decoder: Decoder) -> None:
+def test_an_asymmetric_step_ends_what_was_begun_and_what_begins(
+    driver: Driver, decoder: Decoder
+) -> None:
     driver.prefill(1, 2, 3)
     driver.move_to_host(1, 2)
     driver.begin_on_host(1, 2)
@@ -143,13 +169,17 @@ def test_an_asymmetric_step_ends_what_was_begun_and_what_begins(driver: Driver, 
     rest = Row(1, len(driver.tokens[1]) - 1, (), True, host=HostRow(1))
     result = driver.run(driver.decode(3), rest, strategy="asymmetric")
     assert sorted(answer.sequence for answer in result.answers) == [1, 3]
-    assert [one.layers for one in result.host.cohorts] == [1], "who was not taken stays where it was"
+    assert [one.layers for one in result.host.cohorts] == [1], (
+        "who was not taken stays where it was"
+    )
     result = driver.begin_on_host(1, strategy="asymmetric", sub_batch=1)
     assert [answer.sequence for answer in result.answers] == [1]
     while len(driver.tokens[2]) < len(PROMPTS[2]) + 2:
         driver.run(strategy="overlap")
     for sequence, more in ((1, 3), (2, 2), (3, 3)):
-        assert driver.tokens[sequence][len(PROMPTS[sequence]) :] == dense_greedy(decoder, PROMPTS[sequence], more)
+        assert driver.tokens[sequence][len(PROMPTS[sequence]) :] == dense_greedy(
+            decoder, PROMPTS[sequence], more
+        )
 
 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
@@ -162,7 +192,11 @@ def test_when_the_cpu_fails_the_device_goes_on_alone(
     driver.settle()
     with monkeypatch.context() as patch:
         patch.setattr(HostAttentionThread, "problem", property(lambda _: "it is gone"))
-        rest = () if strategy == "overlap" else (Row(1, len(driver.tokens[1]) - 1, (), True, host=HostRow(1)),)
+        rest = (
+            ()
+            if strategy == "overlap"
+            else (Row(1, len(driver.tokens[1]) - 1, (), True, host=HostRow(1)),)
+        )
         result = driver.run(driver.decode(3), *rest, strategy=strategy)
     assert result.host.lost == "it is gone"
     assert ([answer.sequence for answer in result.answers], result.host.cohorts) == ([3], ())

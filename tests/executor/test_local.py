@@ -20,7 +20,13 @@ from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.optional import HostPlan, HostResult, Swap
 from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.executor.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_config, small_decoder
+from tests.executor.small_model import (
+    VOCAB_SIZE,
+    dense_greedy,
+    local_executor,
+    small_config,
+    small_decoder,
+)
 from tests.executor.swaps import watch_swaps
 from tests.fakes.integrity import check_integrity, host_pool
 from tests.fakes.linear_predictor import LinearPredictor
@@ -73,7 +79,8 @@ def test_closed_means_closed() -> None:
 
 
 def test_a_gpu_that_takes_no_memory_back_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator raises after a recording that failed; the error that closes the engine is another one."""
+    """torch's allocator raises after a recording that failed; the error that closes the engine is
+    another one."""
     refused = []
 
     def refuse() -> None:
@@ -90,12 +97,17 @@ def test_a_gpu_that_takes_no_memory_back_can_be_closed(monkeypatch: pytest.Monke
 
 
 def test_a_cache_beyond_all_memory_is_one_clear_line() -> None:
-    with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a KV cache of .* GiB .* lower --kv-cache-memory$"):
+    with pytest.raises(
+        RuntimeFailure,
+        match=r"out of memory on cpu: a KV cache of .* GiB .* lower --kv-cache-memory$",
+    ):
         make_executor(num_blocks=2**38)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_a_step_beyond_all_memory_is_one_clear_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_beyond_all_memory_is_one_clear_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = small_decoder()
     executor = make_executor(decoder)
 
@@ -104,7 +116,9 @@ def test_a_step_beyond_all_memory_is_one_clear_line(error: Exception, monkeypatc
 
     monkeypatch.setattr(decoder, "compute_logits", fail)
     executor.submit(first_plan(0))
-    with pytest.raises(RuntimeFailure, match=r"a step of 5 tokens .* lower --max-num-batched-tokens$"):
+    with pytest.raises(
+        RuntimeFailure, match=r"a step of 5 tokens .* lower --max-num-batched-tokens$"
+    ):
         executor.collect(None)
 
 
@@ -115,14 +129,26 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
         executor.collect(None)
 
 
-# -------------------------------------------------------------------------------------------- with a real scheduler
+# -------------------------------------------------------------------------------------------- with
+# a real scheduler
 
 REQUESTS = [
     (PROMPT, SamplingParams(temperature=0.0, max_tokens=12)),
-    (PROMPT[:2], SamplingParams(temperature=1.3, max_tokens=9, frequency_penalty=0.5, repetition_penalty=1.2)),
+    (
+        PROMPT[:2],
+        SamplingParams(
+            temperature=1.3, max_tokens=9, frequency_penalty=0.5, repetition_penalty=1.2
+        ),
+    ),
     ((*PROMPT, *PROMPT, 4), SamplingParams(temperature=0.8, top_k=9, top_p=0.9, max_tokens=7, n=2)),
-    ((*PROMPT, *PROMPT, 8), SamplingParams(temperature=1.0, min_p=0.05, max_tokens=10, min_tokens=4)),
-    ((50, 51, 52, 53, 54, 55, 56, 57, 58), SamplingParams(temperature=0.0, max_tokens=8, presence_penalty=1.0)),
+    (
+        (*PROMPT, *PROMPT, 8),
+        SamplingParams(temperature=1.0, min_p=0.05, max_tokens=10, min_tokens=4),
+    ),
+    (
+        (50, 51, 52, 53, 54, 55, 56, 57, 58),
+        SamplingParams(temperature=0.0, max_tokens=8, presence_penalty=1.0),
+    ),
 ]
 
 
@@ -141,7 +167,9 @@ def run(
     """All tokens by (request, sample), and the scheduler that saw to it."""
     pool = None
     if host_blocks:
-        pool = HostPool.of_one_process(config, num_blocks=host_blocks, block_size=block_size, dtype=decoder.dtype)
+        pool = HostPool.of_one_process(
+            config, num_blocks=host_blocks, block_size=block_size, dtype=decoder.dtype
+        )
     executor = local_executor(decoder, num_blocks=num_blocks, block_size=block_size, host_pool=pool)
     scheduler = Scheduler(
         make_policy(policy, budget, swaps=pool is not None),
@@ -192,7 +220,8 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
     assert run(config, decoder, requests, num_blocks=70, block_size=1, budget=16)[0] == alone
 
 
-# ---------------------------------------------------------------------------------------------- with a host pool
+# ----------------------------------------------------------------------------------------------
+# with a host pool
 
 
 ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
@@ -201,7 +230,11 @@ ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_hos
 @pytest.mark.parametrize(
     ("policy", "prefix_caching"),
     [
-        pytest.param(policy, caching, marks=() if policy in ("sarathi", "throttling", "seesaw") else pytest.mark.slow)
+        pytest.param(
+            policy,
+            caching,
+            marks=() if policy in ("sarathi", "throttling", "seesaw") else pytest.mark.slow,
+        )
         for policy, caching in zip(ORDINARY, cycle((True, False)))
     ],
 )
@@ -228,7 +261,9 @@ def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
 def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:
     config, decoder = small_config(), small_decoder()
     requests, alone = requests_and_tokens()
-    together, scheduler = run(config, decoder, requests, num_blocks=8, block_size=4, budget=16, host_blocks=2)
+    together, scheduler = run(
+        config, decoder, requests, num_blocks=8, block_size=4, budget=16, host_blocks=2
+    )
     assert together == alone
     assert scheduler.table.preemptions > 0
 
@@ -246,7 +281,9 @@ def test_swaps_alone_are_answered_by_their_ids_alone() -> None:
     executor.submit(StepPlan(0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)),))))
     assert executor.collect(None) == [StepResult(None, host=HostResult(swapped=(4,)))]
     executor.submit(StepPlan(1, host=HostPlan(swaps=(Swap(5, 1, "in", (2,), (7,)),))))
-    assert executor.collect(executor.now() + 60) == [StepResult(None, host=HostResult(swapped=(5,)))]
+    assert executor.collect(executor.now() + 60) == [
+        StepResult(None, host=HostResult(swapped=(5,)))
+    ]
     assert (caches[2] == 3.5).all()
     assert executor.collect(None) == [], "nothing is under way any more"
     executor.close()
@@ -255,7 +292,9 @@ def test_swaps_alone_are_answered_by_their_ids_alone() -> None:
 def test_a_plan_with_rows_begins_its_swaps_first() -> None:
     executor = swapping_executor()
     begin, row = first_plan(3).begin, first_plan(3).rows
-    executor.submit(StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "out", (5,), (7,)),))))
+    executor.submit(
+        StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "out", (5,), (7,)),)))
+    )
     results = executor.collect(None)
     while sum(len(result.host.swapped) for result in results) == 0:
         results += executor.collect(None)
@@ -275,7 +314,11 @@ def test_a_swap_that_finds_no_memory_is_one_clear_line(monkeypatch: pytest.Monke
 
     executor = swapping_executor()
     monkeypatch.setattr(BlockMover, "out", fail)
-    executor.submit(StepPlan(0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)), Swap(5, 2, "in", (1,), (2,))))))
+    executor.submit(
+        StepPlan(
+            0, host=HostPlan(swaps=(Swap(4, 1, "out", (5,), (7,)), Swap(5, 2, "in", (1,), (2,))))
+        )
+    )
     with pytest.raises(RuntimeFailure, match="a swap does not fit"):
         while True:
             executor.collect(None)
@@ -299,7 +342,9 @@ def test_a_step_that_fails_waits_for_the_swaps_beside_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(BlockMover, "into", slow)
     monkeypatch.setattr(executor.runner.decoder, "compute_logits", fail)
     begin, row = first_plan(3).begin, first_plan(3).rows
-    executor.submit(StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "in", (5,), (7,)),))))
+    executor.submit(
+        StepPlan(3, begin=begin, rows=row, host=HostPlan(swaps=(Swap(9, 1, "in", (5,), (7,)),)))
+    )
     with pytest.raises(RuntimeFailure, match="a step of 5 tokens"):
         executor.collect(None)
     assert ended and executor.collect(None) == []

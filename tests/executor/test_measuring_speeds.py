@@ -29,20 +29,23 @@ class Clock:
 
 
 class Group(SingleRank):
-    """One of several workers that all have the same numbers; its sums take what the constants say."""
+    """One of several workers that all have the same numbers; its sums take what the constants
+    say."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         moved = 2 * (WORKERS - 1) / WORKERS * tensor.nbytes
-        self.clock.now += 2 * 2 * LATENCY + moved / BUS_BANDWIDTH  # a tree of four is two messages high
+        # a tree of four is two messages high
+        self.clock.now += 2 * 2 * LATENCY + moved / BUS_BANDWIDTH
         return WORKERS * tensor
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Clock of a machine whose products, and messages between workers, take what the constants say."""
+    """Clock of a machine whose products, and messages between workers, take what the constants
+    say."""
     clock = Clock()
 
     def project(rows: Tensor, weights: Tensor) -> None:
@@ -50,7 +53,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr(measuring_speeds, "project", project)
-    monkeypatch.setattr(measuring_speeds, "_COPIED_BYTES", COPIED)  # takes no time, so it is done often
+    # takes no time, so it is done often
+    monkeypatch.setattr(measuring_speeds, "_COPIED_BYTES", COPIED)
     return clock
 
 
@@ -64,7 +68,8 @@ def test_a_group_finds_the_speeds_that_the_cost_model_asks_for(clock: Clock) -> 
 
 
 def test_copies_are_counted_once(clock: Clock) -> None:
-    clock.look = 1e-3  # nothing else takes time: a copy of an eighth is as long as a look at the clock
+    # nothing else takes time: a copy of an eighth is as long as a look at the clock
+    clock.look = 1e-3
     found = measure_speeds(torch.device("cpu"), torch.float32)
     assert found.host_link_bandwidth == pytest.approx(COPIED / 8 / 1e-3, rel=0.1)
 

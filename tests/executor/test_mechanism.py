@@ -34,7 +34,9 @@ class Watching(Mechanism):
 
     def complete(self, step: PreparedStep, result: StepResult) -> StepResult:
         self.noted.append(("complete", step.plan.step, len(result.answers)))
-        return msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, swapped=(9,)))
+        return msgspec.structs.replace(
+            result, host=msgspec.structs.replace(result.host, swapped=(9,))
+        )
 
     def abandon(self) -> None:
         self.noted.append(("abandon",))
@@ -50,7 +52,13 @@ def watching() -> Watching:
 
 @pytest.fixture
 def executor(watching: Watching) -> Iterator[LocalExecutor]:
-    stage = Stage.build(small_decoder(), num_blocks=8, block_size=4, device="cpu", mechanisms=[Mechanism(), watching])
+    stage = Stage.build(
+        small_decoder(),
+        num_blocks=8,
+        block_size=4,
+        device="cpu",
+        mechanisms=[Mechanism(), watching],
+    )
     made = LocalExecutor(stage)
     yield made
     made.close()

@@ -11,7 +11,12 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.start import memory
 from nanoserve.executor.start.device_start import DeviceStart
-from nanoserve.executor.start.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
+from nanoserve.executor.start.memory import (
+    available_memory,
+    choose_num_blocks,
+    kv_bytes_per_block,
+    out_of_memory,
+)
 from nanoserve.models.hub import resolve_model
 from nanoserve.utils.sizes import format_size, parse_size
 from tests.executor.small_model import small_config, small_decoder
@@ -45,14 +50,17 @@ def test_what_steps_were_seen_to_need_is_kept_free() -> None:
 
     assert chosen(60 * BLOCK) == 38
     with pytest.raises(
-        UsageError, match=r"--kv-cache-memory 41.0 KiB is more than the 40.0 KiB of memory that is free"
+        UsageError,
+        match=r"--kv-cache-memory 41.0 KiB is more than the 40.0 KiB of memory that is free",
     ):
         chosen(60 * BLOCK, kv_cache_memory=41 * BLOCK)
     with pytest.raises(UsageError, match="only 0 B of memory is free"):
         chosen(101 * BLOCK)
 
 
-def test_a_gpus_memory_that_torch_holds_without_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_memory_that_torch_holds_without_use_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
@@ -82,40 +90,48 @@ def test_an_explicit_size_is_taken_as_it_is() -> None:
         (
             100 * BLOCK,
             {"kv_cache_memory": 101 * BLOCK},
-            "--kv-cache-memory 101.0 KiB is more than the 100.0 KiB of memory that is free; ask for less",
+            "--kv-cache-memory 101.0 KiB is more than the 100.0 KiB of memory that is free; ask "
+            "for less",
         ),
         (
             100 * BLOCK,
             {"kv_cache_memory": 10 * BLOCK},
-            "--kv-cache-memory 10.0 KiB holds 40 tokens, but one request may have 128; raise it to 32.0 KiB"
+            "--kv-cache-memory 10.0 KiB holds 40 tokens, but one request may have 128; raise it to "
+            "32.0 KiB"
             " or lower --max-model-len to 40",
         ),
         (
             100 * BLOCK,
             {"kv_cache_memory": 10, "max_model_len": 5},
-            "--kv-cache-memory 10 B holds 0 tokens, but one request may have 5; raise it to 2.0 KiB",
+            "--kv-cache-memory 10 B holds 0 tokens, but one request may have 5; raise it to 2.0 "
+            "KiB",
         ),
         (
             20 * BLOCK,
             {"max_model_len": 100},
-            "one request of 100 tokens needs 25.0 KiB of KV cache, but only 20.0 KiB of memory is free;"
+            "one request of 100 tokens needs 25.0 KiB of KV cache, but only 20.0 KiB of memory is "
+            "free;"
             " lower --max-model-len or free some memory",
         ),
         (
             3 * BLOCK,
             {},
-            "one request of 128 tokens needs 32.0 KiB of KV cache, but only 3.0 KiB of memory is free;"
+            "one request of 128 tokens needs 32.0 KiB of KV cache, but only 3.0 KiB of memory is "
+            "free;"
             " lower --max-model-len or free some memory",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(free: int, settings: dict[str, int], complaint: str) -> None:
+def test_what_cannot_be_is_refused_with_the_numbers(
+    free: int, settings: dict[str, int], complaint: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         choose(free=free, **settings)
     assert str(refusal.value) == complaint
 
 
-# ---------------------------------------------------------------------------------------------- what is free
+# ----------------------------------------------------------------------------------------------
+# what is free
 
 
 def test_this_machine_has_some_memory() -> None:
@@ -129,7 +145,9 @@ def test_a_machine_may_have_no_control_groups(monkeypatch: pytest.MonkeyPatch) -
 
 def test_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    700 kB\n")
+    meminfo.write_text(
+        "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    700 kB\n"
+    )
     assert memory._free_memory(meminfo) == 700 * 1024
     assert memory._free_memory(tmp_path / "absent") > 2**20
 
@@ -156,7 +174,8 @@ def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
     assert memory._control_group_rooms(tmp_path / "absent", tmp_path) == [0]
 
 
-# ------------------------------------------------------------------------------------------ weights that do not fit
+# ------------------------------------------------------------------------------------------ weights
+# that do not fit
 
 
 @pytest.mark.parametrize(
@@ -164,7 +183,12 @@ def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("unable to mmap 9 bytes from file <a.safetensors>: Cannot allocate memory (12)"), True),
+        (
+            RuntimeError(
+                "unable to mmap 9 bytes from file <a.safetensors>: Cannot allocate memory (12)"
+            ),
+            True,
+        ),
         (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
         (ValueError("out of range"), False),
     ],
@@ -175,7 +199,10 @@ def test_who_says_that_memory_is_out(error: Exception, *, told: bool) -> None:
 
 @pytest.mark.parametrize(
     ("model", "problem"),
-    [(None, r"a checkpoint of [\d.]+ MiB does not fit"), ("dummy:smollm2-135m", "the weights do not fit")],
+    [
+        (None, r"a checkpoint of [\d.]+ MiB does not fit"),
+        ("dummy:smollm2-135m", "the weights do not fit"),
+    ],
 )
 def test_a_model_beyond_all_memory_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, model: str | None, problem: str
@@ -185,11 +212,15 @@ def test_a_model_beyond_all_memory_is_one_clear_line(
 
     monkeypatch.setattr("nanoserve.models.loading.empty_decoder", fail)
     monkeypatch.setattr("nanoserve.models.dummy.empty_decoder", fail)
-    with pytest.raises(RuntimeFailure, match=f"^out of memory on cpu: {problem} into .* free; choose a smaller model"):
+    with pytest.raises(
+        RuntimeFailure,
+        match=f"^out of memory on cpu: {problem} into .* free; choose a smaller model",
+    ):
         LLM(model)
 
 
-# ---------------------------------------------------------------------------------------------- sizes
+# ----------------------------------------------------------------------------------------------
+# sizes
 
 
 @pytest.mark.parametrize(
@@ -211,7 +242,8 @@ def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "-1g", "1 gig", "1e9", "nan", "1,5GB", "٣g", 0, "0.1B", "9" * 5000, "1x" * 99]
+    "text",
+    ["", "GB", "-1g", "1 gig", "1e9", "nan", "1,5GB", "٣g", 0, "0.1B", "9" * 5000, "1x" * 99],
 )
 def test_what_is_not_a_size_is_refused_in_one_short_line(text: str | int) -> None:
     with pytest.raises(UsageError) as refusal:

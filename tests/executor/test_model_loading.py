@@ -19,10 +19,14 @@ from tests.models.thread_ranks import ThreadGroup
 CPU = torch.device("cpu")
 
 
-def load(directory: Path, dtype: str = "fp32") -> tuple[ReshardableWeights, list[tuple[str, int, int]]]:
+def load(
+    directory: Path, dtype: str = "fp32"
+) -> tuple[ReshardableWeights, list[tuple[str, int, int]]]:
     config = ModelConfig.from_directory(directory)
     layouts = [(2, 1), (1, 2)]
-    shards = [make_shards(config, pipeline_parallel=pp, tensor_parallel=tp)[1] for pp, tp in layouts]
+    shards = [
+        make_shards(config, pipeline_parallel=pp, tensor_parallel=tp)[1] for pp, tp in layouts
+    ]
     told: list[tuple[str, int, int]] = []
     weights = load_layouts(
         ResolvedModel("model", directory, directory),
@@ -57,9 +61,12 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patches:
         patches.setattr("nanoserve.models.resharding._lay_out", no_memory)
         with pytest.raises(
-            RuntimeFailure, match=r"^out of memory on cpu: a checkpoint of .* does not fit into .* free; "
+            RuntimeFailure,
+            match=r"^out of memory on cpu: a checkpoint of .* does not fit into .* free; ",
         ):
             load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ModelError, match=r"^\S+model\.safetensors: not a complete safetensors file \(.*\)$"):
+    with pytest.raises(
+        ModelError, match=r"^\S+model\.safetensors: not a complete safetensors file \(.*\)$"
+    ):
         load(tmp_path)

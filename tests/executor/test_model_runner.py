@@ -1,4 +1,5 @@
-"""Plans written by hand give what the dense causal forward pass gives, however the rows are cut and shared."""
+"""Plans written by hand give what the dense causal forward pass gives, however the rows are cut and
+shared."""
 
 from collections.abc import Sequence
 
@@ -73,7 +74,9 @@ def decode(
     return steps
 
 
-def assert_logprobs(answers: Sequence[TokenLogprob], logits: torch.Tensor, tokens: Sequence[int]) -> None:
+def assert_logprobs(
+    answers: Sequence[TokenLogprob], logits: torch.Tensor, tokens: Sequence[int]
+) -> None:
     expected = logits.log_softmax(1)
     assert [answer.token for answer in answers] == list(tokens)
     for row, answer in enumerate(answers):
@@ -85,7 +88,9 @@ def assert_logprobs(answers: Sequence[TokenLogprob], logits: torch.Tensor, token
 
 @pytest.mark.parametrize("chunks", [(11,), (4, 1, 6), (3, 8), (1,) * 11])
 @pytest.mark.parametrize("sliding_window", [0, 5])
-def test_a_prompt_in_chunks_equals_the_dense_forward(chunks: tuple[int, ...], sliding_window: int) -> None:
+def test_a_prompt_in_chunks_equals_the_dense_forward(
+    chunks: tuple[int, ...], sliding_window: int
+) -> None:
     decoder = small_decoder(small_config(sliding_window=sliding_window))
     runner = make_runner(decoder)
     params = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=5)
@@ -106,7 +111,9 @@ def test_a_prompt_in_chunks_equals_the_dense_forward(chunks: tuple[int, ...], sl
     assert_logprobs(answers[4].logprobs, logits[-1:], answers[4].tokens)
 
 
-def test_chunks_decodes_and_whole_prompts_share_a_step(decoder: Decoder, runner: ModelRunner) -> None:
+def test_chunks_decodes_and_whole_prompts_share_a_step(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     first, second, third = PROMPT[:5], PROMPT[::-1], PROMPT[2:9]
     tokens = {1: list(first), 2: list(second), 3: list(third)}
     answers = execute(
@@ -133,7 +140,9 @@ def test_chunks_decodes_and_whole_prompts_share_a_step(decoder: Decoder, runner:
         assert output == dense_greedy(decoder, prompt, len(output))
 
 
-def test_blocks_are_shared_within_the_plan_that_fills_them(decoder: Decoder, runner: ModelRunner) -> None:
+def test_blocks_are_shared_within_the_plan_that_fills_them(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     other = (*PROMPT[:8], 50, 51)
     answers = execute(
         runner,
@@ -144,10 +153,14 @@ def test_blocks_are_shared_within_the_plan_that_fills_them(decoder: Decoder, run
     assert list(answers[2].tokens) == dense_greedy(decoder, PROMPT, 1)
 
 
-def test_a_fork_continues_on_its_copy_of_the_last_block(decoder: Decoder, runner: ModelRunner) -> None:
+def test_a_fork_continues_on_its_copy_of_the_last_block(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     parent = execute(runner, begin=(begin(1, PROMPT),), rows=(whole(1, PROMPT, (0, 1, 2)),))
     tokens = {1: [*PROMPT, *parent[1].tokens], 2: list(PROMPT)}
-    only_fives = begin(2, PROMPT, SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=4))
+    only_fives = begin(
+        2, PROMPT, SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=4)
+    )
     # The parent writes into its last block in the very step whose copies come first.
     first = execute(
         runner,
@@ -157,7 +170,11 @@ def test_a_fork_continues_on_its_copy_of_the_last_block(decoder: Decoder, runner
     )
     for sequence, answer in first.items():
         tokens[sequence] += answer.tokens
-    steps = [first, *decode(runner, {2: tokens[2]}, {2: 14}, 1), *decode(runner, tokens, {1: 3, 2: 14}, 5)]
+    steps = [
+        first,
+        *decode(runner, {2: tokens[2]}, {2: 14}, 1),
+        *decode(runner, tokens, {1: 3, 2: 14}, 5),
+    ]
     assert tokens[1][11:] == dense_greedy(decoder, PROMPT, 7)
     assert tokens[2][11:] == [5] * 7
     logprobs = [logprob for step in steps for logprob in step[2].logprobs]
@@ -169,15 +186,25 @@ def test_a_fork_continues_on_its_copy_of_the_last_block(decoder: Decoder, runner
     [
         GREEDY,
         SamplingParams(temperature=1.5, top_p=0.9, frequency_penalty=0.7, repetition_penalty=1.4),
-        SamplingParams(temperature=0.9, top_k=20, presence_penalty=2.0, min_tokens=6, stop_token_ids=tuple(range(30))),
+        SamplingParams(
+            temperature=0.9,
+            top_k=20,
+            presence_penalty=2.0,
+            min_tokens=6,
+            stop_token_ids=tuple(range(30)),
+        ),
     ],
     ids=["greedy", "penalties", "min_tokens"],
 )
-def test_beginning_again_after_a_preemption_changes_nothing(decoder: Decoder, params: SamplingParams) -> None:
+def test_beginning_again_after_a_preemption_changes_nothing(
+    decoder: Decoder, params: SamplingParams
+) -> None:
     undisturbed, preempted = [make_runner(decoder) for _ in range(2)]
     tokens: list[dict[int, list[int]]] = []
     for runner in (undisturbed, preempted):
-        answers = execute(runner, begin=(begin(1, PROMPT, params, seed=6),), rows=(whole(1, PROMPT, (0, 1, 2)),))
+        answers = execute(
+            runner, begin=(begin(1, PROMPT, params, seed=6),), rows=(whole(1, PROMPT, (0, 1, 2)),)
+        )
         tokens.append({1: [*PROMPT, *answers[1].tokens]})
     decode(undisturbed, tokens[0], {1: 3}, 9)
     decode(preempted, tokens[1], {1: 3}, 4)
@@ -192,7 +219,9 @@ def test_beginning_again_after_a_preemption_changes_nothing(decoder: Decoder, pa
     assert len(tokens[0][1]) == len(PROMPT) + 10
 
 
-def penalized_greedy(decoder: Decoder, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+def penalized_greedy(
+    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, count: int
+) -> list[int]:
     """The tokens of greedy decoding, with everything computed and counted anew for each."""
     tokens = list(prompt)
     for _ in range(count):
@@ -201,7 +230,9 @@ def penalized_greedy(decoder: Decoder, prompt: Sequence[int], params: SamplingPa
     return tokens[len(prompt) :]
 
 
-def test_each_row_is_penalized_for_the_tokens_of_its_own_sequence(decoder: Decoder, runner: ModelRunner) -> None:
+def test_each_row_is_penalized_for_the_tokens_of_its_own_sequence(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     """Two sequences change places at each step, and one of them is preempted half-way."""
     params = {
         1: SamplingParams(temperature=0.0, frequency_penalty=-2.0),
@@ -229,13 +260,17 @@ def test_each_row_is_penalized_for_the_tokens_of_its_own_sequence(decoder: Decod
     assert {one: tokens[one][len(PROMPT) :] for one in (1, 2)} == expected
 
 
-def test_what_is_not_a_number_ends_one_sequence_alone(decoder: Decoder, runner: ModelRunner) -> None:
+def test_what_is_not_a_number_ends_one_sequence_alone(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     poison = 60
     with torch.no_grad():
         decoder.embedding.weight[poison] = float("nan")
     bad, good = (1, 2, poison, 4, 5, 6), PROMPT[:6]
     answers = execute(
-        runner, begin=(begin(1, bad), begin(2, good)), rows=(whole(1, bad, (3, 4)), whole(2, good, (5, 6)))
+        runner,
+        begin=(begin(1, bad), begin(2, good)),
+        rows=(whole(1, bad, (3, 4)), whole(2, good, (5, 6))),
     )
     assert answers[1].tokens == ()
     assert "not numbers" in str(answers[1].error)
@@ -247,11 +282,15 @@ def test_what_is_not_a_number_ends_one_sequence_alone(decoder: Decoder, runner: 
     assert tokens[3][6:] == dense_greedy(decoder, good, 4)
 
 
-def test_prompt_logprobs_that_are_not_numbers_are_an_error(decoder: Decoder, runner: ModelRunner) -> None:
+def test_prompt_logprobs_that_are_not_numbers_are_an_error(
+    decoder: Decoder, runner: ModelRunner
+) -> None:
     with torch.no_grad():
         decoder.embedding.weight[60] = float("nan")
     params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    answers = execute(runner, begin=(begin(1, (1, 60, 2), params),), rows=(whole(1, (1, 60, 2), (0,)),))
+    answers = execute(
+        runner, begin=(begin(1, (1, 60, 2), params),), rows=(whole(1, (1, 60, 2), (0,)),)
+    )
     assert "not numbers" in str(answers[1].error)
     assert answers[1].prompt_logprobs == ()
 
@@ -277,13 +316,18 @@ def test_a_plan_without_rows_has_no_answers(runner: ModelRunner) -> None:
     ("plan", "complaint"),
     [
         ({"rows": (whole(2, (1,), (0,)),)}, "sequence 2 is in a plan without having begun"),
-        ({"end": (1,), "rows": (whole(1, PROMPT, (0, 1, 2)),)}, "sequence 1 is in a plan without having begun"),
+        (
+            {"end": (1,), "rows": (whole(1, PROMPT, (0, 1, 2)),)},
+            "sequence 1 is in a plan without having begun",
+        ),
         ({"rows": (whole(1, PROMPT, (0, 1)),)}, "2 blocks of 4 slots do not reach position 10"),
         ({"rows": (whole(1, (*PROMPT, 4), (0, 1, 2)),)}, "beyond its 11 known tokens"),
         ({"rows": (Row(1, 0, PROMPT, True, (0, 1, 2), host=HostRow()),)}, "all in its memory"),
     ],
 )
-def test_impossible_plans_are_refused(runner: ModelRunner, plan: dict[str, tuple[object, ...]], complaint: str) -> None:
+def test_impossible_plans_are_refused(
+    runner: ModelRunner, plan: dict[str, tuple[object, ...]], complaint: str
+) -> None:
     execute(runner, begin=(begin(1, PROMPT),))
     with pytest.raises(RuntimeError, match=complaint):
         execute(runner, **plan)

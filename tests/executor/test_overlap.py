@@ -1,4 +1,5 @@
-"""Steps launched before the answers of the ones before are read: no token changes, and nothing waits in between."""
+"""Steps launched before the answers of the ones before are read: no token changes, and nothing
+waits in between."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +26,9 @@ OTHER = (1, 2, 3, 4, 5, 6)
 
 
 def begin(sequence: int, tokens: tuple[int, ...], **params: object) -> Begin:
-    return Begin(sequence, tokens, len(tokens), 0, 5, SamplingParams(**{"temperature": 0.0, **params}))
+    return Begin(
+        sequence, tokens, len(tokens), 0, 5, SamplingParams(**{"temperature": 0.0, **params})
+    )
 
 
 def placeholder(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
@@ -34,7 +37,11 @@ def placeholder(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
 
 def make_runner(decoder: Decoder, device: str = "cpu") -> ModelRunner:
     return ModelRunner(
-        decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device), mechanisms=[PlaceholderTokens()]
+        decoder,
+        num_blocks=24,
+        block_size=BLOCK_SIZE,
+        device=torch.device(device),
+        mechanisms=[PlaceholderTokens()],
     )
 
 
@@ -44,25 +51,44 @@ def launch(runner: ModelRunner, plan: StepPlan) -> PreparedStep:
     return runner.sample(step, runner.compute(step))
 
 
-# -------------------------------------------------------------------------------------------------- plans by hand
+# --------------------------------------------------------------------------------------------------
+# plans by hand
 
 
 def test_fed_rows_take_the_tokens_of_the_plan_before_whatever_its_order() -> None:
     decoder = small_decoder()
     runner = make_runner(decoder)
-    prompts = (Row(1, 0, PROMPT, True, (0, 1)), Row(2, 0, OTHER, True, (2, 3)), Row(3, 0, OTHER[:3], False, (4,)))
+    prompts = (
+        Row(1, 0, PROMPT, True, (0, 1)),
+        Row(2, 0, OTHER, True, (2, 3)),
+        Row(3, 0, OTHER[:3], False, (4,)),
+    )
     steps = [
-        launch(runner, StepPlan(0, begin=(begin(1, PROMPT), begin(2, OTHER), begin(3, OTHER)), rows=prompts)),
-        launch(runner, StepPlan(1, rows=(Row(3, 3, OTHER[3:], True, (5,)), placeholder(2, 6), placeholder(1, 5)))),
+        launch(
+            runner,
+            StepPlan(0, begin=(begin(1, PROMPT), begin(2, OTHER), begin(3, OTHER)), rows=prompts),
+        ),
+        launch(
+            runner,
+            StepPlan(
+                1, rows=(Row(3, 3, OTHER[3:], True, (5,)), placeholder(2, 6), placeholder(1, 5))
+            ),
+        ),
         launch(runner, StepPlan(2, rows=(placeholder(1, 6), placeholder(3, 6)))),
     ]
     answers = [{answer.sequence: answer.tokens for answer in step.answers()} for step in steps]
-    for sequence, prompt, places in ((1, PROMPT, (0, 1, 2)), (2, OTHER, (0, 1)), (3, OTHER, (1, 2))):
+    for sequence, prompt, places in (
+        (1, PROMPT, (0, 1, 2)),
+        (2, OTHER, (0, 1)),
+        (3, OTHER, (1, 2)),
+    ):
         tokens = [token for place in places for token in answers[place][sequence]]
         assert tokens == dense_greedy(decoder, prompt, len(places))
 
 
-@pytest.mark.parametrize("between", [StepPlan(1, rows=(Row(2, 0, OTHER, True, (2, 3)),)), None], ids=["left out", ""])
+@pytest.mark.parametrize(
+    "between", [StepPlan(1, rows=(Row(2, 0, OTHER, True, (2, 3)),)), None], ids=["left out", ""]
+)
 def test_a_token_that_is_not_on_the_device_cannot_be_placeholder(between: StepPlan | None) -> None:
     runner = make_runner(small_decoder())
     first = Row(1, 0, PROMPT, between is not None, (0, 1))
@@ -70,7 +96,8 @@ def test_a_token_that_is_not_on_the_device_cannot_be_placeholder(between: StepPl
     if between is not None:
         runner.execute(between)
     with pytest.raises(
-        RuntimeError, match="sequence 1 has a placeholder for a token that the plan before it does not sample"
+        RuntimeError,
+        match="sequence 1 has a placeholder for a token that the plan before it does not sample",
     ):
         runner.execute(StepPlan(2, rows=(placeholder(1, 5),)))
 
@@ -82,7 +109,9 @@ def test_what_follows_a_token_that_is_none_harms_no_other() -> None:
     runner = make_runner(decoder)
     bad = (1, 60, 2)
     rows = (Row(1, 0, bad, True, (3,)), Row(2, 0, PROMPT, True, (5, 6)))
-    first = launch(runner, StepPlan(0, begin=(begin(1, bad, logprobs=2), begin(2, PROMPT)), rows=rows))
+    first = launch(
+        runner, StepPlan(0, begin=(begin(1, bad, logprobs=2), begin(2, PROMPT)), rows=rows)
+    )
     second = launch(runner, StepPlan(1, rows=(placeholder(1, 3), placeholder(2, 5))))
     bad_answer, good_answer = first.answers()
     assert "not numbers" in str(bad_answer.error)
@@ -97,11 +126,19 @@ def test_launching_never_looks_at_what_the_device_computes() -> None:
     kinds: list[dict[str, object]] = [
         {"logprobs": 2, "prompt_logprobs": 3},
         {"temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.1},
-        {"temperature": 0.7, "top_p": 0.6, "frequency_penalty": 1.0, "logit_bias": {3: 1.0}, "min_tokens": 2},
+        {
+            "temperature": 0.7,
+            "top_p": 0.6,
+            "frequency_penalty": 1.0,
+            "logit_bias": {3: 1.0},
+            "min_tokens": 2,
+        },
         {"temperature": 1.0, "repetition_penalty": 1.2},
     ]
     begins = tuple(begin(sequence, OTHER, **params) for sequence, params in enumerate(kinds))
-    whole = tuple(Row(sequence, 0, OTHER, True, (2 * sequence, 2 * sequence + 1)) for sequence in range(4))
+    whole = tuple(
+        Row(sequence, 0, OTHER, True, (2 * sequence, 2 * sequence + 1)) for sequence in range(4)
+    )
     step = launch(runner, StepPlan(0, begin=begins, rows=whole, copies=(Copy(20, 21),)))
     launch(runner, StepPlan(1, rows=(placeholder(1, 6), placeholder(0, 6), Row(2, 6, (9,), True))))
     with pytest.raises(RuntimeError, match="meta"):
@@ -118,17 +155,23 @@ def test_no_memory_for_a_step_forgets_the_one_in_flight(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "compute_logits", fail)
-        with pytest.raises(RuntimeFailure, match=r"a step of 1 tokens .* lower --max-num-batched-tokens$"):
+        with pytest.raises(
+            RuntimeFailure, match=r"a step of 1 tokens .* lower --max-num-batched-tokens$"
+        ):
             executor.submit(StepPlan(1, rows=(placeholder(1, 5),)))
     assert executor.collect(None) == []
-    again = StepPlan(2, end=(1,), begin=(begin(2, PROMPT),), rows=(Row(2, 0, PROMPT, True, (0, 1)),))
+    again = StepPlan(
+        2, end=(1,), begin=(begin(2, PROMPT),), rows=(Row(2, 0, PROMPT, True, (0, 1)),)
+    )
     executor.submit(again)
     (result,) = executor.collect(None)
     assert list(result.answers[0].tokens) == dense_greedy(decoder, PROMPT, 1)
 
 
 def test_two_plans_may_be_in_flight_where_tokens_are_placeholder() -> None:
-    executor = local_executor(small_decoder(), num_blocks=8, block_size=BLOCK_SIZE, async_scheduling=True)
+    executor = local_executor(
+        small_decoder(), num_blocks=8, block_size=BLOCK_SIZE, async_scheduling=True
+    )
     executor.submit(StepPlan(0, begin=(begin(1, PROMPT),), rows=(Row(1, 0, PROMPT, True, (0, 1)),)))
     executor.submit(StepPlan(1, rows=(placeholder(1, 5),)))
     with pytest.raises(RuntimeError, match="at most 2"):
@@ -136,7 +179,8 @@ def test_two_plans_may_be_in_flight_where_tokens_are_placeholder() -> None:
     assert [executor.collect(None)[0].step for _ in range(2)] == [0, 1]
 
 
-# -------------------------------------------------------------------------------------------- with a real scheduler
+# -------------------------------------------------------------------------------------------- with
+# a real scheduler
 
 
 @dataclass
@@ -156,7 +200,8 @@ def run(
     budget: int = 64,
     stops: dict[str, int] | None = None,
 ) -> tuple[dict[tuple[str, int], Life], Scheduler, int]:
-    """All samples; ``stops`` names requests that end when their first sample has so many tokens, as a stop string does.
+    """All samples; ``stops`` names requests that end when their first sample has so many tokens, as
+    a stop string does.
 
     Returns:
         the lives, the scheduler, and how many rows were placeholders.
@@ -196,7 +241,10 @@ def run(
             life.tokens += update.new_tokens
             if stops and len(life.tokens) == stops.get(update.request_id) and not update.finished:
                 engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
-            life.reason, life.logprobs = update.sequence.finish_reason, list(update.sequence.logprobs)
+            life.reason, life.logprobs = (
+                update.sequence.finish_reason,
+                list(update.sequence.logprobs),
+            )
             assert update.sequence.error is None
         check_integrity(scheduler)
     assert scheduler.pool.free_blocks == num_blocks
@@ -210,12 +258,20 @@ REQUESTS = [
     ((*PROMPT, *PROMPT, 8), SamplingParams(temperature=1.0, min_p=0.05)),
     ((*PROMPT, *PROMPT, 8, 1), SamplingParams(temperature=1.0, max_tokens=1)),
     (OTHER, SamplingParams(temperature=1.0, top_p=0.8, max_tokens=2)),
-    ((*OTHER, *OTHER), SamplingParams(temperature=0.0, max_tokens=8, presence_penalty=1.0, prompt_logprobs=1)),
-    (OTHER[::-1], SamplingParams(temperature=1.0, max_tokens=15, stop_token_ids=tuple(range(20, 28)))),
+    (
+        (*OTHER, *OTHER),
+        SamplingParams(temperature=0.0, max_tokens=8, presence_penalty=1.0, prompt_logprobs=1),
+    ),
+    (
+        OTHER[::-1],
+        SamplingParams(temperature=1.0, max_tokens=15, stop_token_ids=tuple(range(20, 28))),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("num_blocks", "budget"), [(64, 64), (12, 5)], ids=["plenty", "preemptions and chunks"])
+@pytest.mark.parametrize(
+    ("num_blocks", "budget"), [(64, 64), (12, 5)], ids=["plenty", "preemptions and chunks"]
+)
 def test_overlapped_steps_give_the_plain_ones_tokens(num_blocks: int, budget: int) -> None:
     requests = [
         Request(str(number), prompt, params, seed=40 + number, end_tokens=(3,))
@@ -231,7 +287,9 @@ def test_overlapped_steps_give_the_plain_ones_tokens(num_blocks: int, budget: in
     assert (scheduler.table.preemptions > 0) == (num_blocks == 12)
     for name, life in plain.items():
         assert (overlapped[name].tokens, overlapped[name].reason) == (life.tokens, life.reason)
-        assert [one.token for one in overlapped[name].logprobs] == [one.token for one in life.logprobs]
+        assert [one.token for one in overlapped[name].logprobs] == [
+            one.token for one in life.logprobs
+        ]
         for one, other in zip(overlapped[name].logprobs, life.logprobs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert one.rank == other.rank
@@ -251,7 +309,9 @@ def _requests(draw: st.DrawFn) -> list[Request]:
             presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
             logprobs=draw(st.sampled_from([None, 1])),
         )
-        requests.append(Request(str(number), prompt, params, seed=draw(st.integers(0, 9)), end_tokens=(3,)))
+        requests.append(
+            Request(str(number), prompt, params, seed=draw(st.integers(0, 9)), end_tokens=(3,))
+        )
     return requests
 
 
@@ -266,7 +326,9 @@ def test_whatever_the_requests_overlap_changes_no_token(
     requests: list[Request], num_blocks: int, budget: int, stops: dict[str, int]
 ) -> None:
     plain, _, _ = run(requests, async_scheduling=False, stops=stops)
-    overlapped, _, _ = run(requests, async_scheduling=True, num_blocks=num_blocks, budget=budget, stops=stops)
+    overlapped, _, _ = run(
+        requests, async_scheduling=True, num_blocks=num_blocks, budget=budget, stops=stops
+    )
     assert {name: life.tokens for name, life in overlapped.items()} == {
         name: life.tokens for name, life in plain.items()
     }

@@ -1,4 +1,5 @@
-"""A parked prompt: its keys and values leave the device layer by layer, beside the step that completes it."""
+"""A parked prompt: its keys and values leave the device layer by layer, beside the step that
+completes it."""
 
 import threading
 import time
@@ -28,7 +29,13 @@ from nanoserve.scheduler.optional import HostPlan, HostRow, Swap
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult
 from nanoserve.scheduler.work import Strategy
 from tests.executor.fake_graphs import FakeRecorder
-from tests.executor.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
+from tests.executor.small_model import (
+    LayersRunBy,
+    dense_greedy,
+    local_executor,
+    small_config,
+    small_decoder,
+)
 
 LAYERS, BLOCK_SIZE, BLOCKS = 3, 4, 8
 CPU = torch.device("cpu")
@@ -40,7 +47,9 @@ FINAL_CHUNK = 6
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))).in_one_group()
+    return replace(
+        small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0, 3, 0))
+    ).in_one_group()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,9 @@ def decoder(config: ModelConfig) -> Decoder:
 
 @pytest.fixture
 def pool(config: ModelConfig) -> HostPool:
-    pool = HostPool.of_one_process(config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
+    pool = HostPool.of_one_process(
+        config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32
+    )
     pool.blocks.fill_(-2.0)
     return pool
 
@@ -81,7 +92,9 @@ def results_of(executor: LocalExecutor, plan: StepPlan) -> list[StepResult]:
     """Until it and its swaps are answered."""
     executor.submit(plan)
     results = executor.collect(None)
-    while {swap.swap for swap in plan.host.swaps} - {swap for result in results for swap in result.host.swapped}:
+    while {swap.swap for swap in plan.host.swaps} - {
+        swap for result in results for swap in result.host.swapped
+    }:
         results += executor.collect(None)
     return results
 
@@ -109,9 +122,16 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_the_last_chunk_of_a_prompt_leaves_with_all_before_it(decoder: Decoder, pool: HostPool) -> None:
+def test_the_last_chunk_of_a_prompt_leaves_with_all_before_it(
+    decoder: Decoder, pool: HostPool
+) -> None:
     executor = executor_of(decoder, pool)
-    answers = [answer for plan in chunks() for result in results_of(executor, plan) for answer in result.answers]
+    answers = [
+        answer
+        for plan in chunks()
+        for result in results_of(executor, plan)
+        for answer in result.answers
+    ]
     assert [list(answer.tokens) for answer in answers] == [dense_greedy(decoder, PROMPT, 1)]
     check_pool(pool, executor.runner)
     executor.close()
@@ -127,8 +147,14 @@ def test_a_layer_leaves_while_the_next_one_is_computed(decoder: Decoder, pool: H
         if parking:
             keys, number = executor.runner.caches.keys, layer.index - 1
             if layer.index:
-                wait_until(lambda: torch.equal(pool.blocks[number, 0, here], keys[number][list(DEVICE_BLOCKS)]))
-            assert (pool.blocks[layer.index :, :, here] == -2.0).all(), "what is not computed has not left"
+                wait_until(
+                    lambda: torch.equal(
+                        pool.blocks[number, 0, here], keys[number][list(DEVICE_BLOCKS)]
+                    )
+                )
+            assert (pool.blocks[layer.index :, :, here] == -2.0).all(), (
+                "what is not computed has not left"
+            )
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
 
@@ -143,7 +169,9 @@ def test_a_layer_leaves_while_the_next_one_is_computed(decoder: Decoder, pool: H
     executor.close()
 
 
-def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, pool: HostPool) -> None:
+def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(
+    decoder: Decoder, pool: HostPool
+) -> None:
     """Here the last chunk is a single token, as a decode is."""
     executor, recorder = executor_of(decoder, pool), FakeRecorder()
     runner = executor.runner
@@ -153,7 +181,10 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
     runner.forward = graphs
     first, last = PROMPT[:-1], PROMPT[-1:]
     results_of(executor, StepPlan(0, begin=begin(), rows=(Row(1, 0, first, False, DEVICE_BLOCKS),)))
-    results = results_of(executor, StepPlan(1, rows=(Row(1, len(first), last, True),), host=HostPlan(swaps=(PARKED,))))
+    results = results_of(
+        executor,
+        StepPlan(1, rows=(Row(1, len(first), last, True),), host=HostPlan(swaps=(PARKED,))),
+    )
     token = next(answer.tokens for result in results for answer in result.answers)
     assert recorder.replayed == []
     check_pool(pool, runner)
@@ -163,21 +194,31 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
 
 
 def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_done() -> None:
-    """Two groups of two layers share two tensors: one leaves behind layer 1, the other behind layer 3, and both without
-    the block that lies behind the window."""
-    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(0, 3, 0, 3)))
+    """Two groups of two layers share two tensors: one leaves behind layer 1, the other behind layer
+    3, and both without the block that lies behind the window."""
+    config = replace(
+        small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(0, 3, 0, 3))
+    )
     assert config.cache_groups.places == ((0, 0), (1, 0), (0, 1), (1, 1))
     decoder = small_decoder(config).requires_grad_(False)
-    pool = HostPool.of_one_process(config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
+    pool = HostPool.of_one_process(
+        config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32
+    )
     pool.blocks.fill_(-2.0)
     table, leaving, here = (6, 1, 4, 0, 3, 7), [6, 4, 0, 3, 7], [0, 7, 3, 2, 5]
     parking, left = False, list[tuple[bool, bool]]()
 
     def run_layer(layer: DecoderLayer, *arguments: Any) -> Tensor:
         if parking and layer.index == 2:
-            wait_until(lambda: torch.equal(pool.blocks[0, 1, here], executor.runner.caches.values[0][leaving]))
+            wait_until(
+                lambda: torch.equal(
+                    pool.blocks[0, 1, here], executor.runner.caches.values[0][leaving]
+                )
+            )
         if parking:
-            left.append((bool((pool.blocks[0] != -2.0).any()), bool((pool.blocks[1] != -2.0).any())))
+            left.append(
+                (bool((pool.blocks[0] != -2.0).any()), bool((pool.blocks[1] != -2.0).any()))
+            )
         output: Tensor = layer(*arguments)
         return output
 
@@ -185,13 +226,18 @@ def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_d
     with torch.inference_mode():
         for cache in (*executor.runner.caches.keys, *executor.runner.caches.values):
             cache.fill_(5.0)  # a number, so that what no token is in can be compared
-    results_of(executor, StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT[:FINAL_CHUNK], False, table[:4]),)))
+    results_of(
+        executor,
+        StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT[:FINAL_CHUNK], False, table[:4]),)),
+    )
     last = Row(1, FINAL_CHUNK, PROMPT[FINAL_CHUNK:], True, table[4:])
     parked = Swap(5, 1, "out", tuple(leaving), tuple(here), after_row=True)
     parking = True
     answers = [
         one
-        for result in results_of(executor, StepPlan(1, rows=(last,), host=HostPlan(swaps=(parked,))))
+        for result in results_of(
+            executor, StepPlan(1, rows=(last,), host=HostPlan(swaps=(parked,)))
+        )
         for one in result.answers
     ]
     assert [list(answer.tokens) for answer in answers] == [dense_greedy(decoder, PROMPT, 1)]
@@ -205,19 +251,30 @@ def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_d
 
 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
-def test_a_prompt_is_parked_beside_host_sequences(decoder: Decoder, pool: HostPool, strategy: Strategy) -> None:
+def test_a_prompt_is_parked_beside_host_sequences(
+    decoder: Decoder, pool: HostPool, strategy: Strategy
+) -> None:
     """Layers in which one takes part run in pieces, the others as a whole."""
     executor = executor_of(decoder, pool, processor=HostProcessor.set_apart(1, CPU))
     guest, block = (4, 4, 17), 5
-    results_of(executor, StepPlan(0, begin=begin(2, guest), rows=(Row(2, 0, guest[:-1], False, (2,)),)))
+    results_of(
+        executor, StepPlan(0, begin=begin(2, guest), rows=(Row(2, 0, guest[:-1], False, (2,)),))
+    )
     results_of(executor, StepPlan(1, host=HostPlan(swaps=(Swap(4, 2, "out", (2,), (block,)),))))
     before = pool.blocks[:, :, block].clone()
-    enters = Row(2, len(guest) - 1, guest[-1:], True, (block,), host=HostRow(int(strategy == "asymmetric")))
+    enters = Row(
+        2, len(guest) - 1, guest[-1:], True, (block,), host=HostRow(int(strategy == "asymmetric"))
+    )
     first, last = chunks(2)
     results_of(executor, first)
     tokens = dict[int, list[int]]()
     for plan in (
-        replace_plan(last, begin=begin(2, guest), rows=(*last.rows, enters), host=HostPlan(last.host.swaps, strategy)),
+        replace_plan(
+            last,
+            begin=begin(2, guest),
+            rows=(*last.rows, enters),
+            host=HostPlan(last.host.swaps, strategy),
+        ),
         *(StepPlan(4 + step, host=HostPlan(strategy="overlap")) for step in range(LAYERS)),
     ):
         for result in results_of(executor, plan):
@@ -234,7 +291,9 @@ def replace_plan(plan: StepPlan, **changes: object) -> StepPlan:
     return StepPlan(**{**{name: getattr(plan, name) for name in plan.__struct_fields__}, **changes})  # type: ignore[arg-type]
 
 
-def test_every_stage_lets_its_own_layers_leave(decoder: Decoder, config: ModelConfig, pool: HostPool) -> None:
+def test_every_stage_lets_its_own_layers_leave(
+    decoder: Decoder, config: ModelConfig, pool: HostPool
+) -> None:
     """The stages of a pipeline one after the other, as workers run them."""
     stages, transfers = list[Stage](), list[LocalKvTransfer]()
     for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=1):
@@ -271,7 +330,8 @@ def _weights_of(decoder: Decoder, stage: Decoder, first_layer: int) -> dict[str,
     return found
 
 
-# --------------------------------------------------------------------------------------------------- what fails
+# --------------------------------------------------------------------------------------------------
+# what fails
 
 
 def failing_in_layer(layer_index: int, error: BaseException) -> LayersRunBy:
@@ -284,23 +344,39 @@ def failing_in_layer(layer_index: int, error: BaseException) -> LayersRunBy:
     return LayersRunBy(run_layer)
 
 
-def test_a_step_that_finds_no_memory_leaves_nothing_waiting(decoder: Decoder, pool: HostPool) -> None:
+def test_a_step_that_finds_no_memory_leaves_nothing_waiting(
+    decoder: Decoder, pool: HostPool
+) -> None:
     executor = executor_of(decoder, pool, layers=failing_in_layer(1, MemoryError()))
     executor.submit(
-        StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), host=HostPlan(swaps=(PARKED,)))
+        StepPlan(
+            0,
+            begin=begin(),
+            rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),),
+            host=HostPlan(swaps=(PARKED,)),
+        )
     )
     with pytest.raises(RuntimeFailure, match=r"a step of 10 tokens does not fit"):
         executor.collect(None)
     assert executor.collect(None) == [], "the swap is forgotten with the step"
-    results = results_of(executor, StepPlan(1, host=HostPlan(swaps=(Swap(6, 1, "out", (2,), (2,)),))))
+    results = results_of(
+        executor, StepPlan(1, host=HostPlan(swaps=(Swap(6, 1, "out", (2,), (2,)),)))
+    )
     assert [result.host.swapped for result in results] == [(6,)], "later ones go on"
     executor.close()
 
 
-def test_whatever_a_step_fails_with_the_executor_can_be_closed(decoder: Decoder, pool: HostPool) -> None:
+def test_whatever_a_step_fails_with_the_executor_can_be_closed(
+    decoder: Decoder, pool: HostPool
+) -> None:
     executor = executor_of(decoder, pool, layers=failing_in_layer(1, ValueError("no layer today")))
     executor.submit(
-        StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),), host=HostPlan(swaps=(PARKED,)))
+        StepPlan(
+            0,
+            begin=begin(),
+            rows=(Row(1, 0, PROMPT, True, DEVICE_BLOCKS),),
+            host=HostPlan(swaps=(PARKED,)),
+        )
     )
     with pytest.raises(ValueError, match="no layer today"):
         executor.collect(None)
@@ -310,7 +386,9 @@ def test_whatever_a_step_fails_with_the_executor_can_be_closed(decoder: Decoder,
     assert not closing.is_alive()
 
 
-def test_a_swap_that_follows_no_row_of_its_plan_is_an_error(decoder: Decoder, pool: HostPool) -> None:
+def test_a_swap_that_follows_no_row_of_its_plan_is_an_error(
+    decoder: Decoder, pool: HostPool
+) -> None:
     executor = executor_of(decoder, pool)
     with pytest.raises(RuntimeError, match="a swap follows a row"):
         executor.submit(StepPlan(0, host=HostPlan(swaps=(PARKED,))))

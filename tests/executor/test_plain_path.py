@@ -1,4 +1,5 @@
-"""The plain path runs without the mechanisms: their folders are not imported, and may be missing."""
+"""The plain path runs without the mechanisms: their folders are not imported, and may be
+missing."""
 
 import importlib.util
 import json
@@ -9,7 +10,12 @@ from pathlib import Path
 from nanoserve import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent
-MECHANISMS = ["executor.kv_transfer", "executor.cpu_attention", "executor.drafting", "executor.async_scheduling"]
+MECHANISMS = [
+    "executor.kv_transfer",
+    "executor.cpu_attention",
+    "executor.drafting",
+    "executor.async_scheduling",
+]
 UNUSED = ["executor.workers", "executor.step.decode_graphs", "executor.start.gpu_start", "costs"]
 UNUSED += ["models.gguf_file", "models.resharding", "models.dummy", "models.draft_heads"]
 """Other parts that an engine on one CPU does without."""
@@ -34,10 +40,16 @@ print(json.dumps([answer.outputs[0].token_ids for answer in answers]))
 def test_a_chat_needs_none_of_the_mechanisms() -> None:
     blocked = [*MECHANISMS, *UNUSED]
     for name in blocked:
-        assert importlib.util.find_spec(f"nanoserve.{name}") is not None, "a folder that has moved blocks nothing"
+        assert importlib.util.find_spec(f"nanoserve.{name}") is not None, (
+            "a folder that has moved blocks nothing"
+        )
     arguments = [json.dumps(blocked), json.dumps([QUESTION, PARAMS, SETTINGS])]
     ran = subprocess.run(
-        [sys.executable, "-c", CHAT, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", CHAT, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert ran.returncode == 0, ran.stderr
     with LLM(**SETTINGS) as llm:

@@ -1,4 +1,5 @@
-"""Where engines and workers meet, on one machine and through torchrun's store (here: a store in a file)."""
+"""Where engines and workers meet, on one machine and through torchrun's store (here: a store in a
+file)."""
 
 import os
 import socket
@@ -37,10 +38,13 @@ VARIABLES = {
 FIRST = TorchrunProcess(0, 2, 0, 1, "127.0.0.1", 29500, "none/0")
 
 
-# ------------------------------------------------------------------------------------------------- one machine
+# -------------------------------------------------------------------------------------------------
+# one machine
 
 
-def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_machine_the_engine_starts_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "3")  # which others set, too
     rendezvous = Rendezvous.open(3, "storyteller")
 
@@ -50,14 +54,19 @@ def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatc
     assert (second.spawned, second.workers_here) == ((0, 1, 2), 6)
 
 
-def test_no_place_for_a_directory_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_for_a_directory_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
 
-    with pytest.raises(RuntimeFailure, match=r"no temporary directory can be made \(No such .*\): set TMPDIR"):
+    with pytest.raises(
+        RuntimeFailure, match=r"no temporary directory can be made \(No such .*\): set TMPDIR"
+    ):
         make_directory(choose_directory())
 
 
-# -------------------------------------------------------------------------------------------------- torchrun
+# --------------------------------------------------------------------------------------------------
+# torchrun
 
 
 def test_torchruns_variables_say_which_process_this_is() -> None:
@@ -67,7 +76,9 @@ def test_torchruns_variables_say_which_process_this_is() -> None:
     assert TorchrunProcess.from_environment({"RANK": "0", "WORLD_SIZE": "2"}) is None
 
 
-def test_another_number_of_processes_than_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_processes_than_workers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
 
@@ -85,7 +96,9 @@ def test_a_master_that_cannot_be_reached_is_one_clear_line(monkeypatch: pytest.M
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         process = replace(FIRST, master_port=silent.getsockname()[1])
-        with pytest.raises(RuntimeFailure, match=r"cannot reach torchrun's store at .*refused; check --master-addr"):
+        with pytest.raises(
+            RuntimeFailure, match=r"cannot reach torchrun's store at .*refused; check --master-addr"
+        ):
             process.wait_for_store()
 
 
@@ -111,7 +124,8 @@ def test_the_users_choice_of_an_interface_stays(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
-# -------------------------------------------------------------------------------------------------- meetings
+# --------------------------------------------------------------------------------------------------
+# meetings
 
 
 @pytest.fixture
@@ -123,7 +137,8 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedKeys:
 
 
 def called(keys: SharedKeys, others: Presence | None) -> tuple[Any, NanoserveError | None]:
-    """What the engine gets from a meeting to which the process of rank 1 comes with that presence."""
+    """What the engine gets from a meeting to which the process of rank 1 comes with that
+    presence."""
     if others is not None:
         keys.set("1/present/1", msgspec.msgpack.encode(others))
     try:
@@ -144,7 +159,8 @@ def test_a_meeting_hands_out_what_workers_start_with(keys: SharedKeys) -> None:
 
 
 def test_each_engine_meets_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 engines of 2 workers each: the first has worker 0 as a child, the second has both elsewhere."""
+    """Of 2 engines of 2 workers each: the first has worker 0 as a child, the second has both
+    elsewhere."""
     parts: dict[str, SharedKeys] = {}
 
     def of_torchrun(process: TorchrunProcess) -> SharedKeys:
@@ -159,12 +175,15 @@ def test_each_engine_meets_its_own_workers(tmp_path: Path, monkeypatch: pytest.M
     for process_rank in (1, 2, 3):  # what each of the other processes does
         mine = replace(FIRST, rank=process_rank, world_size=4).of_engine(process_rank // 2, 2)
         found.append((mine.run, mine.rank))
-        of_torchrun(mine).set(f"1/present/{mine.rank}", msgspec.msgpack.encode(Presence.here("storyteller")))
+        of_torchrun(mine).set(
+            f"1/present/{mine.rank}", msgspec.msgpack.encode(Presence.here("storyteller"))
+        )
     first, second = (Rendezvous.open(2, "storyteller", engine, engines=2) for engine in (0, 1))
 
     assert found == [("none/0/0", 1), ("none/0/1", 0), ("none/0/1", 1)]
     assert (first.spawned, second.spawned) == ((0,), ())
-    assert (first.workers_here, second.workers_here) == (2, 2)  # torchrun's processes on this machine
+    # torchrun's processes on this machine
+    assert (first.workers_here, second.workers_here) == (2, 2)
     assert first.addresses(Path()).init_method != second.addresses(Path()).init_method
     second.hand_out(0, b"start")
     assert not parts["none/0/0"].has("1/start/0") and parts["none/0/1"].get("1/start/0") == b"start"
@@ -183,9 +202,18 @@ def test_a_second_meeting_is_another_one(keys: SharedKeys) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"nanoserve": "9.9.9"}, r"unequal versions: nanoserve \S+ with torch \S+ on \S+, nanoserve 9\.9\.9 with"),
-        ({"torch": "9.9.9"}, r"unequal versions: .* with torch 9\.9\.9 on there; install the same on both"),
-        ({"model": "qwen3-8b"}, "unequal models: storyteller on .*, qwen3-8b on there; start the same command"),
+        (
+            {"nanoserve": "9.9.9"},
+            r"unequal versions: nanoserve \S+ with torch \S+ on \S+, nanoserve 9\.9\.9 with",
+        ),
+        (
+            {"torch": "9.9.9"},
+            r"unequal versions: .* with torch 9\.9\.9 on there; install the same on both",
+        ),
+        (
+            {"model": "qwen3-8b"},
+            "unequal models: storyteller on .*, qwen3-8b on there; start the same command",
+        ),
         ({"problem": "no model at ./models/x"}, "on there: no model at ./models/x"),
     ],
 )
@@ -204,13 +232,23 @@ def test_processes_that_do_not_fit_are_refused_on_both_sides(
 
 
 def test_a_presence_with_more_fields_is_understood() -> None:
-    later = {"nanoserve": "2.0", "torch": "3.0", "model": "storyteller", "host": "there", "colour": "blue"}
+    later = {
+        "nanoserve": "2.0",
+        "torch": "3.0",
+        "model": "storyteller",
+        "host": "there",
+        "colour": "blue",
+    }
 
     with pytest.raises(RuntimeFailure, match=r"unequal versions: .*nanoserve 2\.0 with torch 3\.0"):
-        Presence.here("storyteller").check_fits(msgspec.msgpack.decode(msgspec.msgpack.encode(later), type=Presence))
+        Presence.here("storyteller").check_fits(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(later), type=Presence)
+        )
 
 
-def test_a_process_that_does_not_come_is_one_clear_line(keys: SharedKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_come_is_one_clear_line(
+    keys: SharedKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous_module, "PRESENT_SECONDS", 0.2)
     _, error = called(keys, None)
 

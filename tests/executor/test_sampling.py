@@ -1,4 +1,5 @@
-"""The sampler against plain references: what is kept, how it is distributed, what shares the batch."""
+"""The sampler against plain references: what is kept, how it is distributed, what shares the
+batch."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ def state(
     return SamplingState(begin, vocab_size)
 
 
-def draw_tokens(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[int]:
+def draw_tokens(
+    logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]
+) -> list[int]:
     sampled = sample(logits, sampling_rows(states, positions))
     assert sampled.valid.all()
     return sampled.tokens.tolist()
@@ -44,7 +47,8 @@ def random_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-# ------------------------------------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------------------------------------
+# what is kept
 
 
 def kept_of(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,14 +64,16 @@ def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
 
 
 def sorted_reference(logits: np.ndarray, params: SamplingParams, nudge: float) -> set[int]:
-    """top_k, top_p, min_p by sorting in float64. A positive `nudge` moves the thresholds towards keeping more."""
+    """top_k, top_p, min_p by sorting in float64. A positive `nudge` moves the thresholds towards
+    keeping more."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     weights = np.exp((logits[order] - logits.max()) / params.temperature)
     if 0 < params.top_k < len(logits):
         order, weights = order[: params.top_k], weights[: params.top_k]
     better = np.concatenate(([0.0], np.cumsum(weights)[:-1])) / weights.sum()
     kept = better < params.top_p + nudge if params.top_p < 1 else better >= 0
-    if not 0 < params.top_k < len(logits):  # without top_k everything that ties with the last one kept is kept
+    # without top_k everything that ties with the last one kept is kept
+    if not 0 < params.top_k < len(logits):
         kept |= weights >= weights[kept].min() * (1 - max(nudge, 0))
     kept &= weights >= params.min_p * (1 - nudge)
     return {token for token, keep in zip(order, kept, strict=True) if keep}
@@ -88,12 +94,17 @@ def test_kept_tokens_equal_the_sorted_reference(
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     kept = kept_tokens(torch.tensor(values, dtype=torch.float32), params)
     # Tokens within rounding of a threshold may fall on either side.
-    assert sorted_reference(np.array(values), params, -1e-4) <= kept <= sorted_reference(np.array(values), params, 1e-4)
+    assert (
+        sorted_reference(np.array(values), params, -1e-4)
+        <= kept
+        <= sorted_reference(np.array(values), params, 1e-4)
+    )
     assert kept
 
 
 def test_top_p_works_within_what_top_k_left() -> None:
-    """Hugging Face's order: of 0.4, 0.3, 0.2, 0.1 the top two weigh 4/7 and 3/7, so top_p 0.55 keeps one, 0.6 both."""
+    """Hugging Face's order: of 0.4, 0.3, 0.2, 0.1 the top two weigh 4/7 and 3/7, so top_p 0.55
+    keeps one, 0.6 both."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert kept_tokens(logits, SamplingParams(top_k=2, top_p=0.55)) == {0}
     assert kept_tokens(logits, SamplingParams(top_k=2, top_p=0.6)) == {0, 1}
@@ -101,7 +112,8 @@ def test_top_p_works_within_what_top_k_left() -> None:
 
 
 def test_another_row_with_top_p_takes_nothing_from_a_row_without() -> None:
-    """Even what is far too unlikely to be drawn stays, so that no rounding of one request reaches another."""
+    """Even what is far too unlikely to be drawn stays, so that no rounding of one request reaches
+    another."""
     logits = torch.tensor([[0.0, -40.0, -80.0, -90.0]] * 2)
     states = [state(SamplingParams(top_k=3, top_p=top_p), 4) for top_p in (1.0, 0.5)]
     (draw,) = sampling_rows(states, [3, 3]).draws
@@ -129,7 +141,8 @@ def test_a_whole_large_vocabulary_is_kept_exactly() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ how it is drawn
+# ------------------------------------------------------------------------------------------------
+# how it is drawn
 
 
 @pytest.mark.parametrize(
@@ -146,10 +159,15 @@ def test_a_whole_large_vocabulary_is_kept_exactly() -> None:
     ids=["plain", "temperature", "top_k", "top_p", "min_p", "all", "bias"],
 )
 def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
-    """Chi-square of 5,000 draws; seeds are fixed, and a correct sampler misses the level 1 time in 10^4."""
+    """Chi-square of 5,000 draws; seeds are fixed, and a correct sampler misses the level 1 time in
+    10^4."""
     logits = random_logits(1, 20, seed=1)[0] / 2
     count = 5_000
-    tokens = draw_tokens(logits.expand(count, -1), [state(params, 20, seed=seed) for seed in range(count)], [3] * count)
+    tokens = draw_tokens(
+        logits.expand(count, -1),
+        [state(params, 20, seed=seed) for seed in range(count)],
+        [3] * count,
+    )
     biased = logits.double().numpy().copy()
     for token, bias in params.logit_bias.items():
         biased[token] += bias
@@ -160,16 +178,20 @@ def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
     assert observed[kept].sum() == count
     freedom = len(kept) - 1
     statistic = float(((observed[kept] - expected) ** 2 / expected).sum())
-    assert statistic < freedom + 3.72 * math.sqrt(2 * freedom) + 10  # beyond the 1 - 10^-4 quantile for 1 to 19 degrees
+    # beyond the 1 - 10^-4 quantile for 1 to 19 degrees
+    assert statistic < freedom + 3.72 * math.sqrt(2 * freedom) + 10
 
 
 def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
-    """Half the probability lies on 20,000 tokens of 2.5e-5 each: they come half of the time, nearly all different."""
+    """Half the probability lies on 20,000 tokens of 2.5e-5 each: they come half of the time, nearly
+    all different."""
     logits = torch.zeros(20_001)
     logits[0] = math.log(20_000)
     seeds = range(400)
     tokens = draw_tokens(
-        logits.expand(len(seeds), -1), [state(SamplingParams(), 20_001, seed=seed) for seed in seeds], [3] * len(seeds)
+        logits.expand(len(seeds), -1),
+        [state(SamplingParams(), 20_001, seed=seed) for seed in seeds],
+        [3] * len(seeds),
     )
     likely = tokens.count(0)
     assert 200 - 5 * 10 < likely < 200 + 5 * 10
@@ -179,7 +201,9 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
 def test_positions_and_samples_of_one_seed_are_drawn_apart() -> None:
     logits = torch.zeros(1, 1000)
     params = SamplingParams()
-    by_position = {draw_tokens(logits, [state(params, 1000)], [position])[0] for position in range(3, 53)}
+    by_position = {
+        draw_tokens(logits, [state(params, 1000)], [position])[0] for position in range(3, 53)
+    }
     by_index = set()
     for index in range(50):
         sequence = SamplingState(Begin(0, (1,), 1, index, 0, params), 1000)
@@ -188,7 +212,8 @@ def test_positions_and_samples_of_one_seed_are_drawn_apart() -> None:
     assert len(by_index) > 40
 
 
-# ------------------------------------------------------------------------------------------ what shares the batch
+# ------------------------------------------------------------------------------------------ what
+# shares the batch
 
 settings_of_requests = st.builds(
     SamplingParams,
@@ -205,19 +230,27 @@ settings_of_requests = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(settings_of_requests, min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_a_row_is_sampled_alike_alone_in_a_batch_and_permuted(params: list[SamplingParams], random: object) -> None:
+def test_a_row_is_sampled_alike_alone_in_a_batch_and_permuted(
+    params: list[SamplingParams], random: object
+) -> None:
     count, vocab_size = len(params), 97
     # Quantized as bfloat16 logits are, so that ties happen.
     logits = random_logits(count, vocab_size, seed=count).bfloat16().float()
     states = [
-        state(each, vocab_size, output=(5, 5, seed), seed=seed, end_tokens=(7,)) for seed, each in enumerate(params)
+        state(each, vocab_size, output=(5, 5, seed), seed=seed, end_tokens=(7,))
+        for seed, each in enumerate(params)
     ]
     positions = [6 + row for row in range(count)]
     together = draw_tokens(logits, states, positions)
-    alone = [draw_tokens(logits[row : row + 1], [states[row]], [positions[row]])[0] for row in range(count)]
+    alone = [
+        draw_tokens(logits[row : row + 1], [states[row]], [positions[row]])[0]
+        for row in range(count)
+    ]
     order = list(range(count))
     random.shuffle(order)
-    permuted = draw_tokens(logits[order], [states[row] for row in order], [positions[row] for row in order])
+    permuted = draw_tokens(
+        logits[order], [states[row] for row in order], [positions[row] for row in order]
+    )
     assert together == alone
     assert permuted == [alone[row] for row in order]
 
@@ -232,16 +265,33 @@ def test_a_plainly_greedy_batch_is_only_an_argmax() -> None:
 def test_top_k_1_and_tiny_temperatures_are_greedy() -> None:
     logits = random_logits(3, 500, seed=2) * 1e-3
     best = logits.argmax(1).tolist()
-    for params in (SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-9)):
-        assert draw_tokens(logits, [state(params, 500, seed=seed) for seed in range(3)], [3] * 3) == best
+    for params in (
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=1e-30),
+        SamplingParams(top_p=1e-9),
+    ):
+        assert (
+            draw_tokens(logits, [state(params, 500, seed=seed) for seed in range(3)], [3] * 3)
+            == best
+        )
 
 
 def test_a_large_batch_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = (SamplingParams(top_p=0.9), SamplingParams(top_k=7), SamplingParams(), SamplingParams(temperature=0))
-    logits, states = random_logits(60, 100, seed=4), [state(kinds[row % 4], 100, seed=row) for row in range(60)]
+    kinds = (
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=7),
+        SamplingParams(),
+        SamplingParams(temperature=0),
+    )
+    logits, states = (
+        random_logits(60, 100, seed=4),
+        [state(kinds[row % 4], 100, seed=row) for row in range(60)],
+    )
     drawn: list[int] = []
 
-    def counting(scaled: torch.Tensor, *settings: Any, **used: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def counting(
+        scaled: torch.Tensor, *settings: Any, **used: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         drawn.append(len(scaled))
         return keep_likely(scaled, *settings, **used)
 
@@ -255,11 +305,15 @@ def test_a_large_batch_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPa
     assert drawn == [4, 4, 4, 3] * 3
 
 
-# ----------------------------------------------------------------------------- penalties, bias, tokens that must wait
+# ----------------------------------------------------------------------------- penalties, bias,
+# tokens that must wait
 
 
-def adjusted(params: SamplingParams, logits: list[float], *, end_tokens: tuple[int, ...] = ()) -> list[float]:
-    """Logits after bias and penalties, for prompt 1, 1, 2 and output 2, 3, 3; the next is output token 3."""
+def adjusted(
+    params: SamplingParams, logits: list[float], *, end_tokens: tuple[int, ...] = ()
+) -> list[float]:
+    """Logits after bias and penalties, for prompt 1, 1, 2 and output 2, 3, 3; the next is output
+    token 3."""
     sequence = state(params, len(logits), prompt=(1, 1, 2), output=(2, 3), end_tokens=end_tokens)
     sequence.append(3)
     rows = sampling_rows([sequence], [6])
@@ -277,7 +331,9 @@ def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
 
 
 def test_bias_comes_before_the_penalties() -> None:
-    assert adjusted(SamplingParams(logit_bias={1: 2.0, 4: -1.0}, repetition_penalty=2.0), [0, 2, 0, 0, 0]) == [
+    assert adjusted(
+        SamplingParams(logit_bias={1: 2.0, 4: -1.0}, repetition_penalty=2.0), [0, 2, 0, 0, 0]
+    ) == [
         0,
         2,
         0,
@@ -309,22 +365,28 @@ def test_penalties_equal_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     tokens = (1, 5, 5, 9, 2, 9)
     logits = random_logits(1, 12, seed=8)
-    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
-    sequence = state(SamplingParams(repetition_penalty=1.7), 12, prompt=tokens[:4], output=tokens[4:])
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(
+        torch.tensor([tokens]), logits.clone()
+    )
+    sequence = state(
+        SamplingParams(repetition_penalty=1.7), 12, prompt=tokens[:4], output=tokens[4:]
+    )
     rows = sampling_rows([sequence], [6])
     assert rows.adjustments is not None
     torch.testing.assert_close(rows.adjustments.apply(logits), expected)
 
 
 def test_penalties_count_all_tokens_so_far_and_no_others() -> None:
-    """After each token of two sequences, which change places: as they went on, begun anew after a preemption, and
-    behind draft tokens, which leave no trace."""
+    """After each token of two sequences, which change places: as they went on, begun anew after a
+    preemption, and behind draft tokens, which leave no trace."""
     kinds = (
         SamplingParams(repetition_penalty=1.5),
         SamplingParams(repetition_penalty=0.8, presence_penalty=0.25, frequency_penalty=0.75),
     )
     prompts, outputs = ((1, 1, 2), (4, 5, 6)), ((3, 7, 3, 3, 2), (5, 8, 9, 8, 8))
-    going_on = [state(params, 12, prompt=prompt) for params, prompt in zip(kinds, prompts, strict=True)]
+    going_on = [
+        state(params, 12, prompt=prompt) for params, prompt in zip(kinds, prompts, strict=True)
+    ]
     logits = random_logits(2, 12, seed=5)
     for known in range(6):
         so_far = [output[:known] for output in outputs]
@@ -332,13 +394,20 @@ def test_penalties_count_all_tokens_so_far_and_no_others() -> None:
         begun = [state(kinds[one], 12, prompt=prompts[one], output=so_far[one]) for one in (0, 1)]
         for states in (going_on, begun):
             for order in ([0, 1], [1, 0]):
-                adjustments = sampling_rows([states[one] for one in order], [3 + known] * 2).adjustments
+                adjustments = sampling_rows(
+                    [states[one] for one in order], [3 + known] * 2
+                ).adjustments
                 assert adjustments is not None
-                torch.testing.assert_close(adjustments.apply(logits[order]), torch.tensor(expected)[order])
+                torch.testing.assert_close(
+                    adjustments.apply(logits[order]), torch.tensor(expected)[order]
+                )
             drafted = [one.after((10, 10)) for one in states]
             adjustments = sampling_rows(drafted, [5 + known] * 2).adjustments
             assert adjustments is not None
-            behind = [penalized(kinds[one], logits[one], prompts[one], (*so_far[one], 10, 10)) for one in (0, 1)]
+            behind = [
+                penalized(kinds[one], logits[one], prompts[one], (*so_far[one], 10, 10))
+                for one in (0, 1)
+            ]
             torch.testing.assert_close(adjustments.apply(logits), torch.tensor(behind))
         for one, output in zip(going_on, outputs, strict=True):
             one.append(output[known] if known < 5 else 0)
@@ -351,12 +420,17 @@ def test_raw_logits_are_left_alone() -> None:
     assert torch.equal(logits, before)
 
 
-# -------------------------------------------------------------------------------------------- what is not a number
+# -------------------------------------------------------------------------------------------- what
+# is not a number
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}], ids=str)
-def test_a_row_that_is_not_numbers_is_invalid_and_harms_no_other(bad: float, kind: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "kind", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}], ids=str
+)
+def test_a_row_that_is_not_numbers_is_invalid_and_harms_no_other(
+    bad: float, kind: dict[str, float]
+) -> None:
     logits = random_logits(3, 40, seed=5)
     states = [state(SamplingParams(**kind), 40, seed=seed) for seed in range(3)]
     clean = draw_tokens(logits, states, [3, 3, 3])
@@ -373,7 +447,8 @@ def test_no_token_left_is_invalid() -> None:
 
 
 def test_a_grammar_and_penalties_beside_greedy_rows_take_the_tokens_of_plain_torch() -> None:
-    """Every kind of row in one batch of 600, with rows that are not numbers: equal tokens, and the same are valid."""
+    """Every kind of row in one batch of 600, with rows that are not numbers: equal tokens, and the
+    same are valid."""
     kinds = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, repetition_penalty=1.3),
@@ -385,7 +460,8 @@ def test_a_grammar_and_penalties_beside_greedy_rows_take_the_tokens_of_plain_tor
     logits = random_logits(600, 97, seed=9).bfloat16().float()
     logits[7, 3], logits[20, 4], logits[33] = math.nan, math.inf, -math.inf
     states = [
-        state(kinds[row % 6], 97, output=(5, 5, row % 97), seed=row, end_tokens=(7,)) for row in range(len(logits))
+        state(kinds[row % 6], 97, output=(5, 5, row % 97), seed=row, end_tokens=(7,))
+        for row in range(len(logits))
     ]
     rows = sampling_rows(states, [6] * len(states))
     bits = torch.randint(256, (200, 13), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -398,7 +474,8 @@ def test_a_grammar_and_penalties_beside_greedy_rows_take_the_tokens_of_plain_tor
     assert found.valid.logical_not().nonzero()[:, 0].tolist() == [7, 20, 33]
 
 
-# ------------------------------------------------------------------------------------------------ log probabilities
+# ------------------------------------------------------------------------------------------------
+# log probabilities
 
 
 def test_logprobs_rank_and_top() -> None:

@@ -18,7 +18,8 @@ BLOCK_SIZE = 16
 
 
 def _calls(sequences: int, *, prefix_caching: bool = True) -> int:
-    """Calls, of Python and of C functions, in BLOCK_SIZE steps of ``schedule`` and ``apply`` with so many decodes."""
+    """Calls, of Python and of C functions, in BLOCK_SIZE steps of ``schedule`` and ``apply`` with
+    so many decodes."""
     scheduler = Scheduler(
         ChunkedPrefill(10**6),
         num_blocks=8 * sequences,
@@ -67,7 +68,8 @@ def test_a_policy_that_lets_sequences_wait_cannot_be_measured(tmp_path: Path) ->
     file = tmp_path / "half.py"
     file.write_text(
         "from nanoserve.scheduler import Decision, Policy\n\n"
-        "class Half(Policy):\n    def decide(self, load):\n        return Decision(64, load.ready_decodes // 2)\n"
+        "class Half(Policy):\n    def decide(self, load):\n        return Decision(64, "
+        "load.ready_decodes // 2)\n"
     )
     with pytest.raises(UsageError, match="does not decode all sequences"):
         measure_scheduler(4, context=BLOCK_SIZE, steps=3, policy=f"{file}:Half")

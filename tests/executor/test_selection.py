@@ -26,7 +26,9 @@ def test_keys_are_ordered_as_the_numbers_are(left: float, right: float) -> None:
 
 @settings(deadline=None)
 @given(rows, st.integers(1, 50))
-def test_top_tokens_are_the_largest_with_ties_to_the_lower_id(values: list[float], count: int) -> None:
+def test_top_tokens_are_the_largest_with_ties_to_the_lower_id(
+    values: list[float], count: int
+) -> None:
     chosen = top_tokens(torch.tensor([values]), count)[0].tolist()
     assert chosen == sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
 

@@ -1,4 +1,5 @@
-"""What is staged arrives in its own shape and dtype, in one copy, and is not overwritten by the next step."""
+"""What is staged arrives in its own shape and dtype, in one copy, and is not overwritten by the
+next step."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -47,7 +48,9 @@ def test_a_packed_copy_equals_its_arrays_also_once_it_had_to_grow() -> None:
     for place, (tensors, expected) in enumerate(copies):  # later copies changed nothing
         assert_equal(tensors, expected)
         storage = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        assert len(storage) == 1 or place == 2, "one buffer on the device, so one copy, but in the step that it grew in"
+        assert len(storage) == 1 or place == 2, (
+            "one buffer on the device, so one copy, but in the step that it grew in"
+        )
         assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.numel())
 
 
@@ -67,7 +70,9 @@ def test_staged_arrays_arrive_with_the_transfer(buffers: int) -> None:
     assert_equal(staged, expected)
 
 
-def test_memory_is_used_again_when_its_copy_is_done_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_used_again_when_its_copy_is_done_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The copy runs on the stream of the buffer's device, whichever device is current."""
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")

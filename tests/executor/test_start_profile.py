@@ -1,4 +1,5 @@
-"""The profile of an engine that starts: made once, kept, read when one is given. No time is looked at."""
+"""The profile of an engine that starts: made once, kept, read when one is given. No time is looked
+at."""
 
 import json
 import logging
@@ -22,7 +23,11 @@ from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.profiling import start_profile
 from nanoserve.executor.profiling.parts import Effort, ProfileSizes
-from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile, profile_at_start
+from nanoserve.executor.profiling.start_profile import (
+    StartingEngine,
+    hybrid_profile,
+    profile_at_start,
+)
 from nanoserve.executor.stage import Stage
 from tests.costs.profiles import made_up_profile
 from tests.executor.small_model import local_executor, small_config, small_decoder
@@ -36,10 +41,17 @@ Stages = list[tuple[str, int, int]]
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few sizes, one round, and a cache folder of the test's own."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
+    # those of this process: looked for where the user keeps them, not in the folder of a test
+    cpu_operators()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(start_profile, "EFFORT", Effort(0.0, 0, 1, longest_sample=1.0))
-    sizes = replace(start_profile.SIZES, tokens=(1, 4, 80), batches=(1, 4), copies=(2**10, 2**12), kv_bytes=2**16)
+    sizes = replace(
+        start_profile.SIZES,
+        tokens=(1, 4, 80),
+        batches=(1, 4),
+        copies=(2**10, 2**12),
+        kv_bytes=2**16,
+    )
     monkeypatch.setattr(start_profile, "SIZES", sizes)
     monkeypatch.setattr(start_profile, "_MOSTLY", 0.0)  # tests run beside each other
 
@@ -50,7 +62,9 @@ def engine() -> Iterator[StartingEngine]:
     processor = HostProcessor.set_apart(1, torch.device("cpu"))
     decoder, pool = (
         small_decoder(),
-        HostPool.of_one_process(small_config(), num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32),
+        HostPool.of_one_process(
+            small_config(), num_blocks=8, block_size=BLOCK_SIZE, dtype=torch.float32
+        ),
     )
     executor = local_executor(
         decoder,
@@ -60,7 +74,13 @@ def engine() -> Iterator[StartingEngine]:
         processor=processor,
     )
     config = EngineConfig(policy="hybrid", block_size=BLOCK_SIZE)
-    yield StartingEngine(stage=executor.stage, config=config, model=small_config(), speeds=SPEEDS, processor=processor)
+    yield StartingEngine(
+        stage=executor.stage,
+        config=config,
+        model=small_config(),
+        speeds=SPEEDS,
+        processor=processor,
+    )
     executor.close()
     processor.close()
 
@@ -69,9 +89,15 @@ def fitting(engine: StartingEngine) -> Profile:
     """Made up, and of the engine's own setting."""
     setting, made_up = engine.setting, made_up_profile(small_config())
     machine = msgspec.structs.replace(made_up.device, name=setting.device)
-    own = {"dtype": setting.dtype, "threads": setting.threads or 0, "host_threads": setting.host_threads}
+    own = {
+        "dtype": setting.dtype,
+        "threads": setting.threads or 0,
+        "host_threads": setting.host_threads,
+    }
     about = {"undisturbed": 1.0}
-    return msgspec.structs.replace(made_up, about=about, device=machine, host=machine, settings=made_up.settings | own)
+    return msgspec.structs.replace(
+        made_up, about=about, device=machine, host=machine, settings=made_up.settings | own
+    )
 
 
 @pytest.fixture
@@ -122,7 +148,9 @@ def compiled(stage: Stage) -> Any:
     ],
 )
 def test_what_times_depend_on_is_measured_anew(
-    engine: StartingEngine, measured: list[StartingEngine], change: Callable[[StartingEngine], StartingEngine]
+    engine: StartingEngine,
+    measured: list[StartingEngine],
+    change: Callable[[StartingEngine], StartingEngine],
 ) -> None:
     other = change(engine)
     for asked in (engine, other, engine, other):
@@ -139,7 +167,9 @@ def test_what_others_disturbed_is_not_kept(
     assert measured == [engine, engine]
 
 
-def test_a_damaged_one_is_measured_anew(engine: StartingEngine, measured: list[StartingEngine], tmp_path: Path) -> None:
+def test_a_damaged_one_is_measured_anew(
+    engine: StartingEngine, measured: list[StartingEngine], tmp_path: Path
+) -> None:
     profile_at_start(engine)
     (path,) = cached(tmp_path)
     for number, content in enumerate((b"", b"{", b'{"schema": "another"}', b"\xff\xfe"), start=2):
@@ -151,7 +181,10 @@ def test_a_damaged_one_is_measured_anew(engine: StartingEngine, measured: list[S
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
-    engine: StartingEngine, measured: list[StartingEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: StartingEngine,
+    measured: list[StartingEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "cache").write_text("a file")
     assert hybrid_profile(engine) is not None
@@ -159,7 +192,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert "this machine is measured at every start" in caplog.text
 
 
-def test_a_given_profile_is_read_and_nothing_is_measured(engine: StartingEngine, tmp_path: Path) -> None:
+def test_a_given_profile_is_read_and_nothing_is_measured(
+    engine: StartingEngine, tmp_path: Path
+) -> None:
     path, profile = tmp_path / "given.json", fitting(engine)
     write_profile(profile, path)
     given = replace(engine, config=replace(engine.config, profile=str(path)))
@@ -178,7 +213,10 @@ def with_setting(profile: Profile, **settings: str | int) -> Profile:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda profile: named(profile, "an abacus"), "is a profile of another machine (an abacus)"),
+        (
+            lambda profile: named(profile, "an abacus"),
+            "is a profile of another machine (an abacus)",
+        ),
         (
             lambda profile: msgspec.structs.replace(
                 profile, device=msgspec.structs.replace(profile.device, name="a loom")
@@ -197,8 +235,14 @@ def with_setting(profile: Profile, **settings: str | int) -> Profile:
             ),
             "is a profile of large with weights in another form",
         ),
-        (lambda profile: with_setting(profile, dtype="float16"), "is a profile of float16 numbers, not float32"),
-        (lambda profile: with_setting(profile, host_threads=7), "of 7 threads that attend in host memory, not 1"),
+        (
+            lambda profile: with_setting(profile, dtype="float16"),
+            "is a profile of float16 numbers, not float32",
+        ),
+        (
+            lambda profile: with_setting(profile, host_threads=7),
+            "of 7 threads that attend in host memory, not 1",
+        ),
         (lambda profile: with_setting(profile, threads=99), "of a device of 99 threads, not 1"),
     ],
 )
@@ -216,7 +260,9 @@ def test_a_profile_of_something_else_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", json.dumps({"schema": "nanoserve-bench/1"})])
-def test_a_file_that_is_no_profile_is_refused_in_one_line(engine: StartingEngine, tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_profile_is_refused_in_one_line(
+    engine: StartingEngine, tmp_path: Path, content: str
+) -> None:
     path = tmp_path / "given.json"
     path.write_text(content)
     with pytest.raises(UsageError) as refused:
@@ -259,5 +305,8 @@ def test_an_engine_that_cannot_be_measured_stays_on_its_device_and_says_so(
 def test_an_engine_of_single_tokens_stays_on_its_device(
     engine: StartingEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert hybrid_profile(replace(engine, config=replace(engine.config, max_num_batched_tokens=1))) is None
+    assert (
+        hybrid_profile(replace(engine, config=replace(engine.config, max_num_batched_tokens=1)))
+        is None
+    )
     assert "cannot be profiled" in caplog.text

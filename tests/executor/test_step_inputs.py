@@ -24,19 +24,31 @@ def row(sequence: int, start: int, length: int) -> Row:
     return Row(sequence, start, tuple(range(100 * sequence, 100 * sequence + length)), True)
 
 
-@pytest.mark.parametrize("rows", [[row(1, 6, 1), row(2, 0, 9), row(3, 3, 2)], [row(1, 40, 300), row(2, 99, 1)]])
+@pytest.mark.parametrize(
+    "rows", [[row(1, 6, 1), row(2, 0, 9), row(3, 3, 2)], [row(1, 40, 300), row(2, 99, 1)]]
+)
 def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
     builder, staging = InputBuilder(BLOCK_SIZE), Staging(torch.device("cpu"))
     tables = [
-        table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
+        table_of(
+            [
+                (place + 1) * 1000 + block
+                for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)
+            ]
+        )
         for place, each in enumerate(rows)
     ]
-    builder.build(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging.add)  # an earlier step leaves nothing behind
+    # an earlier step leaves nothing behind
+    builder.build(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging.add)
     inputs = builder.build(rows, row_ends(rows), tables, staging.add)
     staging.transfer()
     batch = inputs.batch
     expected = [
-        (token, each.start + offset, int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+        (
+            token,
+            each.start + offset,
+            int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE,
+        )
         for each, table in zip(rows, tables, strict=True)
         for offset, token in enumerate(each.tokens)
         for position in [each.start + offset]
@@ -50,4 +62,9 @@ def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
     width = max(len(table.blocks) for table in tables)
     padded = [[*table.blocks.tolist(), *[0] * (width - len(table.blocks))] for table in tables]
     assert batch.block_tables.tolist() == padded
-    assert batch.block_tables.dtype == batch.query_starts.dtype == batch.context_lengths.dtype == torch.int32
+    assert (
+        batch.block_tables.dtype
+        == batch.query_starts.dtype
+        == batch.context_lengths.dtype
+        == torch.int32
+    )

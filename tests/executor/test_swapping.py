@@ -1,4 +1,5 @@
-"""Every byte: KV blocks go out under one parallel layout and come back under another, to other places."""
+"""Every byte: KV blocks go out under one parallel layout and come back under another, to other
+places."""
 
 import threading
 import time
@@ -19,15 +20,26 @@ from nanoserve.models.shards import Shard, make_shards, shard_config
 from nanoserve.scheduler.optional import Swap
 from tests.executor.small_model import small_config
 
-CONFIG = replace(small_config(), num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4, layers=LayerDifferences())
+CONFIG = replace(
+    small_config(), num_layers=5, num_heads=8, num_kv_heads=2, head_dim=4, layers=LayerDifferences()
+)
 BLOCK_SIZE, DEVICE_BLOCKS, HOST_BLOCKS = 3, 9, 12
 CPU = torch.device("cpu")
-LAYOUTS = {"P1": (1, 1), "P2": (2, 1), "P4": (4, 1), "T2": (1, 2), "T4": (1, 4), "T8": (1, 8), "T2P2": (2, 2)}
+LAYOUTS = {
+    "P1": (1, 1),
+    "P2": (2, 1),
+    "P4": (4, 1),
+    "T2": (1, 2),
+    "T4": (1, 4),
+    "T8": (1, 8),
+    "T2P2": (2, 2),
+}
 """Stages and ranks; with four and eight ranks the two key-value heads are replicated."""
 
 
 def coded(blocks: list[int]) -> Tensor:
-    """[layers, 2, blocks, kv heads, block_size, head_dim]: a number of its own for every place, and every block."""
+    """[layers, 2, blocks, kv heads, block_size, head_dim]: a number of its own for every place, and
+    every block."""
     sizes = (CONFIG.num_layers, 2, len(blocks), CONFIG.num_kv_heads, BLOCK_SIZE, CONFIG.head_dim)
     places = torch.arange(torch.Size(sizes).numel() // len(blocks)).view(*sizes[:2], 1, *sizes[3:])
     return places + 1000.0 * torch.tensor(blocks).view(1, 1, -1, 1, 1, 1)
@@ -63,7 +75,9 @@ class Workers:
         """These blocks hold the values, in every worker, and all others what they held at first."""
         others = [block for block in range(DEVICE_BLOCKS) if block not in device_blocks]
         for shard, cache in zip(self.shards, self.caches, strict=True):
-            assert torch.equal(cache[:, :, device_blocks], self._own(shard, values).to(cache.dtype)), shard
+            assert torch.equal(
+                cache[:, :, device_blocks], self._own(shard, values).to(cache.dtype)
+            ), shard
             assert (cache[:, :, others] == -1.0).all(), shard
 
     @staticmethod
@@ -73,7 +87,9 @@ class Workers:
 
 
 def new_pool(dtype: torch.dtype = torch.float32) -> HostPool:
-    pool = HostPool.of_one_process(CONFIG, num_blocks=HOST_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
+    pool = HostPool.of_one_process(
+        CONFIG, num_blocks=HOST_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype
+    )
     pool.blocks.fill_(-2.0)
     return pool
 
@@ -113,7 +129,9 @@ def test_every_byte_of_two(dtype: torch.dtype) -> None:
 
 
 def test_many_blocks_are_moved_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.executor.kv_transfer.gpu_staging.CHUNK_BYTES", 2 * 2 * BLOCK_SIZE * 4 * 4)
+    monkeypatch.setattr(
+        "nanoserve.executor.kv_transfer.gpu_staging.CHUNK_BYTES", 2 * 2 * BLOCK_SIZE * 4 * 4
+    )
     pool = new_pool()
     workers, blocks = Workers("P1", pool), [8, 1, 4, 2, 6]
     workers.write(blocks, coded(blocks))
@@ -137,12 +155,13 @@ def test_blocks_are_seen_and_not_copied() -> None:
     assert (cache[2, 1] != 0).all() and (cache[2, 0] == 0).all() and (cache[:2] == 0).all()
 
 
-# ----------------------------------------------------------------------------------------------- layer by layer
+# -----------------------------------------------------------------------------------------------
+# layer by layer
 
 
 class StepWithin:
-    """Marks of a step that computes a layer only when somebody comes to wait for it, so that a layer copied too early
-    goes out with what it held before."""
+    """Marks of a step that computes a layer only when somebody comes to wait for it, so that a
+    layer copied too early goes out with what it held before."""
 
     def __init__(self, workers: Workers, number: int, blocks: list[int], values: Tensor) -> None:
         self._shard, self._cache = workers.shards[number], workers.caches[number]
@@ -163,7 +182,9 @@ def test_each_layer_goes_out_when_it_is_computed(layout: str) -> None:
     for number, (mover, shard) in enumerate(zip(workers.movers, workers.shards, strict=True)):
         step = StepWithin(workers, number, blocks, values)
         moved += mover.out(blocks, targets, marks=step)  # type: ignore[arg-type]
-        assert step.waited_for == (list(range(len(shard.layers))) if pool.part(shard).writes else [])
+        assert step.waited_for == (
+            list(range(len(shard.layers))) if pool.part(shard).writes else []
+        )
     assert moved == values.nbytes
     assert torch.equal(pool.blocks[:, :, targets], values)
     assert (pool.blocks[:, :, [2, 3, 4, 5, 6, 7, 8, 9, 10]] == -2.0).all()
@@ -191,7 +212,8 @@ def test_nobody_waits_for_a_step_that_is_given_up() -> None:
         marks.wait(1)
 
 
-# ----------------------------------------------------------------------------------------------------- threads
+# --------------------------------------------------------------------------------------------------
+# threads
 
 
 class Told:
@@ -265,8 +287,12 @@ def test_a_layer_goes_out_while_the_next_one_is_computed() -> None:
         with torch.inference_mode():
             cache[layer, :, [7, 2, 3]] = values[layer, :, :3]
         marks.computed(layer)
-        wait_until(lambda layer=layer: torch.equal(pool.blocks[layer, :, [1, 11, 0]], values[layer, :, :3]))
-        assert (pool.blocks[layer + 1 :, :, [1, 11, 0]] == -2.0).all(), "these are still being computed"
+        wait_until(
+            lambda layer=layer: torch.equal(pool.blocks[layer, :, [1, 11, 0]], values[layer, :, :3])
+        )
+        assert (pool.blocks[layer + 1 :, :, [1, 11, 0]] == -2.0).all(), (
+            "these are still being computed"
+        )
         assert set(told.done) <= ({1} if layer < CONFIG.num_layers - 1 else {0, 1, 2})
     told.swapper.close()
     assert torch.equal(pool.blocks[:, :, [1, 11, 0, 4]], values)
@@ -276,7 +302,10 @@ def test_a_layer_goes_out_while_the_next_one_is_computed() -> None:
 
 def test_swaps_that_follow_no_row_want_no_marks() -> None:
     told, mover = Told(), Workers("P1", new_pool()).movers[0]
-    assert told.swapper.begin([Swap(0, 0, "out", (1,), (1,)), Swap(1, 1, "in", (2,), (2,))], mover) is None
+    assert (
+        told.swapper.begin([Swap(0, 0, "out", (1,), (1,)), Swap(1, 1, "in", (2,), (2,))], mover)
+        is None
+    )
     told.swapper.close()
     assert set(told.done) == {0, 1}
 
@@ -290,7 +319,9 @@ def test_swaps_behind_a_step_that_is_given_up_fail_and_later_ones_go_on() -> Non
     told.swapper.begin([Swap(2, 2, "out", (2,), (2,))], mover)
     marks.give_up()
     told.swapper.close()
-    assert ["given up before layer 1" in str(error) for error in told.errors] == [True, True], "each is told of"
+    assert ["given up before layer 1" in str(error) for error in told.errors] == [True, True], (
+        "each is told of"
+    )
     assert list(told.done) == [2]
 
 

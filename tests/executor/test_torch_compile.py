@@ -1,4 +1,5 @@
-"""Layers compiled by torch.compile: two graphs serve all layers of a kind: for one token, and for any other number."""
+"""Layers compiled by torch.compile: two graphs serve all layers of a kind: for one token, and for
+any other number."""
 
 import json
 import logging
@@ -35,7 +36,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def step_of(rows: int, length: int, generator: torch.Generator) -> StepInputs:
-    """Prompts of equal length, rows * length tokens, as they come from the host: parts of one buffer."""
+    """Prompts of equal length, rows * length tokens, as they come from the host: parts of one
+    buffer."""
     tokens, blocks = rows * length, -(-length // BLOCK_SIZE)
     places = torch.arange(length).repeat(rows)
     tensors = (
@@ -55,7 +57,9 @@ def step_of(rows: int, length: int, generator: torch.Generator) -> StepInputs:
 
 def caches(config: ModelConfig, num_blocks: int) -> Caches:
     shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    keys, values = ([torch.full(shape, torch.nan) for _ in range(config.num_layers)] for _ in range(2))
+    keys, values = (
+        [torch.full(shape, torch.nan) for _ in range(config.num_layers)] for _ in range(2)
+    )
     return Caches(keys, values)
 
 
@@ -74,9 +78,19 @@ def test_two_graphs_per_kind_of_layer_equal_eager() -> None:
     """The first and the last of three layers are of one kind."""
     config = bent_config(windows=(0, 5, 0))
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = (
+        LayerRunner.torch_compile(decoder, backend="aot_eager"),
+        torch.Generator().manual_seed(1),
+    )
     with torch.inference_mode():
-        for rows, length, num_blocks in [(1, 5, 1), (1, 1, 40), (2, 1, 40), (1, 2, 40), (1, 7, 40), (16, 1, 40)]:
+        for rows, length, num_blocks in [
+            (1, 5, 1),
+            (1, 1, 40),
+            (2, 1, 40),
+            (1, 2, 40),
+            (1, 7, 40),
+            (16, 1, 40),
+        ]:
             step = step_of(rows, length, generator)
             traced = ForwardPass(decoder, caches(config, max(num_blocks, rows * 2)), layers)(step)
             eager = ForwardPass(decoder, caches(config, max(num_blocks, rows * 2)))(step)
@@ -87,10 +101,14 @@ def test_two_graphs_per_kind_of_layer_equal_eager() -> None:
 
 
 def test_two_graphs_per_piece_serve_batches_of_any_size() -> None:
-    """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts in one."""
+    """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts
+    in one."""
     config = bent_config(windows=(0, 5, 5))
     decoder = small_decoder(config).requires_grad_(False)
-    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = (
+        LayerRunner.torch_compile(decoder, backend="aot_eager"),
+        torch.Generator().manual_seed(1),
+    )
     with torch.inference_mode():
         for rows, length in [(1, 5), (1, 1), (2, 1), (1, 7), (16, 1)]:
             step = step_of(rows, length, generator)
@@ -122,7 +140,10 @@ def test_sums_over_a_group_are_part_of_a_layer() -> None:
     config = replace(small_config(), num_layers=1, layers=LayerDifferences(sliding_windows=(0,)))
     (shard, _) = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
     decoder = Decoder(config, shard=shard, group=Twin()).requires_grad_(False).eval()
-    layers, step = LayerRunner.torch_compile(decoder, backend="eager"), step_of(2, 3, torch.Generator().manual_seed(1))
+    layers, step = (
+        LayerRunner.torch_compile(decoder, backend="eager"),
+        step_of(2, 3, torch.Generator().manual_seed(1)),
+    )
     with torch.inference_mode():
         traced = ForwardPass(decoder, caches(decoder.config, 4), layers)(step)
         torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4))(step))
@@ -144,13 +165,17 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
             answer = ForwardPass(decoder, caches(decoder.config, 4), run_layer(layers))(step)
             assert torch.equal(answer, ForwardPass(decoder, caches(decoder.config, 4))(step))
     assert not layers.loaded
-    (notice,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (notice,) = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert "layers run uncompiled" in notice and notice.endswith("ValueError: no compiler today")
 
 
 def test_more_kinds_of_layers_than_dynamo_compiles_of_one_function_stay_compiled() -> None:
     """Dynamo stops at 8 for each code object, and here at 2."""
-    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(1, 2, 3, 4)))
+    config = replace(
+        small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(1, 2, 3, 4))
+    )
     decoder = small_decoder(config.in_one_group())
     decoder.requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend="eager")
@@ -158,18 +183,28 @@ def test_more_kinds_of_layers_than_dynamo_compiles_of_one_function_stay_compiled
         for rows in (1, 3):
             step = step_of(rows, 15, torch.Generator().manual_seed(1))
             traced = ForwardPass(decoder, caches(decoder.config, 4 * rows), layers)(step)
-            torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4 * rows))(step))
+            torch.testing.assert_close(
+                traced, ForwardPass(decoder, caches(decoder.config, 4 * rows))(step)
+            )
     assert layers.loaded
     assert counters["stats"]["unique_graphs"] == 4, "no step has one token"
 
 
 def test_packed_layers_are_compiled(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB_SIZE,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     path.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
     decoder, config = make_dummy_model(str(path), "float32", quantization="int4")
-    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    layers, generator = (
+        LayerRunner.torch_compile(decoder, backend="aot_eager"),
+        torch.Generator().manual_seed(1),
+    )
     with torch.inference_mode():
         for rows, length in [(2, 5), (1, 1)]:
             step = step_of(rows, length, generator)
@@ -178,7 +213,9 @@ def test_packed_layers_are_compiled(tmp_path: Path) -> None:
     assert layers.loaded
 
 
-def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     compiled = 0
 
     def second_fails(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
@@ -188,9 +225,14 @@ def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(caplog: pyt
             raise ValueError("not this one")
         return graph.forward
 
-    config = replace(small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(3, 5, 7, 5))).in_one_group()
+    config = replace(
+        small_config(), num_layers=4, layers=LayerDifferences(sliding_windows=(3, 5, 7, 5))
+    ).in_one_group()
     decoder = small_decoder(config).requires_grad_(False)
-    layers, step = LayerRunner.torch_compile(decoder, backend=second_fails), step_of(2, 9, torch.Generator())
+    layers, step = (
+        LayerRunner.torch_compile(decoder, backend=second_fails),
+        step_of(2, 9, torch.Generator()),
+    )
     with torch.inference_mode():
         for _ in range(2):
             traced = ForwardPass(decoder, caches(config, 6), layers)(step)
@@ -210,11 +252,15 @@ def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.Monkey
         monkeypatch.setattr(compiled, "_function", fail)
     monkeypatch.setattr(DecoderLayer, "forward", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        ForwardPass(decoder, caches(decoder.config, 4), layers)(step_of(1, 3, torch.Generator().manual_seed(1)))
+        ForwardPass(decoder, caches(decoder.config, 4), layers)(
+            step_of(1, 3, torch.Generator().manual_seed(1))
+        )
     assert layers.loaded
 
 
-def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decoder = small_decoder().requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend="eager")
     forward = ForwardPass(decoder, caches(decoder.config, 4), layers)

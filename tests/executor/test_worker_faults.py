@@ -19,7 +19,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40, seed=3, n=2)
 ASKED = [
     ("Once upon a time", GREEDY),
-    ("Once upon a time there was a little dog. He liked to run and to jump and to play in the park.", GREEDY),
+    (
+        "Once upon a time there was a little dog. He liked to run and to jump and to play in the "
+        "park.",
+        GREEDY,
+    ),
     ("Once upon a time there was a little dog. He liked to run and to jump. One day he", SAMPLED),
     ("Lily and Ben went to the", SAMPLED),
 ]
@@ -45,7 +49,8 @@ class Workers:
     def answers_while_dying(
         self, rank: int, after_tokens: int, number: signal.Signals = signal.SIGKILL, losses: int = 1
     ) -> tuple[list[tuple[int, ...]], float]:
-        """The same with a worker sent a signal on the way, and how many seconds later the engine knew."""
+        """The same with a worker sent a signal on the way, and how many seconds later the engine
+        knew."""
         engine, step = self.llm.engine, self.llm.engine.step
         before, seen = engine.losses, 0
         killed = noticed = 0.0
@@ -80,8 +85,12 @@ def two_stages() -> Iterator[Workers]:
     running.close()
 
 
-@pytest.mark.parametrize(("rank", "after_tokens"), [pytest.param(0, 60, marks=pytest.mark.slow), (1, 3)])
-def test_tokens_are_the_same_when_a_worker_is_killed(two_stages: Workers, rank: int, after_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "after_tokens"), [pytest.param(0, 60, marks=pytest.mark.slow), (1, 3)]
+)
+def test_tokens_are_the_same_when_a_worker_is_killed(
+    two_stages: Workers, rank: int, after_tokens: int
+) -> None:
     before = workers(two_stages.mark)
     answers, _ = two_stages.answers_while_dying(rank, after_tokens)
     assert answers == two_stages.expected
@@ -97,11 +106,15 @@ def test_the_answers_are_those_of_one_process(two_stages: Workers) -> None:
     with LLM(**MODEL) as llm:
         prompts, params = zip(*ASKED, strict=True)
         outputs = llm.generate(list(prompts), list(params))
-    assert [sample.token_ids for output in outputs for sample in output.outputs] == two_stages.expected
+    assert [
+        sample.token_ids for output in outputs for sample in output.outputs
+    ] == two_stages.expected
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_treated_like_a_dead_one(two_stages: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_is_treated_like_a_dead_one(
+    two_stages: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanoserve.executor.workers.group.SILENCE_SECONDS", 2.0)
     monkeypatch.setattr("nanoserve.utils.quarantine.DEATHS_SECONDS", 0.0)
     stopped = workers(two_stages.mark)[1]

@@ -1,4 +1,5 @@
-"""DistortedPredictor: a Predictor whose every part is wrong by its own factor, which may change with the size."""
+"""DistortedPredictor: a Predictor whose every part is wrong by its own factor, which may change
+with the size."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ class DistortedPredictor:
         true: whose times they are.
         linear, attention, prefill_attention, host_attention, overhead: the factors.
         hybrid: how much longer steps take that use the host.
-        power: of the size over 64 rows, or over 16384 keys; a power of 0.1 is a third more for 16 times the size.
+        power: of the size over 64 rows, or over 16384 keys; a power of 0.1 is a third more for 16
+            times the size.
     """
 
     true: Predictor
@@ -46,7 +48,11 @@ class DistortedPredictor:
         return self.linear * self._tilt(tokens, 64) * self.true.linear_seconds(tokens)
 
     def attention_seconds(self, context_tokens: int) -> float:
-        return self.attention * self._tilt(context_tokens, 16384) * self.true.attention_seconds(context_tokens)
+        return (
+            self.attention
+            * self._tilt(context_tokens, 16384)
+            * self.true.attention_seconds(context_tokens)
+        )
 
     def prefill_attention_seconds(self, tokens: int) -> float:
         return self.prefill_attention * self.true.prefill_attention_seconds(tokens)

@@ -1,4 +1,5 @@
-"""An executor whose workers die when a test says so: nothing of what they knew is left, and new ones come."""
+"""An executor whose workers die when a test says so: nothing of what they knew is left, and new
+ones come."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,12 +11,14 @@ CAUSE = "worker 1 was killed by SIGKILL"
 
 
 class DyingExecutor(MemoryCheckingExecutor):
-    """A MemoryCheckingExecutor that loses everything at some of its calls, `submit` and `collect` counted together.
+    """A MemoryCheckingExecutor that loses everything at some of its calls, `submit` and `collect`
+    counted together.
 
     Args:
-        deaths: the numbers of these calls. In a `submit` the plan is the first that nobody runs; in a `collect` what
-            was known before is told, and the loss by the next one.
-        ran: seconds that workers are said to have run when they die, 0 for workers that were still starting.
+        deaths: the numbers of these calls. In a `submit` the plan is the first that nobody runs; in
+            a `collect` what was known before is told, and the loss by the next one.
+        ran: seconds that workers are said to have run when they die, 0 for workers that were still
+            starting.
         kills: whether a row of a sequence that began so kills the workers that compute it.
         settings: those of the MemoryCheckingExecutor.
     """
@@ -40,7 +43,9 @@ class DyingExecutor(MemoryCheckingExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         self._begun |= {begin.sequence: begin for begin in plan.begin}
-        if self._dies_now() or any(self._kills(self._begun[row.sequence], row) for row in plan.rows):
+        if self._dies_now() or any(
+            self._kills(self._begun[row.sequence], row) for row in plan.rows
+        ):
             self.die()
         if self.dead:  # plans wait for new workers, and are lost with the news
             self.plans.append(plan)
@@ -62,8 +67,11 @@ class DyingExecutor(MemoryCheckingExecutor):
         return self._calls in self._deaths
 
     def die(self) -> None:
-        """Every block holds nothing, and nobody knows of any sequence; a layout that nobody heard of is not there."""
-        transition = self.plans[-1].layouts.transition is not None if self._results and self.plans else False
+        """Every block holds nothing, and nobody knows of any sequence; a layout that nobody heard
+        of is not there."""
+        transition = (
+            self.plans[-1].layouts.transition is not None if self._results and self.plans else False
+        )
         if transition:
             self._layout = self.plans[-1].layouts.current
         self.forget_what_is_in_flight()

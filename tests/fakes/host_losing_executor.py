@@ -1,4 +1,5 @@
-"""An executor whose attention on the CPU dies when a test says so: what host sequences had under way never comes."""
+"""An executor whose attention on the CPU dies when a test says so: what host sequences had under
+way never comes."""
 
 from collections.abc import Collection
 from itertools import chain
@@ -15,12 +16,14 @@ HOST_CAUSE = "the thread that attends on the CPU was killed"
 
 
 class HostLosingExecutor(DyingExecutor):
-    """A DyingExecutor that also loses what host sequences have at some of its calls, `submit` and `collect` counted.
+    """A DyingExecutor that also loses what host sequences have at some of its calls, `submit` and
+    `collect` counted.
 
     Args:
-        host_losses: the numbers of these calls. In a `collect` what was known before comes along: of odd calls in the
-            result that tells of the loss, of even ones in a result before it. After a loss in a `submit`, the next
-            result to come is already one without the tokens of host sequences.
+        host_losses: the numbers of these calls. In a `collect` what was known before comes along:
+            of odd calls in the result that tells of the loss, of even ones in a result before it.
+            After a loss in a `submit`, the next result to come is already one without the tokens of
+            host sequences.
         settings: those of the DyingExecutor.
     """
 
@@ -61,10 +64,15 @@ class HostLosingExecutor(DyingExecutor):
         return [*known, StepResult(None, host=HostResult(lost=HOST_CAUSE))]
 
     def _moving_blocks(self) -> set[int]:
-        """Host blocks of sequences on their way; of a prompt that was parked, until the executor is to forget it."""
+        """Host blocks of sequences on their way; of a prompt that was parked, until the executor is
+        to forget it."""
         moving = [one.swap for one in self._swaps]
         for plan in self.plans:
-            moving += [swap for swap in plan.host.swaps if swap.after_row and swap.sequence in self._records]
+            moving += [
+                swap
+                for swap in plan.host.swaps
+                if swap.after_row and swap.sequence in self._records
+            ]
         return set(chain.from_iterable(swap.host_blocks for swap in moving))
 
     def _forget_host_tokens(self) -> None:
@@ -73,4 +81,6 @@ class HostLosingExecutor(DyingExecutor):
         on_host = {sequence for sequence, record in self._records.items() if record.tier == "host"}
         for index, result in enumerate(self._results):
             answers = tuple(answer for answer in result.answers if answer.sequence not in on_host)
-            self._results[index] = replace(result, answers=answers, host=replace(result.host, cohorts=()))
+            self._results[index] = replace(
+                result, answers=answers, host=replace(result.host, cohorts=())
+            )

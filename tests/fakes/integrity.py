@@ -25,7 +25,10 @@ def check_integrity(scheduler: Scheduler) -> None:
         _check_host(table, host, sequences)
     elif any(sequence.host_table for sequence in sequences) or table.busy:
         raise RuntimeError("a sequence is on a host that is not there")
-    if any((plan.decodes, plan.prompt_tokens) != step_tokens(plan) for plan in scheduler.plans_in_flight.values()):
+    if any(
+        (plan.decodes, plan.prompt_tokens) != step_tokens(plan)
+        for plan in scheduler.plans_in_flight.values()
+    ):
         raise RuntimeError("a plan's count of its tokens is wrong")
     if table.waiting.tokens != sum(len(sequence.tokens) for sequence in table.waiting):
         raise RuntimeError("the count of waiting tokens is wrong")
@@ -49,19 +52,26 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     draft_tokens = sum(draft_of(row).verify for row in sequence.in_flight)
     goes_on = not sequence.finished
     contradictions = {
-        "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)
+        "its queue says otherwise": (sequence in table.running)
+        != (goes_on and place is Place.DEVICE)
         or (sequence in table.busy) != (place is Place.MOVING),
         "does not decode": elsewhere and status not in (Status.DECODE, Status.FINISHED),
-        "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.cached_columns),
+        "holds device blocks": place is Place.HOST
+        and bool(sequence.block_table or sequence.cached_columns),
         "holds something": place is Place.NONE and bool(holds_kv),
-        "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
+        "waits with KV, or has none and does not wait": (status is Status.WAITING)
+        != (place is Place.NONE),
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
         and sequence.remaining != 1 - plans - draft_tokens,
-        "shares a block of unknown tokens": len(sequence.cached_columns) * table.blocks.pool.block_size > known,
+        "shares a block of unknown tokens": len(sequence.cached_columns)
+        * table.blocks.pool.block_size
+        > known,
     }
     for contradiction, is_so in contradictions.items():
         if is_so:
-            raise RuntimeError(f"sequence {sequence.sequence_id} is {status} in {place}, but {contradiction}")
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} is {status} in {place}, but {contradiction}"
+            )
 
 
 def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
@@ -74,13 +84,16 @@ def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) ->
         if not copy_source and sequence.place is not Place.HOST:
             reached = len(sequence.block_table) // pool.groups * pool.block_size
             if reached < sequence.computed or reached != sequence.capacity:
-                raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
+                raise RuntimeError(
+                    f"sequence {sequence.sequence_id} has fewer blocks than computed tokens"
+                )
             _check_windows(table, sequence)
     check_pool(pool, owners)
 
 
 def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
-    """A group has every block that a query may still see, and of a window no more than its plans in flight see."""
+    """A group has every block that a query may still see, and of a window no more than its plans in
+    flight see."""
     blocks, size = table.blocks, table.blocks.pool.block_size
     position = sequence.in_flight[0].start if sequence.in_flight else sequence.computed
     window_start = sequence.window_start or 0
@@ -89,16 +102,28 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
         column = sequence.block_table[group :: blocks.groups]
         needed = first_seen(position, window) // size
         if NO_BLOCK in column[needed:]:
-            raise RuntimeError(f"sequence {sequence.sequence_id} has given back a block that group {group} needs")
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} has given back a block that group {group} needs"
+            )
         answered = sequence.status is not Status.FINISHED and sequence.place is Place.DEVICE
-        if answered and any(block != NO_BLOCK for block in column[: first_seen(window_start, window) // size]):
-            raise RuntimeError(f"sequence {sequence.sequence_id} keeps a block behind the window of group {group}")
-        if blocks.slides and answered and sequence.status is Status.DECODE and window_start < position:
+        if answered and any(
+            block != NO_BLOCK for block in column[: first_seen(window_start, window) // size]
+        ):
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} keeps a block behind the window of group {group}"
+            )
+        if (
+            blocks.slides
+            and answered
+            and sequence.status is Status.DECODE
+            and window_start < position
+        ):
             raise RuntimeError(f"sequence {sequence.sequence_id} has not slid to its position")
 
 
 def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequence]) -> None:
-    """The host pool's owners are exactly these sequences' host tables, and each block has one owner."""
+    """The host pool's owners are exactly these sequences' host tables, and each block has one
+    owner."""
     pool, owners = host.pool, Counter[int]()
     moving = [swap.sequence for swap in host.swaps.in_flight.values()]
     if sorted(moving) != sorted(one.sequence_id for one in table.busy):
@@ -106,12 +131,17 @@ def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequen
     for sequence in sequences:
         is_there = not sequence.finished and sequence.place is Place.HOST
         if (sequence in host.on_host) != is_there:
-            raise RuntimeError(f"sequence {sequence.sequence_id} is in {sequence.place}, but its queue says otherwise")
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} is in {sequence.place}, but its queue says "
+                "otherwise"
+            )
         host_table = sequence.host_table or []
         owners.update(block for block in host_table if block != NO_BLOCK)
         columns = len(host_table) // pool.groups
         if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > columns:
-            raise RuntimeError(f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens")
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens"
+            )
     check_pool(pool, owners)
     if max(owners.values(), default=0) > 1:
         raise RuntimeError("a host block has two owners")
@@ -120,7 +150,9 @@ def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequen
 def host_pool(scheduler: Scheduler) -> BlockPool:
     """The blocks in host memory; an empty pool without a host tier."""
     host = scheduler.extensions.host
-    return BlockPool(0, scheduler.pool.block_size, prefix_caching=False) if host is None else host.pool
+    return (
+        BlockPool(0, scheduler.pool.block_size, prefix_caching=False) if host is None else host.pool
+    )
 
 
 def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
@@ -134,7 +166,9 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
         raise RuntimeError("a block is free twice")
     for block in range(pool.num_blocks):
         if pool._references[block] != owners[block]:
-            raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
+            raise RuntimeError(
+                f"block {block}: {pool._references[block]} references, {owners[block]} owners"
+            )
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
     if any(pool._cached[block] is not None for block in pool._blank):
@@ -150,7 +184,9 @@ def _check_columns(pool: BlockPool) -> None:
     of_blocks = [(block, column) for block, column in enumerate(pool._cached) if column is not None]
     if not all(column.is_known for _, column in of_blocks):
         raise RuntimeError("a cached block belongs to a column that is not known")
-    followers = Counter(previous for previous, _ in (column.address for column in columns) if previous in columns)
+    followers = Counter(
+        previous for previous, _ in (column.address for column in columns) if previous in columns
+    )
     cached = {(column, column.blocks.index(block)): block for block, column in of_blocks}
     for column in columns:
         if column.followers != followers[column]:

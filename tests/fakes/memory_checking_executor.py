@@ -1,20 +1,22 @@
 """An executor without a model that checks memory: the oracle for everything that schedules.
 
-It keeps ``(token, position, group)`` in every (tier, block, slot), carries out what plans say in the order they
-promise, reads each row's block table back against the sequence's true prefix, poisons blocks that nobody owns any more,
-and answers with a hash of the prefix as the next token. A scheduler that loses, shares or reuses a block wrongly cannot
-get the right tokens from it, and mostly trips one of its checks first.
+It keeps ``(token, position, group)`` in every (tier, block, slot), carries out what plans say in
+the order they promise, reads each row's block table back against the sequence's true prefix,
+poisons blocks that nobody owns any more, and answers with a hash of the prefix as the next token. A
+scheduler that loses, shares or reuses a block wrongly cannot get the right tokens from it, and
+mostly trips one of its checks first.
 
-Where there are several cache groups, each row writes and reads all of them; of a group with a window it reads what its
-first query sees on. Nothing else of a table counts: blocks behind the window may be anybody's.
+Where there are several cache groups, each row writes and reads all of them; of a group with a
+window it reads what its first query sees on. Nothing else of a table counts: blocks behind the
+window may be anybody's.
 
-A placeholder row reads the token that the plan before sampled; one whose token the scheduler had been told is a
-mistake.
+A placeholder row reads the token that the plan before sampled; one whose token the scheduler had
+been told is a mistake.
 
-Swaps take their time: what they read must not change meanwhile, and nobody may use what they write. Host sequences
-advance by a layer in each overlapped plan in which the CPU is done with their attention. It is the same in a pipeline:
-a group waits at a layer of one stage, and plans pass each stage in their order. A transition finds an empty device, and
-leaves nothing in its memory.
+Swaps take their time: what they read must not change meanwhile, and nobody may use what they write.
+Host sequences advance by a layer in each overlapped plan in which the CPU is done with their
+attention. It is the same in a pipeline: a group waits at a layer of one stage, and plans pass each
+stage in their order. A transition finds an empty device, and leaves nothing in its memory.
 """
 
 from collections import deque
@@ -45,10 +47,12 @@ class MemoryViolation(AssertionError):
 
 
 def next_token(prefix: Sequence[int], begin: Begin, vocab_size: int = 50) -> int:
-    """A "model" and its sampler: a function of everything that may shape the next token, and of nothing else.
+    """A "model" and its sampler: a function of everything that may shape the next token, and of
+    nothing else.
 
-    Greedy depends on the prefix alone; with a temperature also on (seed, sample index); with penalties also on the
-    counts of prompt and output tokens, so that a wrong ``prompt_length`` is noticed.
+    Greedy depends on the prefix alone; with a temperature also on (seed, sample index); with
+    penalties also on the counts of prompt and output tokens, so that a wrong ``prompt_length`` is
+    noticed.
     """
     params = begin.params
     parts: list[object] = [tuple(prefix)]
@@ -60,12 +64,17 @@ def next_token(prefix: Sequence[int], begin: Begin, vocab_size: int = 50) -> int
 
 
 def _penalizes(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
 
 
 @dataclass
 class _Record:
-    """What the executor knows of a sequence, from its Begin on. Its first row says in which tier it lives."""
+    """What the executor knows of a sequence, from its Begin on. Its first row says in which tier it
+    lives."""
 
     begin: Begin
     tokens: list[int]
@@ -98,14 +107,15 @@ class MemoryCheckingExecutor:
         num_blocks: blocks on the device.
         block_size: slots per block.
         host_blocks: blocks of the host tier.
-        depth: plans that may be in flight; each is answered when ``depth`` of them are, or when nothing else is left.
+        depth: plans that may be in flight; each is answered when ``depth`` of them are, or when
+            nothing else is left.
         async_scheduling: whether placeholder rows are taken; two plans may be in flight then.
         other_layouts: blocks on the device in parallel layouts 1, 2, ...
         swap_delay: how many times results are collected before a swap is done.
-        num_layers: plans that a host sequence's token takes under overlap, but for the one it begins in, if the CPU is
-            always done in time.
-        cpu_is_done: whether it is, of one cohort after the other in each plan, round and round. A plan without rows on
-            the device waits for it.
+        num_layers: plans that a host sequence's token takes under overlap, but for the one it
+            begins in, if the CPU is always done in time.
+        cpu_is_done: whether it is, of one cohort after the other in each plan, round and round. A
+            plan without rows on the device waits for it.
         model: gives the next token.
         drafter: draft tokens what the model will say.
         windows: of the cache groups.
@@ -155,7 +165,9 @@ class MemoryCheckingExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         if plan.layouts.current != self._layout:
-            raise MemoryViolation(f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} runs")
+            raise MemoryViolation(
+                f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} runs"
+            )
         self.plans.append(plan)
         if plan.layouts.transition is not None:
             self._results.append(self._change_layout(plan, plan.layouts.transition))
@@ -166,7 +178,9 @@ class MemoryCheckingExecutor:
             self._run(plan)
             return
         if len(self._results) >= self.max_in_flight:
-            raise MemoryViolation(f"plan {plan.step}: more than {self.max_in_flight} plans in flight")
+            raise MemoryViolation(
+                f"plan {plan.step}: more than {self.max_in_flight} plans in flight"
+            )
         self._results.append(self._run(plan))
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -175,7 +189,11 @@ class MemoryCheckingExecutor:
         done = [swap for swap in self._swaps if swap.due <= self._time]
         if done:
             self._swaps = [swap for swap in self._swaps if swap.due > self._time]
-            results.append(StepResult(None, host=HostResult(swapped=tuple(self._finish_swap(swap) for swap in done))))
+            results.append(
+                StepResult(
+                    None, host=HostResult(swapped=tuple(self._finish_swap(swap) for swap in done))
+                )
+            )
         return results
 
     def now(self) -> float:
@@ -205,7 +223,8 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"plan {plan.step} lets host sequences under way stand still")
         if not plan.rows and plan.host.strategy == "overlap" and self._results:
             raise MemoryViolation(
-                f"plan {plan.step} holds nothing, and others are in flight that host sequences pass with"
+                f"plan {plan.step} holds nothing, and others are in flight that host sequences "
+                "pass with"
             )
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise MemoryViolation(f"plan {plan.step} holds a sequence twice")
@@ -217,11 +236,14 @@ class MemoryCheckingExecutor:
                 self._check_filled(swap, plan)
                 self._begin_swap(swap)
         answers = [self._read_and_answer(row) for row in self._rows_to_answer(plan)]
-        progress = tuple(CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items())
+        progress = tuple(
+            CohortProgress(step, cohort.layers) for step, cohort in self._cohorts.items()
+        )
         return StepResult(plan.step, tuple(answers), host=HostResult(cohorts=progress))
 
     def _rows_to_answer(self, plan: StepPlan) -> list[Row]:
-        """Rows of the device, and those of host sequences that have come to the end of their token."""
+        """Rows of the device, and those of host sequences that have come to the end of their
+        token."""
         on_host = {row.sequence: row for row in plan.rows if row.host is not None}
         rows = [row for row in plan.rows if row.sample and row.host is None]
         if plan.host.strategy == "asymmetric":
@@ -234,7 +256,9 @@ class MemoryCheckingExecutor:
                 cohort.layers += 1
                 if cohort.layers == self.num_layers:
                     rows += cohort.rows.values()
-            self._cohorts = {step: one for step, one in self._cohorts.items() if one.layers < self.num_layers}
+            self._cohorts = {
+                step: one for step, one in self._cohorts.items() if one.layers < self.num_layers
+            }
             if on_host:
                 self._cohorts[plan.step] = _Cohort(on_host)
         return rows
@@ -244,7 +268,9 @@ class MemoryCheckingExecutor:
         for step, cohort in list(self._cohorts.items()):
             if row.sequence in cohort.rows:
                 if row.tokens:
-                    raise MemoryViolation(f"sequence {row.sequence} begins a token with one under way")
+                    raise MemoryViolation(
+                        f"sequence {row.sequence} begins a token with one under way"
+                    )
                 del cohort.rows[row.sequence]
                 if not cohort.rows:
                     del self._cohorts[step]
@@ -268,7 +294,9 @@ class MemoryCheckingExecutor:
             if plan.host.strategy == "overlap" and (row.sequence in under_way or not row.tokens):
                 raise MemoryViolation(f"sequence {row.sequence} begins a token with one under way")
             if row.host is not None and row.host.sub_batch and plan.host.strategy != "asymmetric":
-                raise MemoryViolation(f"sequence {row.sequence} cannot be in sub-batch {row.host.sub_batch}")
+                raise MemoryViolation(
+                    f"sequence {row.sequence} cannot be in sub-batch {row.host.sub_batch}"
+                )
 
     def end(self, plan: StepPlan) -> None:
         """The sequences that this plan ends, and nothing else of it."""
@@ -284,23 +312,32 @@ class MemoryCheckingExecutor:
     def _end(self, sequence: int, plan: StepPlan) -> None:
         """Forget a sequence; poison what no correct scheduler can let anyone read again.
 
-        Full blocks may stay cached, and a fork may still want the block in which the prompt ends. What a swap reads
-        is poisoned when the swap is done.
+        Full blocks may stay cached, and a fork may still want the block in which the prompt ends.
+        What a swap reads is poisoned when the swap is done.
         """
         ended = self._records.pop(sequence)
         if ended.tier is None:
             return
-        keep = max(ended.computed // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
+        keep = max(
+            ended.computed // self.block_size,
+            (ended.begin.prompt_length - 1) // self.block_size + 1,
+        )
         keep *= len(self.windows)
         forgotten = set(ended.block_table[keep:] if ended.tier == "device" else ended.block_table)
         for swap in plan.host.swaps:
             if swap.sequence == sequence:
-                forgotten -= set(swap.device_blocks if swap.direction == "out" else swap.host_blocks)
+                forgotten -= set(
+                    swap.device_blocks if swap.direction == "out" else swap.host_blocks
+                )
         self._poison(ended.tier, forgotten)
 
     def _poison(self, tier: Tier, blocks: set[int]) -> None:
         """Those of them that no sequence uses."""
-        used = set(chain.from_iterable(self._held(one) for one in self._records.values() if one.tier == tier))
+        used = set(
+            chain.from_iterable(
+                self._held(one) for one in self._records.values() if one.tier == tier
+            )
+        )
         for block in blocks - used - {NO_BLOCK}:
             self._memory[tier][block] = [POISON] * self.block_size
 
@@ -314,17 +351,27 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"swap {swap.swap} does not pair its blocks")
         _, target = _ends(swap)
         for tier, block in target:
-            if any(record.tier == tier and block in self._held(record) for record in self._records.values()):
-                raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which is in use")
+            if any(
+                record.tier == tier and block in self._held(record)
+                for record in self._records.values()
+            ):
+                raise MemoryViolation(
+                    f"swap {swap.swap} writes over {tier} block {block}, which is in use"
+                )
             if any((tier, block) in chain(*_ends(other.swap)) for other in self._swaps):
-                raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which another swap moves")
+                raise MemoryViolation(
+                    f"swap {swap.swap} writes over {tier} block {block}, which another swap moves"
+                )
             self._memory[tier][block] = [POISON] * self.block_size
 
     def _check_filled(self, swap: Swap, plan: StepPlan) -> None:
-        """A swap that follows its row: all that the sequence needs moves, and the row is the last of its prompt."""
+        """A swap that follows its row: all that the sequence needs moves, and the row is the last
+        of its prompt."""
         row = next((row for row in plan.rows if row.sequence == swap.sequence), None)
         if row is None or not row.sample or row.host is not None or swap.direction != "out":
-            raise MemoryViolation(f"swap {swap.swap} follows no row that computes the last of a prompt")
+            raise MemoryViolation(
+                f"swap {swap.swap} follows no row that computes the last of a prompt"
+            )
         record = self._records[swap.sequence]
         needed = set(self._held(record))
         if not needed <= set(swap.device_blocks) <= set(record.block_table) - {NO_BLOCK}:
@@ -337,14 +384,19 @@ class MemoryCheckingExecutor:
         self._swaps.append(_SwapUnderWay(swap, int(self._time) + 1 + self._swap_delay, content))
 
     def _finish_swap(self, under_way: _SwapUnderWay) -> int:
-        """Byte for byte: what was there when it began is what arrives, in blocks that nobody has touched."""
+        """Byte for byte: what was there when it began is what arrives, in blocks that nobody has
+        touched."""
         source, target = _ends(under_way.swap)
         for content, (tier, block) in zip(under_way.content, source, strict=True):
             if self._memory[tier][block] != content:
-                raise MemoryViolation(f"{tier} block {block} was written while swap {under_way.swap.swap} read it")
+                raise MemoryViolation(
+                    f"{tier} block {block} was written while swap {under_way.swap.swap} read it"
+                )
         for content, (tier, block) in zip(under_way.content, target, strict=True):
             if self._memory[tier][block] != [POISON] * self.block_size:
-                raise MemoryViolation(f"{tier} block {block} was written before swap {under_way.swap.swap} filled it")
+                raise MemoryViolation(
+                    f"{tier} block {block} was written before swap {under_way.swap.swap} filled it"
+                )
             self._memory[tier][block] = content
         if under_way.swap.direction == "in":
             self._poison("host", set(under_way.swap.host_blocks))
@@ -357,7 +409,9 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"transition in plan {plan.step} is not alone")
         self.end(plan)
         if on_device := [key for key, record in self._records.items() if record.tier == "device"]:
-            raise MemoryViolation(f"transition in plan {plan.step} with sequences {on_device} on the device")
+            raise MemoryViolation(
+                f"transition in plan {plan.step} with sequences {on_device} on the device"
+            )
         self._layout = layout
         self._memory["device"] = [[POISON] * self.block_size for _ in range(self._layouts[layout])]
         return StepResult(plan.step)
@@ -365,7 +419,8 @@ class MemoryCheckingExecutor:
     # ---- rows ----
 
     def _poison_new_blocks(self, row: Row) -> None:
-        """Blocks that start at or behind the row's first position are fresh: what they held before is nobody's."""
+        """Blocks that start at or behind the row's first position are fresh: what they held before
+        is nobody's."""
         held = len(self._record(row).block_table)
         for index, block in enumerate(row.new_blocks, start=held):
             if index // len(self.windows) * self.block_size >= row.start:
@@ -386,10 +441,17 @@ class MemoryCheckingExecutor:
             return row
         record = self._record(row)
         in_flight = [result.step for result in self._results]
-        if not self.async_scheduling or row.tokens != (0,) or row.host is not None or not row.sample:
+        if (
+            not self.async_scheduling
+            or row.tokens != (0,)
+            or row.host is not None
+            or not row.sample
+        ):
             raise MemoryViolation(f"sequence {row.sequence}: its row may not be a placeholder")
         if in_flight != [record.last_plan] or row.start != len(record.tokens) - 1:
-            raise MemoryViolation(f"sequence {row.sequence}: no plan in flight samples the token at {row.start}")
+            raise MemoryViolation(
+                f"sequence {row.sequence}: no plan in flight samples the token at {row.start}"
+            )
         return replace(row, tokens=(record.tokens[row.start],))
 
     def _write(self, row: Row) -> None:
@@ -398,9 +460,13 @@ class MemoryCheckingExecutor:
         record.block_table += row.new_blocks
         known = tuple(record.tokens[row.start : row.start + len(row.tokens)])
         if not known or known != row.tokens[: len(known)]:
-            raise MemoryViolation(f"sequence {row.sequence}: row at {row.start} holds tokens it does not have")
+            raise MemoryViolation(
+                f"sequence {row.sequence}: row at {row.start} holds tokens it does not have"
+            )
         if row.sample != (row.start + len(row.tokens) >= len(record.tokens)):
-            raise MemoryViolation(f"sequence {row.sequence}: only its last known position may be sampled")
+            raise MemoryViolation(
+                f"sequence {row.sequence}: only its last known position may be sampled"
+            )
         for position, token in enumerate(row.tokens, start=row.start):
             for group in range(len(self.windows)):
                 block, slot = self._slot(record, position, group)
@@ -412,14 +478,19 @@ class MemoryCheckingExecutor:
         index, slot = divmod(position, self.block_size)
         place = index * len(self.windows) + group
         if place >= len(record.block_table) or record.block_table[place] == NO_BLOCK:
-            raise MemoryViolation(f"sequence {record.begin.sequence} has no block for position {position}")
+            raise MemoryViolation(
+                f"sequence {record.begin.sequence} has no block for position {position}"
+            )
         return record.block_table[place], slot
 
     def _held(self, record: _Record) -> list[int]:
-        """The blocks that the sequence's next queries see, or that its next tokens are written to."""
+        """The blocks that the sequence's next queries see, or that its next tokens are written
+        to."""
         table, groups, held = record.block_table, len(self.windows), list[int]()
         for group, window in enumerate(self.windows):
-            held += table[first_seen(record.computed, window) // self.block_size * groups + group :: groups]
+            held += table[
+                first_seen(record.computed, window) // self.block_size * groups + group :: groups
+            ]
         return held
 
     def _check_no_other_reader(self, row: Row, block: int, slot: int, content: Slot) -> None:
@@ -428,18 +499,31 @@ class MemoryCheckingExecutor:
         if before in (POISON, content):
             return
         for other, record in self._records.items():
-            if other != row.sequence and record.tier == tier_of(row) and block in self._held(record):
+            if (
+                other != row.sequence
+                and record.tier == tier_of(row)
+                and block in self._held(record)
+            ):
                 place = record.block_table.index(block)
-                group, position = place % len(self.windows), place // len(self.windows) * self.block_size + slot
-                if position < len(record.tokens) and (record.tokens[position], position, group) == before:
-                    raise MemoryViolation(f"sequence {row.sequence} writes over block {block} of sequence {other}")
+                group, position = (
+                    place % len(self.windows),
+                    place // len(self.windows) * self.block_size + slot,
+                )
+                if (
+                    position < len(record.tokens)
+                    and (record.tokens[position], position, group) == before
+                ):
+                    raise MemoryViolation(
+                        f"sequence {row.sequence} writes over block {block} of sequence {other}"
+                    )
 
     def _read_and_answer(self, row: Row) -> Answer:
         record = self._records[row.sequence]
         draft_tokens = row.tokens[len(record.tokens) - row.start :]
         if len(draft_tokens) != draft_of(row).verify:
             raise MemoryViolation(
-                f"sequence {row.sequence} has {len(draft_tokens)} draft tokens and says {draft_of(row).verify}"
+                f"sequence {row.sequence} has {len(draft_tokens)} draft tokens and says "
+                f"{draft_of(row).verify}"
             )
         if draft_of(row).propose:
             self._slot(record, row.start + len(row.tokens) + draft_of(row).propose - 1)
@@ -459,10 +543,14 @@ class MemoryCheckingExecutor:
         for group, window in enumerate(self.windows):
             for position in range(first_seen(row.start, window), len(record.tokens)):
                 block, slot = self._slot(record, position, group)
-                found, expected = self._memory[tier_of(row)][block][slot], (record.tokens[position], position, group)
+                found, expected = (
+                    self._memory[tier_of(row)][block][slot],
+                    (record.tokens[position], position, group),
+                )
                 if found != expected:
                     raise MemoryViolation(
-                        f"sequence {row.sequence}: block {block} slot {slot} holds {found}, not {expected}"
+                        f"sequence {row.sequence}: block {block} slot {slot} holds {found}, not "
+                        f"{expected}"
                     )
 
 

@@ -1,4 +1,5 @@
-"""MovingExecutor: a simulated engine with several layouts that tells, as worker processes do, what each worker did."""
+"""MovingExecutor: a simulated engine with several layouts that tells, as worker processes do, what
+each worker did."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,8 @@ KV_BYTES, WEIGHT_BYTES = 64, 4096
 
 
 class MovingExecutor(SimulatedExecutor):
-    """In virtual time, which begins at ``began``; workers compute from the moment at which the work is there.
+    """In virtual time, which begins at ``began``; workers compute from the moment at which the work
+    is there.
 
     Args:
         layouts: their times; stages times tensor-parallel ranks is the number of workers in each.
@@ -24,7 +26,12 @@ class MovingExecutor(SimulatedExecutor):
     """
 
     def __init__(
-        self, layouts: Sequence[MovingTimes], *, block_size: int, workers: int = 2, began: float = 1000.0
+        self,
+        layouts: Sequence[MovingTimes],
+        *,
+        block_size: int,
+        workers: int = 2,
+        began: float = 1000.0,
     ) -> None:
         super().__init__(*layouts, block_size=block_size, answer=dummy_answers)
         self._began = began
@@ -51,7 +58,9 @@ class MovingExecutor(SimulatedExecutor):
                 free = max(self._free[rank], now)
                 moments = (now, now, free, max(arrived, free), passage.end, passage.end)
                 self._told.append(
-                    StageTimes(plan.step, rank, work.tokens, *(self._began + moment for moment in moments))
+                    StageTimes(
+                        plan.step, rank, work.tokens, *(self._began + moment for moment in moments)
+                    )
                 )
                 self._free[rank] = passage.end
             arrived = passage.end

@@ -1,4 +1,5 @@
-"""ObservedExecutor: a simulated pipeline that tells, as worker processes do, what each of its stages did when."""
+"""ObservedExecutor: a simulated pipeline that tells, as worker processes do, what each of its
+stages did when."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,10 +22,12 @@ class UntoldExecutor(SimulatedExecutor):
 
 
 class ObservedExecutor(SimulatedExecutor):
-    """In virtual time, which begins at ``began``; all workers prepare a plan at the same time, one after the other.
+    """In virtual time, which begins at ``began``; all workers prepare a plan at the same time, one
+    after the other.
 
     Args:
-        times, runtime, answer: as SimulatedExecutor takes them; rows are answered with tokens that mean nothing.
+        times, runtime, answer: as SimulatedExecutor takes them; rows are answered with tokens that
+            mean nothing.
         began: what the clock shows at first, as real ones show something, too.
     """
 

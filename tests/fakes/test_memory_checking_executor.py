@@ -3,7 +3,14 @@
 import pytest
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.optional import CohortProgress, DraftRow, HostPlan, HostRow, LayoutPlan, Swap
+from nanoserve.scheduler.optional import (
+    CohortProgress,
+    DraftRow,
+    HostPlan,
+    HostRow,
+    LayoutPlan,
+    Swap,
+)
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor, MemoryViolation
 
@@ -15,13 +22,19 @@ def _begin(sequence: int, *tokens: int) -> Begin:
 
 
 def _executor() -> MemoryCheckingExecutor:
-    return MemoryCheckingExecutor(4, 2, host_blocks=4, depth=99, model=lambda prefix, begin: 100 + len(prefix))
+    return MemoryCheckingExecutor(
+        4, 2, host_blocks=4, depth=99, model=lambda prefix, begin: 100 + len(prefix)
+    )
 
 
 def test_a_block_given_to_two_sequences_is_noticed() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
-    stolen = StepPlan(1, begin=(_begin(1, 5, 6),), rows=(Row(1, 0, (5, 6), True, (0,)), Row(0, 2, (102,), True, (1,))))
+    stolen = StepPlan(
+        1,
+        begin=(_begin(1, 5, 6),),
+        rows=(Row(1, 0, (5, 6), True, (0,)), Row(0, 2, (102,), True, (1,))),
+    )
     with pytest.raises(MemoryViolation, match=r"sequence 0: block 0 slot 0 holds \(5, 0"):
         executor.submit(stolen)
 
@@ -37,14 +50,18 @@ def test_writing_into_a_shared_block_is_noticed() -> None:
 def test_reading_what_was_never_written_is_noticed() -> None:
     executor = _executor()
     with pytest.raises(MemoryViolation, match="block 3 slot 0 holds"):
-        executor.submit(StepPlan(0, begin=(_begin(0, 1, 2, 3),), rows=(Row(0, 2, (3,), True, (3, 1)),)))
+        executor.submit(
+            StepPlan(0, begin=(_begin(0, 1, 2, 3),), rows=(Row(0, 2, (3,), True, (3, 1)),))
+        )
 
 
 def test_reading_an_ended_sequences_last_block_is_noticed() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     executor.submit(StepPlan(1, rows=(Row(0, 2, (102,), True, (1,)),)))
-    late = StepPlan(2, end=(0,), begin=(_begin(1, 1, 2, 102, 7),), rows=(Row(1, 3, (7,), True, (0, 1)),))
+    late = StepPlan(
+        2, end=(0,), begin=(_begin(1, 1, 2, 102, 7),), rows=(Row(1, 3, (7,), True, (0, 1)),)
+    )
     with pytest.raises(MemoryViolation, match="sequence 1: block 1 slot 0 holds"):
         executor.submit(late)
 
@@ -67,9 +84,16 @@ def test_swaps_and_copies_move_what_blocks_hold() -> None:
     executor.submit(StepPlan(2, host=HostPlan(swaps=(back,))))
     results += executor.collect(None)
     forked = (_begin(1, 1, 2, 9),)
-    executor.submit(StepPlan(3, begin=forked, copies=(Copy(1, 2),), rows=(Row(1, 2, (9,), True, (2, 3)),)))
+    executor.submit(
+        StepPlan(3, begin=forked, copies=(Copy(1, 2),), rows=(Row(1, 2, (9,), True, (2, 3)),))
+    )
     results += executor.collect(None)
-    assert [(result.step, result.host.swapped) for result in results] == [(0, ()), (None, (7,)), (None, (8,)), (3, ())]
+    assert [(result.step, result.host.swapped) for result in results] == [
+        (0, ()),
+        (None, (7,)),
+        (None, (8,)),
+        (3, ()),
+    ]
     assert results[-1].answers[0].tokens == (103,)
 
 
@@ -92,7 +116,11 @@ def test_using_what_a_swap_writes_is_noticed() -> None:
     executor = _swapping_out()
     early = Row(0, 2, (102,), True, (3, 1), host=HostRow())
     with pytest.raises(MemoryViolation, match="sequence 0 has a row where it is not"):
-        executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(early,), host=HostPlan(strategy="overlap")))
+        executor.submit(
+            StepPlan(
+                2, begin=(_begin(0, 1, 2, 102),), rows=(early,), host=HostPlan(strategy="overlap")
+            )
+        )
     other = _swapping_out()
     with pytest.raises(MemoryViolation, match="host block 3, which another swap moves"):
         other.submit(StepPlan(2, host=HostPlan(swaps=(Swap(8, 1, "out", (1,), (3,)),))))
@@ -103,13 +131,22 @@ def test_a_swap_behind_a_row_moves_what_the_row_wrote_and_is_refused_without_it(
     parked = Swap(7, 0, "out", (0, 2), (3, 1), after_row=True)
     executor.submit(
         StepPlan(
-            0, begin=(_begin(0, 1, 2, 3),), rows=(Row(0, 0, (1, 2, 3), True, (0, 2)),), host=HostPlan(swaps=(parked,))
+            0,
+            begin=(_begin(0, 1, 2, 3),),
+            rows=(Row(0, 0, (1, 2, 3), True, (0, 2)),),
+            host=HostPlan(swaps=(parked,)),
         )
     )
     executor.collect(None)
     on_host = Row(0, 3, (103,), True, (3, 1), host=HostRow())
     executor.submit(
-        StepPlan(1, end=(0,), begin=(_begin(0, 1, 2, 3, 103),), rows=(on_host,), host=HostPlan(strategy="asymmetric"))
+        StepPlan(
+            1,
+            end=(0,),
+            begin=(_begin(0, 1, 2, 3, 103),),
+            rows=(on_host,),
+            host=HostPlan(strategy="asymmetric"),
+        )
     )
     (result,) = executor.collect(None)
     assert result.answers[0].tokens == (104,)
@@ -117,7 +154,12 @@ def test_a_swap_behind_a_row_moves_what_the_row_wrote_and_is_refused_without_it(
         _executor().submit(StepPlan(0, host=HostPlan(swaps=(parked,))))
     with pytest.raises(MemoryViolation, match="other blocks"):
         _executor().submit(
-            StepPlan(0, begin=(_begin(0, 1),), rows=(Row(0, 0, (1,), True, (0,)),), host=HostPlan(swaps=(parked,)))
+            StepPlan(
+                0,
+                begin=(_begin(0, 1),),
+                rows=(Row(0, 0, (1,), True, (0,)),),
+                host=HostPlan(swaps=(parked,)),
+            )
         )
 
 
@@ -144,7 +186,11 @@ def test_a_host_sequence_advances_a_layer_with_each_overlapped_plan() -> None:
     ):
         executor.submit(plan)
         results += executor.collect(None)
-    assert [result.host.cohorts for result in results] == [(CohortProgress(2, 0),), (CohortProgress(2, 1),), ()]
+    assert [result.host.cohorts for result in results] == [
+        (CohortProgress(2, 0),),
+        (CohortProgress(2, 1),),
+        (),
+    ]
     assert [answer.tokens for answer in results[2].answers] == [(103,)]
 
 
@@ -158,7 +204,11 @@ def test_host_sequences_that_stand_still_and_plans_for_nothing_are_noticed() -> 
         executor = _swapping_out()
         executor.collect(None)
         executor.collect(None)
-        executor.submit(StepPlan(2, begin=(_begin(0, 1, 2, 102),), rows=(row,), host=HostPlan(strategy="overlap")))
+        executor.submit(
+            StepPlan(
+                2, begin=(_begin(0, 1, 2, 102),), rows=(row,), host=HostPlan(strategy="overlap")
+            )
+        )
         with pytest.raises(MemoryViolation, match=problem):
             executor.submit(plan)
 
@@ -178,7 +228,9 @@ def test_draft_tokens_are_accepted_as_far_as_they_are_right() -> None:
 
 def _feeding() -> MemoryCheckingExecutor:
     """Sequence 0 has its first token, which nobody has been told."""
-    executor = MemoryCheckingExecutor(4, 2, async_scheduling=True, model=lambda prefix, begin: 100 + len(prefix))
+    executor = MemoryCheckingExecutor(
+        4, 2, async_scheduling=True, model=lambda prefix, begin: 100 + len(prefix)
+    )
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     return executor
 

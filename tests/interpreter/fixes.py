@@ -1,9 +1,11 @@
-"""What Triton's interpreter gets wrong and these tests need, put right or refused (seen in triton 3.6.0 and 3.7.1).
+"""What Triton's interpreter gets wrong and these tests need, put right or refused (seen in triton
+3.6.0 and 3.7.1).
 
-NumPy has no bfloat16, so the interpreter keeps such values as 16-bit integers and computes with those integers as they
-are: sums and products of bfloat16 are silently garbage, and conversions from float32 cut off what a GPU rounds. Here
-conversions round to nearest even and the operands of `tl.dot` are widened (a GPU's products of two bfloat16 are exact
-in float32 as well). All other arithmetic on bfloat16 is refused: a kernel converts to float32 first.
+NumPy has no bfloat16, so the interpreter keeps such values as 16-bit integers and computes with
+those integers as they are: sums and products of bfloat16 are silently garbage, and conversions from
+float32 cut off what a GPU rounds. Here conversions round to nearest even and the operands of
+`tl.dot` are widened (a GPU's products of two bfloat16 are exact in float32 as well). All other
+arithmetic on bfloat16 is refused: a kernel converts to float32 first.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,14 @@ def repair_interpreter() -> None:
     """Change the interpreter of this process, once."""
     _wrap(InterpreterBuilder, "cast_impl", _casting_bfloat16)
     _wrap(InterpreterBuilder, "create_dot", _multiplying_bfloat16)
-    for name in ("binary_op", "unary_op", "create_fma", "create_erf", "create_rsqrt", "create_clampf"):
+    for name in (
+        "binary_op",
+        "unary_op",
+        "create_fma",
+        "create_erf",
+        "create_rsqrt",
+        "create_clampf",
+    ):
         _wrap(InterpreterBuilder, name, _refusing_bfloat16)
     _wrap(interpreter.ReduceScanOpInterface, "check_tensor", _refusing_bfloat16_reductions)
     _wrap(interpreter, "_patch_lang_tensor", _with_scalars_as_indices)
@@ -46,11 +55,16 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 
 def _rounded(handle: TensorHandle) -> TensorHandle:
-    """float32 to bfloat16, ties to even: adding just under half of the dropped bits' range carries where it must."""
+    """float32 to bfloat16, ties to even: adding just under half of the dropped bits' range carries
+    where it must."""
     values = np.ascontiguousarray(handle.data, dtype=np.float32)
     bits = values.view(np.uint32)
     upper_half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    data = np.where(np.isnan(values), QUIET_NAN, upper_half).astype(np.uint16).reshape(handle.data.shape)
+    data = (
+        np.where(np.isnan(values), QUIET_NAN, upper_half)
+        .astype(np.uint16)
+        .reshape(handle.data.shape)
+    )
     return TensorHandle(data, tl.bfloat16)
 
 
@@ -65,7 +79,11 @@ def _casting_bfloat16(cast: Method) -> Method:
 
 def _multiplying_bfloat16(dot: Method) -> Method:
     def create_dot(
-        self: InterpreterBuilder, left: TensorHandle, right: TensorHandle, added: TensorHandle, *options: object
+        self: InterpreterBuilder,
+        left: TensorHandle,
+        right: TensorHandle,
+        added: TensorHandle,
+        *options: object,
     ) -> TensorHandle:
         if _is_bfloat16(added):
             raise TypeError("tl.dot accumulates in bfloat16; give it a float32 accumulator")
@@ -76,7 +94,9 @@ def _multiplying_bfloat16(dot: Method) -> Method:
 
 def _refusing_bfloat16(operation: Method) -> Method:
     def refuse(self: InterpreterBuilder, *arguments: Any) -> TensorHandle:
-        if any(isinstance(argument, TensorHandle) and _is_bfloat16(argument) for argument in arguments):
+        if any(
+            isinstance(argument, TensorHandle) and _is_bfloat16(argument) for argument in arguments
+        ):
             raise TypeError("arithmetic on bfloat16; convert to float32 first")
         return operation(self, *arguments)
 
@@ -93,7 +113,8 @@ def _refusing_bfloat16_reductions(check: Method) -> Method:
 
 
 def _with_scalars_as_indices(patch: Method) -> Method:
-    """Bounds of loops that are read from memory: triton 3.6 asks NumPy for what NumPy 2.4 no longer does."""
+    """Bounds of loops that are read from memory: triton 3.6 asks NumPy for what NumPy 2.4 no longer
+    does."""
 
     def patch_lang_tensor(tensor: type[tl.tensor], scope: Any) -> None:
         patch(tensor, scope)

@@ -1,7 +1,8 @@
-"""The programs that move keys and values, against the plain operators: exactly what these do, and nothing besides.
+"""The programs that move keys and values, against the plain operators: exactly what these do, and
+nothing besides.
 
-Every tensor is filled with numbers before, so that an element that is written although it should not be, or is not
-although it should, makes a difference.
+Every tensor is filled with numbers before, so that an element that is written although it should
+not be, or is not although it should, makes a difference.
 """
 
 import pytest
@@ -22,8 +23,11 @@ def filled(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def as_slice(tensor: Tensor) -> Tensor:
-    """The same numbers, every second element of a larger tensor, its first two dimensions swapped in memory."""
-    wide = torch.full((tensor.shape[1], tensor.shape[0], *tensor.shape[2:-1], 2 * tensor.shape[-1] + 1), torch.nan)
+    """The same numbers, every second element of a larger tensor, its first two dimensions swapped
+    in memory."""
+    wide = torch.full(
+        (tensor.shape[1], tensor.shape[0], *tensor.shape[2:-1], 2 * tensor.shape[-1] + 1), torch.nan
+    )
     view = wide.to(tensor.dtype).transpose(0, 1)[..., 1::2]
     return view.copy_(tensor)
 
@@ -41,16 +45,23 @@ def test_a_sliced_tensor_is_contiguous_in_no_dimension() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
-def test_tokens_land_in_their_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str) -> None:
+def test_tokens_land_in_their_slots(
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, layout: str
+) -> None:
     key, value = (filled(5, num_kv_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
     slots = torch.tensor([33, -1, 0, 47, 16])
-    _compare_writes(LAYOUTS[layout](key), value, _caches(layout, (4, num_kv_heads, 16, head_dim), dtype), slots)
+    _compare_writes(
+        LAYOUTS[layout](key), value, _caches(layout, (4, num_kv_heads, 16, head_dim), dtype), slots
+    )
 
 
 def test_latents_are_written_and_copied_without_values() -> None:
     latents = filled(3, 1, 48, seed=1)
     _compare_writes(
-        latents, latents[..., :0], (filled(4, 1, 16, 48, seed=2), torch.empty(4, 1, 16, 0)), torch.arange(3)
+        latents,
+        latents[..., :0],
+        (filled(4, 1, 16, 48, seed=2), torch.empty(4, 1, 16, 0)),
+        torch.arange(3),
     )
     cache, values = filled(4, 1, 16, 48, seed=2), torch.empty(4, 1, 16, 0)
     before = cache.clone()
@@ -72,10 +83,15 @@ def test_any_slots_of_any_cache(
     num_slots = 3 * block_size
     chosen = data.draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=6))
     padding = data.draw(st.integers(0, 2))
-    slots = torch.tensor([[slot, 10**6] for slot in chosen + [-1] * padding], dtype=torch.int64).reshape(-1, 2)[:, 0]
+    slots = torch.tensor(
+        [[slot, 10**6] for slot in chosen + [-1] * padding], dtype=torch.int64
+    ).reshape(-1, 2)[:, 0]
     key, value = (filled(len(slots), num_kv_heads, head_dim, seed=seed) for seed in (1, 2))
     _compare_writes(
-        LAYOUTS[layout](key), value, _caches(layout, (3, num_kv_heads, block_size, head_dim), torch.float32), slots
+        LAYOUTS[layout](key),
+        value,
+        _caches(layout, (3, num_kv_heads, block_size, head_dim), torch.float32),
+        slots,
     )
 
 
@@ -84,7 +100,9 @@ def _caches(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Te
     return LAYOUTS[layout](filled(*shape, seed=3, dtype=dtype)), filled(*shape, seed=4, dtype=dtype)
 
 
-def _compare_writes(key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor) -> None:
+def _compare_writes(
+    key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor
+) -> None:
     expected = [cache.clone() for cache in caches]
     with reference_operators():
         triton_ops.cache_write(key, value, *expected, slots)
@@ -101,9 +119,13 @@ def test_keys_that_do_not_fit_the_cache_are_refused() -> None:
             gpu.cache_write(bad_key, bad_key, *caches, torch.arange(slots))
 
 
-@pytest.mark.parametrize("pairs", [[], [[4, 1]], [[0, 1], [1, 2], [2, 0]], [[3, 0], [3, 1], [3, 2]]], ids=str)
+@pytest.mark.parametrize(
+    "pairs", [[], [[4, 1]], [[0, 1], [1, 2], [2, 0]], [[3, 0], [3, 1], [3, 2]]], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copies_read_every_source_before_they_write(pairs: list[list[int]], dtype: torch.dtype) -> None:
+def test_copies_read_every_source_before_they_write(
+    pairs: list[list[int]], dtype: torch.dtype
+) -> None:
     caches = _caches("sliced", (5, 3, 16, 8), dtype)
     expected = [cache.clone() for cache in caches]
     chosen = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
@@ -117,9 +139,13 @@ def test_copies_read_every_source_before_they_write(pairs: list[list[int]], dtyp
 def _layers(
     layouts: tuple[str, str], num_layers: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Caches of keys in the first layout and of values in the second, no two with the same numbers."""
+    """Caches of keys in the first layout and of values in the second, no two with the same
+    numbers."""
     keys, values = (
-        [LAYOUTS[layout](filled(*shape, seed=2 * layer + kind, dtype=dtype)) for layer in range(num_layers)]
+        [
+            LAYOUTS[layout](filled(*shape, seed=2 * layer + kind, dtype=dtype))
+            for layer in range(num_layers)
+        ]
         for kind, layout in enumerate(layouts)
     )
     return keys, values
@@ -127,7 +153,9 @@ def _layers(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (32, 80), (16, 128), (32, 256), (6, 5)])
+@pytest.mark.parametrize(
+    ("block_size", "head_dim"), [(16, 64), (32, 80), (16, 128), (32, 256), (6, 5)]
+)
 @pytest.mark.parametrize(("first_head", "num_heads"), [(0, 4), (0, 1), (1, 2), (3, 1)])
 def test_a_range_of_heads_goes_out_and_back(
     first_head: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, layout: str
@@ -140,7 +168,9 @@ def test_a_range_of_heads_goes_out_and_back(
 @settings(max_examples=25, deadline=None)
 @given(num_layers=st.integers(1, 3), data=st.data(), layout=st.sampled_from(sorted(LAYOUTS)))
 def test_any_blocks_heads_and_layers(num_layers: int, data: st.DataObject, layout: str) -> None:
-    num_blocks, num_kv_heads, block_size, head_dim = (data.draw(st.integers(1, 6)) for _ in range(4))
+    num_blocks, num_kv_heads, block_size, head_dim = (
+        data.draw(st.integers(1, 6)) for _ in range(4)
+    )
     first_head = data.draw(st.integers(0, num_kv_heads - 1))
     num_heads = data.draw(st.integers(1, num_kv_heads - first_head))
     order = st.permutations(range(num_blocks))
@@ -152,11 +182,19 @@ def test_any_blocks_heads_and_layers(num_layers: int, data: st.DataObject, layou
 
 
 def _compare_moves(
-    keys: list[Tensor], values: list[Tensor], sources: Tensor, targets: Tensor, first_head: int, num_heads: int
+    keys: list[Tensor],
+    values: list[Tensor],
+    sources: Tensor,
+    targets: Tensor,
+    first_head: int,
+    num_heads: int,
 ) -> None:
-    """Out of some blocks and into others, through a staging buffer that is a view of a larger one."""
+    """Out of some blocks and into others, through a staging buffer that is a view of a larger
+    one."""
     _, _, *tile = keys[0].shape
-    room = torch.full((len(keys), 2, num_heads, len(sources) + 1, *tile), torch.nan).to(keys[0].dtype)
+    room = torch.full((len(keys), 2, num_heads, len(sources) + 1, *tile), torch.nan).to(
+        keys[0].dtype
+    )
     staged = room.transpose(2, 3)[:, :, :-1]
     expected_staged = torch.empty_like(staged)
     with reference_operators():
@@ -165,7 +203,9 @@ def _compare_moves(
     assert torch.equal(staged, expected_staged)
     assert room[:, :, :, -1].isnan().all()
 
-    expected_keys, expected_values = ([cache.clone() for cache in caches] for caches in (keys, values))
+    expected_keys, expected_values = (
+        [cache.clone() for cache in caches] for caches in (keys, values)
+    )
     with reference_operators():
         triton_ops.scatter_blocks(expected_keys, expected_values, staged, targets, first_head)
     gpu.scatter_blocks(keys, values, staged, targets, first_head)

@@ -1,4 +1,5 @@
-"""The GPU's paged attention against float64: ragged batches, and poison wherever no row has anything."""
+"""The GPU's paged attention against float64: ragged batches, and poison wherever no row has
+anything."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,16 +69,27 @@ def check(
 def test_every_shape_in_its_default_configuration(
     dtype: torch.dtype, head_dim: int, block_size: int, window: int
 ) -> None:
-    batch = build(MIXED, num_heads=4, num_kv_heads=2, block_size=block_size, seed=1, head_dim=head_dim, dtype=dtype)
+    batch = build(
+        MIXED,
+        num_heads=4,
+        num_kv_heads=2,
+        block_size=block_size,
+        seed=1,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
     out = poisoned_out(batch)
     attention.paged_attention(out, *inputs(batch), scale=SCALE, sliding_window=window)
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance
+    )
 
 
 @st.composite
 def ragged_rows(draw: st.DrawFn) -> list[Row]:
-    """Lengths of one, around the edges of blocks and tiles, and long; decodes, prefills and chunks."""
+    """Lengths of one, around the edges of blocks and tiles, and long; decodes, prefills and
+    chunks."""
     edges = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65])
     queries = st.one_of(st.just(1), st.just(1), edges)
     computed = st.one_of(st.just(0), edges, st.integers(0, 200))
@@ -96,9 +108,23 @@ def ragged_rows(draw: st.DrawFn) -> list[Row]:
     seed=st.integers(0, 2**31),
 )
 @example(
-    rows=[Row(1, 16), Row(1, 17), Row(1, 1)], heads=(4, 2), block_size=16, window=0, multiprocessors=1, shared=0, seed=0
+    rows=[Row(1, 16), Row(1, 17), Row(1, 1)],
+    heads=(4, 2),
+    block_size=16,
+    window=0,
+    multiprocessors=1,
+    shared=0,
+    seed=0,
 )
-@example(rows=[Row(129, 129)], heads=(5, 1), block_size=16, window=50, multiprocessors=1, shared=0, seed=1)
+@example(
+    rows=[Row(129, 129)],
+    heads=(5, 1),
+    block_size=16,
+    window=50,
+    multiprocessors=1,
+    shared=0,
+    seed=1,
+)
 def test_ragged_batches(
     rows: list[Row],
     heads: tuple[int, int],
@@ -126,7 +152,9 @@ def test_ragged_batches(
 def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -> None:
     rows = [Row(1, 2100), Row(1, 64), Row(1, 700), Row(1, 1)]
     batch = build(rows, num_heads=4, num_kv_heads=1, block_size=16, seed=2, head_dim=64)
-    configuration = replace(SMALL, decode=replace(SMALL.decode, keys_per_tile=128, keys_per_split=128))
+    configuration = replace(
+        SMALL, decode=replace(SMALL.decode, keys_per_tile=128, keys_per_split=128)
+    )
     check(batch, window, configuration=configuration, multiprocessors=multiprocessors)
 
 
@@ -157,7 +185,13 @@ def test_sinks_soft_caps_latents_and_many_heads(
     multiprocessors: int,
 ) -> None:
     batch = build(
-        MIXED, num_heads=heads[0], num_kv_heads=heads[1], block_size=16, seed=1, head_dim=dims[0], dtype=dtype
+        MIXED,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        block_size=16,
+        seed=1,
+        head_dim=dims[0],
+        dtype=dtype,
     )
     batch = narrowed(batch, dims[1], latent=True) if dims[1] < dims[0] else batch
     check(batch, window, multiprocessors=multiprocessors, soft_cap=soft_cap, sinks=sinks)
@@ -175,7 +209,8 @@ def test_the_widest_heads_in_their_default_configuration(head_dim: int, value_di
 
 
 def test_a_batch_as_wide_as_rows_are_searched() -> None:
-    """Rows of tiles are found 128 at a time: here the longer ones lie on both sides of that, beside rows of nothing."""
+    """Rows of tiles are found 128 at a time: here the longer ones lie on both sides of that, beside
+    rows of nothing."""
     rows = [Row(1, 5)] * 127 + [Row(3, 20), Row(2, 2), Row(1, 3), Row(17, 40)]
     batch = build(rows, num_heads=1, num_kv_heads=1, block_size=16, seed=3, head_dim=64)
     starts = batch.query_starts
@@ -185,7 +220,10 @@ def test_a_batch_as_wide_as_rows_are_searched() -> None:
         query_starts=torch.cat([starts, empty]),
         context_lengths=torch.cat([batch.context_lengths, torch.zeros(3, dtype=torch.int32)]),
         block_tables=torch.cat(
-            [batch.block_tables, torch.full((3, batch.block_tables.shape[1]), 10**6, dtype=torch.int32)]
+            [
+                batch.block_tables,
+                torch.full((3, batch.block_tables.shape[1]), 10**6, dtype=torch.int32),
+            ]
         ),
     )
     out = poisoned_out(batch)
@@ -194,7 +232,8 @@ def test_a_batch_as_wide_as_rows_are_searched() -> None:
 
 
 def test_blocks_that_a_window_has_left_behind_may_be_gone() -> None:
-    """They may be another row's by now, so neither they nor what the table says of them is looked at."""
+    """They may be another row's by now, so neither they nor what the table says of them is looked
+    at."""
     window, rows = 20, [Row(1, 90), Row(20, 110), Row(50, 64)]
     batch = build(rows, num_heads=4, num_kv_heads=2, block_size=16, seed=9, head_dim=64)
     for index, row in enumerate(rows):
@@ -207,7 +246,8 @@ def test_blocks_that_a_window_has_left_behind_may_be_gone() -> None:
 
 
 def test_tensors_may_be_parts_of_wider_ones() -> None:
-    """Queries as a fused projection hands them over, caches that lie layer by layer in one allocation."""
+    """Queries as a fused projection hands them over, caches that lie layer by layer in one
+    allocation."""
     batch = build(MIXED, num_heads=4, num_kv_heads=2, block_size=16, seed=4, head_dim=64)
     fused = torch.full((batch.query.shape[0], 8, 64), torch.nan)
     fused[:, 2:6] = batch.query
@@ -217,19 +257,33 @@ def test_tensors_may_be_parts_of_wider_ones() -> None:
 
 @pytest.mark.parametrize("sinks", [None, sinks_of(4)], ids=["", "sinks"])
 @pytest.mark.parametrize("multiprocessors", [1, 100])
-def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int, sinks: Tensor | None) -> None:
-    """A row with nothing in the cache gets zeros; its neighbour with one token gets that token's value."""
-    batch = build([Row(1, 60), Row(1, 1), Row(1, 1)], num_heads=4, num_kv_heads=2, block_size=16, seed=5, head_dim=64)
+def test_padding_rows_of_a_captured_graph_give_numbers(
+    multiprocessors: int, sinks: Tensor | None
+) -> None:
+    """A row with nothing in the cache gets zeros; its neighbour with one token gets that token's
+    value."""
+    batch = build(
+        [Row(1, 60), Row(1, 1), Row(1, 1)],
+        num_heads=4,
+        num_kv_heads=2,
+        block_size=16,
+        seed=5,
+        head_dim=64,
+    )
     lengths = torch.tensor([60, 1, 0], dtype=torch.int32)
     tables = batch.block_tables.clone()
     tables[2] = 10**6
     out = poisoned_out(batch)
     tensors = (out, *inputs(replace(batch, context_lengths=lengths, block_tables=tables)))
     attention.attend(SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=0, sinks=sinks)
-    torch.testing.assert_close(out[:2].double(), reference(batch, SCALE, 0, 0.0, sinks)[:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out[:2].double(), reference(batch, SCALE, 0, 0.0, sinks)[:2], atol=1e-5, rtol=1e-5
+    )
     if sinks is None:
         value = batch.value_cache[batch.block_tables[1, 0], :, 0]
-        torch.testing.assert_close(out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0
+        )
     assert torch.count_nonzero(out[2]) == 0
 
 
@@ -252,11 +306,22 @@ def test_only_the_programs_that_have_work_are_launched(
         ({"head_dim": 512}, "heads of 512 in 16 bits only"),
         ({"head_dim": 576}, "no width of values for head_dim 576 but 576, only 512"),
         ({"block_size": 8}, "no block_size 8, only 16, 32"),
-        ({"dtype": torch.float64}, "one of bfloat16, float16 and float32 for all, not torch.float64"),
+        (
+            {"dtype": torch.float64},
+            "one of bfloat16, float16 and float32 for all, not torch.float64",
+        ),
     ],
-    ids=["head_dim", "float32 of wide heads", "values as wide as latents' keys", "block_size", "dtype"],
+    ids=[
+        "head_dim",
+        "float32 of wide heads",
+        "values as wide as latents' keys",
+        "block_size",
+        "dtype",
+    ],
 )
-def test_what_no_program_does_is_said_before_any_is_launched(changes: dict[str, object], message: str) -> None:
+def test_what_no_program_does_is_said_before_any_is_launched(
+    changes: dict[str, object], message: str
+) -> None:
     shape = {"head_dim": 64, "block_size": 16, "dtype": torch.float32, **changes}
     batch = build([Row(1, 5)], num_heads=2, num_kv_heads=1, seed=7, **shape)  # type: ignore[arg-type]
     out = poisoned_out(batch)
@@ -279,4 +344,6 @@ def test_tensors_that_would_be_read_wrongly_are_refused() -> None:
         (batch, -1.0, "scale"),
     ):
         with pytest.raises(UnsupportedByGpu, match=message):
-            attention.paged_attention(poisoned_out(batch), *inputs(wrong), scale=scale, sliding_window=0)
+            attention.paged_attention(
+                poisoned_out(batch), *inputs(wrong), scale=scale, sliding_window=0
+            )

@@ -1,4 +1,5 @@
-"""What the user leaves open is chosen from what was measured; here by speeds of a made-up machine."""
+"""What the user leaves open is chosen from what was measured; here by speeds of a made-up
+machine."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +21,9 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.request import RequestShape
 
 MODEL = load_shape("qwen3-0.6b")
-SPEEDS = MachineSpeeds(memory_bandwidth=7e9, flops=5e11, host_link_bandwidth=7e9, link_bandwidth=2e8, link_latency=2e-5)
+SPEEDS = MachineSpeeds(
+    memory_bandwidth=7e9, flops=5e11, host_link_bandwidth=7e9, link_bandwidth=2e8, link_latency=2e-5
+)
 SOME = [RequestShape(512, 64)] * 16
 """For these, with this link, prompts belong in a pipeline, and answers do not."""
 
@@ -33,7 +36,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, int]]:
     def measure(resolved: ResolvedModel, config: EngineConfig, devices: int, progress: Any) -> Any:
         calls.append((config, devices))
         machine = SPEEDS.machine(devices=devices, memory_bytes=8e9, host_memory_bytes=8e9 * devices)
-        return type("Measured", (), {"costs": staticmethod(lambda model, layout: StepCosts(model, machine, layout))})
+        return type(
+            "Measured",
+            (),
+            {"costs": staticmethod(lambda model, layout: StepCosts(model, machine, layout))},
+        )
 
     monkeypatch.setattr(auto_parallel, "measure_layouts", measure)
     return calls
@@ -46,13 +53,19 @@ def choose(config: EngineConfig, shapes: Sequence[RequestShape] = ()) -> tuple[E
 
 def test_what_is_given_is_not_chosen() -> None:
     assert not EngineConfig(tensor_parallel=2, policy="throttling").leaves_open
-    assert EngineConfig(policy="auto").leaves_open and EngineConfig(parallel="auto", devices=2).leaves_open
+    assert (
+        EngineConfig(policy="auto").leaves_open
+        and EngineConfig(parallel="auto", devices=2).leaves_open
+    )
 
 
 def test_a_known_batch_may_run_under_two_layouts(measured: list[Any]) -> None:
     config, said = choose(EngineConfig(parallel="auto", devices=2, max_num_seqs=64), SOME)
     assert config == EngineConfig(
-        pipeline_parallel=2, decode_layout=ParallelLayout(tensor_parallel=2), policy="seesaw", max_num_seqs=64
+        pipeline_parallel=2,
+        decode_layout=ParallelLayout(tensor_parallel=2),
+        policy="seesaw",
+        max_num_seqs=64,
     )
     assert said.startswith("P2->T2 with seesaw: predicted ") and "\n" not in said
     assert measured == [(EngineConfig(max_num_seqs=64), 2)]
@@ -79,16 +92,25 @@ def test_the_policy_of_given_layouts_is_chosen_where_there_is_a_choice(measured:
     for config, policy in (
         (EngineConfig(policy="auto"), "sarathi"),
         (EngineConfig(policy="auto", host_kv_memory=2**30), "hybrid"),
-        (EngineConfig(policy="auto", tensor_parallel=2, decode_layout=ParallelLayout(pipeline_parallel=2)), "seesaw"),
+        (
+            EngineConfig(
+                policy="auto", tensor_parallel=2, decode_layout=ParallelLayout(pipeline_parallel=2)
+            ),
+            "seesaw",
+        ),
     ):
         assert choose(config) == (
-            EngineConfig(**{name: getattr(config, name) for name in config.__slots__} | {"policy": policy}),
+            EngineConfig(
+                **{name: getattr(config, name) for name in config.__slots__} | {"policy": policy}
+            ),
             f"{policy}: no other policy suits this layout",
         )
     assert len(measured) == 1
 
 
-def test_the_number_of_workers_is_given_or_torchruns(measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_workers_is_given_or_torchruns(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="--parallel auto: say by --devices how many workers"):
         choose(EngineConfig(parallel="auto"))
     process = TorchrunProcess(0, 2, 0, 1, "10.0.0.1", 29500, "run")
@@ -102,14 +124,20 @@ def test_the_number_of_workers_is_given_or_torchruns(measured: list[Any], monkey
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"parallel": "auto", "tensor_parallel": 2}, "--parallel auto chooses the layout itself: leave out --dp, --pp"),
+        (
+            {"parallel": "auto", "tensor_parallel": 2},
+            "--parallel auto chooses the layout itself: leave out --dp, --pp",
+        ),
         ({"parallel": "auto", "data_parallel": 2}, "--parallel auto chooses the layout itself"),
         ({"parallel": "auto", "pipeline_parallel": 2}, "--parallel auto chooses the layout itself"),
         (
             {"parallel": "auto", "decode_layout": ParallelLayout(pipeline_parallel=1)},
             "leave out .* and --prefill-parallel and --decode-parallel",
         ),
-        ({"parallel": "auto", "policy": "hybrid"}, "predicts no attention in host memory: leave out --policy hybrid"),
+        (
+            {"parallel": "auto", "policy": "hybrid"},
+            "predicts no attention in host memory: leave out --policy hybrid",
+        ),
         ({"parallel": "p2"}, "parallel is auto or left out, not 'p2'"),
         ({"devices": 2}, "--devices is for --parallel auto"),
         ({"parallel": "auto", "devices": 0}, "devices must be from 1 to 64, not 0"),

@@ -49,21 +49,38 @@ def test_no_two_of_many_lines_look_alike() -> None:
     """There are ten colours."""
     curves = [ChartCurve(f"{number}", (1.0, 2.0), (1.0, number)) for number in range(25)]
     (axes,) = draw_figure(Chart("many", (Panel(title="", x="", y="", curves=curves),))).axes
-    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    looks = {
+        (line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()
+    }
     assert len(looks) == 25
 
 
 def test_parts_of_horizontal_bars_have_one_scale() -> None:
-    bars = Bars(x="time, s", names=("cold", "warm"), parts={"load": (3.0, 1.0), "token": (1.0, 1.0)}, texts=("4", "2"))
+    bars = Bars(
+        x="time, s",
+        names=("cold", "warm"),
+        parts={"load": (3.0, 1.0), "token": (1.0, 1.0)},
+        texts=("4", "2"),
+    )
     (axes,) = draw_figure(Chart("starts", (bars,))).axes
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 3), (0, 1), (3, 1), (1, 1)]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
+        (0, 3),
+        (0, 1),
+        (3, 1),
+        (1, 1),
+    ]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["cold", "warm"]
     assert axes.get_xlabel() == "time, s"
 
 
 def test_the_last_value_of_an_area_is_as_wide_as_the_others() -> None:
-    curves = (ChartCurve("decodes", (0, 1, 2), (4, 4, 1)), ChartCurve("prompt tokens", (0, 1, 2), (60, 0, 0)))
-    (axes,) = draw_figure(Chart("tokens", (Panel(title="", x="step", y="tokens", kind="area", curves=curves),))).axes
+    curves = (
+        ChartCurve("decodes", (0, 1, 2), (4, 4, 1)),
+        ChartCurve("prompt tokens", (0, 1, 2), (60, 0, 0)),
+    )
+    (axes,) = draw_figure(
+        Chart("tokens", (Panel(title="", x="step", y="tokens", kind="area", curves=curves),))
+    ).axes
     assert axes.get_xlim() == (0, 3)
 
 

@@ -1,4 +1,5 @@
-"""An explanation shows the block tables that the scheduler and the executor have, whatever happens."""
+"""An explanation shows the block tables that the scheduler and the executor have, whatever
+happens."""
 
 import dataclasses
 from collections import Counter
@@ -20,7 +21,8 @@ Tables = dict[tuple[int, Tier], tuple[int, ...]]
 
 
 class Watch:
-    """Notes after each plan the tables that the scheduler holds, and those that the executor made of the plans."""
+    """Notes after each plan the tables that the scheduler holds, and those that the executor made
+    of the plans."""
 
     def __init__(self) -> None:
         self.record = RunRecord(1, keeps_tables=True)
@@ -35,8 +37,12 @@ class Watch:
         if not isinstance(event, Planned):
             return
         sequences = self._engine.scheduler.table.sequences.items()
-        on_device: Tables = {(key, "device"): tuple(one.block_table) for key, one in sequences if one.block_table}
-        on_host: Tables = {(key, "host"): tuple(one.host_table) for key, one in sequences if one.host_table}
+        on_device: Tables = {
+            (key, "device"): tuple(one.block_table) for key, one in sequences if one.block_table
+        }
+        on_host: Tables = {
+            (key, "host"): tuple(one.host_table) for key, one in sequences if one.host_table
+        }
         self.held.append(on_device | on_host)
         records = self._engine.executor._records.items()
         self.known.append({(key, one.tier): tuple(one.block_table) for key, one in records})
@@ -49,7 +55,9 @@ def test_tables_are_those_of_the_scheduler_and_of_the_executor(
 ) -> None:
     watch = Watch()
     check(AtRandom(decided), life, memory, watch=watch)
-    run = explain_run("random", watch.record, life["block_size"], 1, lambda tokens: tuple(map(str, tokens)))
+    run = explain_run(
+        "random", watch.record, life["block_size"], 1, lambda tokens: tuple(map(str, tokens))
+    )
     encoded = msgspec.json.encode(run)
     assert msgspec.json.encode(msgspec.json.decode(encoded, type=ExplainedRun)) == encoded
     for step, held, known in zip(run.steps, watch.held, watch.known, strict=True):
@@ -58,8 +66,11 @@ def test_tables_are_those_of_the_scheduler_and_of_the_executor(
         for (sequence, tier), blocks in known.items():
             shown = tables[sequence, tier]
             assert shown[: len(blocks)] == blocks
-            assert tier == "host" or shown == blocks  # the scheduler may have reserved more on the host
-        owners = Counter(block for (_, tier), blocks in tables.items() if tier == "device" for block in blocks)
+            # the scheduler may have reserved more on the host
+            assert tier == "host" or shown == blocks
+        owners = Counter(
+            block for (_, tier), blocks in tables.items() if tier == "device" for block in blocks
+        )
         assert set(step.shared) == {block for block, number in owners.items() if number > 1}
         # A fork that has not written yet also owns the block that it will copy.
         assert step.total_blocks - step.free_blocks >= len(owners)
@@ -76,6 +87,7 @@ def test_every_field_that_a_step_shows_has_its_meaning() -> None:
 
 
 def _names(shape: type, *members: str) -> set[str]:
-    """The names under which a step shows the fields of a class, but for its ``members``, whose fields it shows."""
+    """The names under which a step shows the fields of a class, but for its ``members``, whose
+    fields it shows."""
     own = {field.name for field in dataclasses.fields(shape)} - {*NOT_SHOWN, *members}
     return {NAMES.get((shape, name), name) for name in own}

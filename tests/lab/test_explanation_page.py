@@ -1,4 +1,5 @@
-"""The page of an explanation: it is self-contained, and no text of a prompt or of a model becomes part of it."""
+"""The page of an explanation: it is self-contained, and no text of a prompt or of a model becomes
+part of it."""
 
 import re
 from html.parser import HTMLParser
@@ -50,14 +51,21 @@ class Scripts(HTMLParser):
 def _explanation(text: str) -> Explanation:
     row = ExplainedRow(0, 0, 3, "prefill", sample=True, tokens=(text,))
     answers = (ExplainedAnswer(0, (text,)),)
-    step = ExplainedStep(0, 0.0, {"free_blocks": 1}, {"decodes": 1}, 1, 2, bound=text, rows=(row,), answers=answers)
-    return Explanation(text, (ExplainedRun(text, 16, 1, (ExplainedSequence(0, text, 3, text),), (step,)),))
+    step = ExplainedStep(
+        0, 0.0, {"free_blocks": 1}, {"decodes": 1}, 1, 2, bound=text, rows=(row,), answers=answers
+    )
+    return Explanation(
+        text, (ExplainedRun(text, 16, 1, (ExplainedSequence(0, text, 3, text),), (step,)),)
+    )
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_any_text_stays_data(text: str) -> None:
     explanation = _explanation(text)
-    found, plain = Scripts(explanation_page(explanation)), Scripts(explanation_page(_explanation("plain")))
+    found, plain = (
+        Scripts(explanation_page(explanation)),
+        Scripts(explanation_page(_explanation("plain"))),
+    )
     assert (found.tags, found.attributes) == (plain.tags, plain.attributes)
     assert msgspec.json.decode(found.contents[0], type=Explanation) == explanation
     assert found.contents[1:] == plain.contents[1:]
@@ -70,7 +78,9 @@ def test_the_page_loads_nothing_and_sets_no_html() -> None:
     assert len(found.contents) == 2
     assert not {"src", "href", "srcset", "data", "action"} & {*found.attributes}
     assert not {"link", "img", "iframe", "object", "base"} & {*found.tags}
-    assert not re.search(r"https?:|url\(|@import|import\(|fetch\(|XMLHttp|WebSocket|eval\(|new Function", page)
+    assert not re.search(
+        r"https?:|url\(|@import|import\(|fetch\(|XMLHttp|WebSocket|eval\(|new Function", page
+    )
     assert not re.search(r"(inner|outer)HTML|insertAdjacent|document\.write|setAttribute", page)
     assert "default-src 'none'" in page
 

@@ -32,7 +32,11 @@ def test_lengths_that_make_no_sense_are_one_line(text: str) -> None:
 def test_the_nano_vllm_preset_is_that_project_s_setting() -> None:
     shapes = PRESETS["nano-vllm"].draw(seed=0)
     assert len(shapes) == 256
-    assert all(100 <= length <= 1024 for shape in shapes for length in (shape.input_tokens, shape.output_tokens))
+    assert all(
+        100 <= length <= 1024
+        for shape in shapes
+        for length in (shape.input_tokens, shape.output_tokens)
+    )
     assert shapes == PRESETS["nano-vllm"].draw(seed=0) != PRESETS["nano-vllm"].draw(seed=1)
 
 
@@ -56,7 +60,9 @@ def test_known_traces_are_read(tmp_path: Path, header: str) -> None:
 def test_a_bad_row_is_named(tmp_path: Path, row: str) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(f"input_tokens,output_tokens\n5,6\n{row}\n7,8\n")
-    with pytest.raises(UsageError, match=r"trace\.csv, row 3, (in|out)put_tokens: .* is not a number of tokens"):
+    with pytest.raises(
+        UsageError, match=r"trace\.csv, row 3, (in|out)put_tokens: .* is not a number of tokens"
+    ):
         read_trace(trace)
 
 

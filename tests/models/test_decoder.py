@@ -1,4 +1,5 @@
-"""The decoder by itself: it trains, it compiles, its two halves are separate, and batches do not mix."""
+"""The decoder by itself: it trains, it compiles, its two halves are separate, and batches do not
+mix."""
 
 import pytest
 import torch
@@ -25,8 +26,11 @@ def random_tokens(config: ModelConfig, count: int) -> Tensor:
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
 
 
-def layer_caches(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of each layer, in tensors of its own, or in those of the layer whose it shares."""
+def layer_caches(
+    config: ModelConfig, num_blocks: int, block_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of each layer, in tensors of its own, or in those of the layer whose it
+    shares."""
     caches: list[tuple[Tensor, Tensor]] = []
     for layer in range(config.num_layers):
         own = config.of_layer(layer)
@@ -68,18 +72,25 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
 def test_every_parameter_learns(family: str) -> None:
     decoder, config = build(family)
     tokens = random_tokens(config, 24).view(2, 12)
-    positions, attention = torch.arange(12).repeat(2), DenseCausalAttention(config, batch=2, length=12)
+    positions, attention = (
+        torch.arange(12).repeat(2),
+        DenseCausalAttention(config, batch=2, length=12),
+    )
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
     losses = []
     for _ in range(12):
-        logits = decoder.compute_logits(decoder(tokens.flatten(), positions, attention)).view(2, 12, -1)
+        logits = decoder.compute_logits(decoder(tokens.flatten(), positions, attention)).view(
+            2, 12, -1
+        )
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-    assert [name for name, weight in decoder.named_parameters() if not weight.grad.abs().sum() > 0] == []
+    assert [
+        name for name, weight in decoder.named_parameters() if not weight.grad.abs().sum() > 0
+    ] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
@@ -87,7 +98,9 @@ def test_sequences_of_a_batch_do_not_see_each_other(family: str) -> None:
     decoder, config = build(family)
     tokens = random_tokens(config, 60)
     positions = torch.arange(30)
-    together = decoder(tokens, positions.repeat(2), DenseCausalAttention(config, batch=2, length=30))
+    together = decoder(
+        tokens, positions.repeat(2), DenseCausalAttention(config, batch=2, length=30)
+    )
     alone = decoder(tokens[30:], positions, DenseCausalAttention(config, batch=1, length=30))
     torch.testing.assert_close(together[30:], alone, atol=1e-5, rtol=1e-5)
 
@@ -102,7 +115,9 @@ def test_a_ragged_paged_batch_equals_each_prompt_alone(family: str) -> None:
         together = decoder(tokens, positions, paged(config, lengths)).split(lengths)
         for prompt, hidden in zip(tokens.split(lengths), together, strict=True):
             dense = DenseCausalAttention(config, batch=1, length=len(prompt))
-            torch.testing.assert_close(hidden, decoder(prompt, torch.arange(len(prompt)), dense), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                hidden, decoder(prompt, torch.arange(len(prompt)), dense), atol=1e-5, rtol=1e-5
+            )
 
 
 def test_the_two_halves_of_a_layer_make_the_layer() -> None:
@@ -124,11 +139,17 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
     decoder, config = build(family)
     tokens, positions = random_tokens(config, 30), torch.arange(30)
     dense = DenseCausalAttention(config, batch=1, length=30)
-    whole = torch.compile(lambda attention: decoder(tokens, positions, attention), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(dense), decoder(tokens, positions, dense), atol=1e-5, rtol=1e-5)
+    whole = torch.compile(
+        lambda attention: decoder(tokens, positions, attention), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(
+        whole(dense), decoder(tokens, positions, dense), atol=1e-5, rtol=1e-5
+    )
     with torch.inference_mode():
         traced = whole(paged(config, [30]))
-        torch.testing.assert_close(traced, decoder(tokens, positions, paged(config, [30])), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            traced, decoder(tokens, positions, paged(config, [30])), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -1,5 +1,6 @@
-"""EAGLE, EAGLE-3 and Medusa heads with random weights: loaded from the published formats they compute what a plain
-reading of those formats does, and files that do not fit are refused in one line."""
+"""EAGLE, EAGLE-3 and Medusa heads with random weights: loaded from the published formats they
+compute what a plain reading of those formats does, and files that do not fit are refused in one
+line."""
 
 import json
 from collections.abc import Callable
@@ -35,12 +36,20 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
 }
-EAGLE3 = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY}
+EAGLE3 = CONFIG | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": DRAFT_VOCABULARY,
+}
 
 
 def target_of(family: str) -> Decoder:
     """A random target with the sizes of the heads and six layers."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 6, "layer_types": None}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 6,
+        "layer_types": None,
+    }
     torch.manual_seed(1)
     return Decoder(ModelConfig.from_hf(FAMILIES[family]().to_dict() | sizes)).eval()
 
@@ -50,7 +59,8 @@ def random(*shape: int) -> Tensor:
 
 
 def layer_tensors(prefix: str, width: int) -> dict[str, Tensor]:
-    """A Llama layer whose attention takes vectors of this width, without the norms before attention."""
+    """A Llama layer whose attention takes vectors of this width, without the norms before
+    attention."""
     query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     return {
         f"{prefix}self_attn.q_proj.weight": random(query, width),
@@ -67,7 +77,9 @@ def layer_tensors(prefix: str, width: int) -> dict[str, Tensor]:
 def eagle_tensors(*, biased: bool) -> dict[str, Tensor]:
     tensors = layer_tensors("layers.0.", HIDDEN) | {"fc.weight": random(HIDDEN, 2 * HIDDEN)}
     return (
-        tensors | {"embed_tokens.weight": random(VOCABULARY, HIDDEN)} | ({"fc.bias": random(HIDDEN)} if biased else {})
+        tensors
+        | {"embed_tokens.weight": random(VOCABULARY, HIDDEN)}
+        | ({"fc.bias": random(HIDDEN)} if biased else {})
     )
 
 
@@ -85,19 +97,30 @@ def eagle3_tensors(width: int = HIDDEN) -> dict[str, Tensor]:
 
 
 def medusa_tensors() -> dict[str, Tensor]:
-    blocks = {f"{head}.{layer}.linear.weight": random(HIDDEN, HIDDEN) for head in range(3) for layer in range(2)}
-    biases = {f"{head}.{layer}.linear.bias": random(HIDDEN) for head in range(3) for layer in range(2)}
+    blocks = {
+        f"{head}.{layer}.linear.weight": random(HIDDEN, HIDDEN)
+        for head in range(3)
+        for layer in range(2)
+    }
+    biases = {
+        f"{head}.{layer}.linear.bias": random(HIDDEN) for head in range(3) for layer in range(2)
+    }
     return blocks | biases | {f"{head}.2.weight": random(VOCABULARY, HIDDEN) for head in range(3)}
 
 
-def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], name: str = "model.safetensors") -> Path:
+def write(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    name: str = "model.safetensors",
+) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / name)
     return directory
 
 
-# ---- the plain reading of the formats ------------------------------------------------------------------------------
+# ---- the plain reading of the formats ------------------------------------------------------------
 
 
 def norm(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -109,16 +132,21 @@ def turn(heads: Tensor) -> Tensor:
     half = HEAD_DIM // 2
     angles = torch.arange(len(heads))[:, None] / 5000.0 ** (torch.arange(half) / half)
     turned = (
-        torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(torch.ones(angles.shape), angles)[:, None]
+        torch.complex(heads[..., :half], heads[..., half:])
+        * torch.polar(torch.ones(angles.shape), angles)[:, None]
     )
     return torch.cat((turned.real, turned.imag), -1)
 
 
 def run_layer(tensors: dict[str, Tensor], prefix: str, normed: Tensor, residual: Tensor) -> Tensor:
-    """A Llama layer on one sequence: normed [T, width] goes into attention, residual [T, HIDDEN] around it."""
-    weights = {name.removeprefix(prefix).removesuffix(".weight"): found for name, found in tensors.items()}
+    """A Llama layer on one sequence: normed [T, width] goes into attention, residual [T, HIDDEN]
+    around it."""
+    weights = {
+        name.removeprefix(prefix).removesuffix(".weight"): found for name, found in tensors.items()
+    }
     query, key, value = (
-        (normed @ weights[f"self_attn.{kind}_proj"].T).view(len(normed), -1, HEAD_DIM) for kind in "qkv"
+        (normed @ weights[f"self_attn.{kind}_proj"].T).view(len(normed), -1, HEAD_DIM)
+        for kind in "qkv"
     )
     query, key = turn(query), turn(key).repeat_interleave(HEADS // KV_HEADS, 1)
     value = value.repeat_interleave(HEADS // KV_HEADS, 1)
@@ -166,7 +194,8 @@ def test_an_eagle_3_head_reads_three_layers_and_answers_in_the_targets_vocabular
         tensors["embed_tokens.weight"] = random(VOCABULARY, HIDDEN)
     head = load_eagle(write(tmp_path, EAGLE3, tensors), target)
     assert isinstance(head, Eagle3Head)
-    assert head.feature_layers == (1, 2, 2)  # inputs of layers 2, 6 // 2 and 6 - 3, as their authors count
+    # inputs of layers 2, 6 // 2 and 6 - 3, as their authors count
+    assert head.feature_layers == (1, 2, 2)
     tokens, features = tokens_and_features(3 * HIDDEN)
     with torch.inference_mode():
         pairs = head.pair(tokens, head.fuse(features))
@@ -186,10 +215,17 @@ def test_an_eagle_3_head_reads_three_layers_and_answers_in_the_targets_vocabular
     assert answered[:, tensors["t2d"]].isfinite().all()
 
 
-def test_an_eagle_3_head_may_be_narrower_than_its_target_and_name_its_layers(tmp_path: Path) -> None:
+def test_an_eagle_3_head_may_be_narrower_than_its_target_and_name_its_layers(
+    tmp_path: Path,
+) -> None:
     config = EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}}
     torch.manual_seed(1)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 6, "layer_types": None}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "layer_types": None,
+    }
     target = Decoder(ModelConfig.from_hf(FAMILIES["qwen3"]().to_dict() | sizes))
     tensors = eagle3_tensors(width=32)
     with pytest.raises(ModelError, match="hidden_size 24, the model 32"):
@@ -200,11 +236,18 @@ def test_an_eagle_3_head_may_be_narrower_than_its_target_and_name_its_layers(tmp
     assert head.fuse(torch.randn(2, 96)).shape == (2, HIDDEN)
 
 
-@pytest.mark.parametrize("tensors", [eagle_tensors(biased=True), eagle3_tensors()], ids=["eagle", "eagle3"])
-def test_a_head_over_a_paged_cache_equals_each_sequence_alone(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    "tensors", [eagle_tensors(biased=True), eagle3_tensors()], ids=["eagle", "eagle3"]
+)
+def test_a_head_over_a_paged_cache_equals_each_sequence_alone(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     config = EAGLE3 if "d2t" in tensors else CONFIG
     head, lengths = load_eagle(write(tmp_path, config, tensors), target_of("llama")), [1, 9, 4]
-    tokens, positions = torch.randint(VOCABULARY, (14,)), torch.cat([torch.arange(length) for length in lengths])
+    tokens, positions = (
+        torch.randint(VOCABULARY, (14,)),
+        torch.cat([torch.arange(length) for length in lengths]),
+    )
     features = torch.randn(14, HIDDEN)
     with torch.inference_mode():
         pairs = head.pair(tokens, features)
@@ -227,12 +270,16 @@ def test_medusa_heads_are_residual_blocks_and_a_matrix(tmp_path: Path, name: str
     for number, logits in enumerate(found):
         expected = hidden
         for layer in range(2):
-            weight, bias = (tensors[f"{number}.{layer}.linear.{kind}"] for kind in ("weight", "bias"))
+            weight, bias = (
+                tensors[f"{number}.{layer}.linear.{kind}"] for kind in ("weight", "bias")
+            )
             expected = expected + functional.silu(expected @ weight.T + bias)
-        torch.testing.assert_close(logits, expected @ tensors[f"{number}.2.weight"].T, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            logits, expected @ tensors[f"{number}.2.weight"].T, atol=2e-5, rtol=1e-4
+        )
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def refusal(load: Callable[[Path, Decoder], object], directory: Path) -> str:
@@ -247,14 +294,24 @@ def refusal(load: Callable[[Path, Decoder], object], directory: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"vocab_size": 91}, "the head has vocab_size 91, the model 90; it was made for another model"),
-        ({"hidden_size": 32}, "the head has hidden_size 32, the model 24; it was made for another model"),
+        (
+            {"vocab_size": 91},
+            "the head has vocab_size 91, the model 90; it was made for another model",
+        ),
+        (
+            {"hidden_size": 32},
+            "the head has hidden_size 32, the model 24; it was made for another model",
+        ),
         ({"num_hidden_layers": 2}, "only EAGLE heads of one dense layer are read; this has 2"),
         ({"intermediate_size": 48}, "tensor layers.0.mlp.gate_proj.weight has shape [40, 24]"),
     ],
 )
-def test_an_eagle_head_of_another_size_is_refused(tmp_path: Path, change: dict[str, int], said: str) -> None:
-    assert said in refusal(load_eagle, write(tmp_path, CONFIG | change, eagle_tensors(biased=False)))
+def test_an_eagle_head_of_another_size_is_refused(
+    tmp_path: Path, change: dict[str, int], said: str
+) -> None:
+    assert said in refusal(
+        load_eagle, write(tmp_path, CONFIG | change, eagle_tensors(biased=False))
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,22 +325,30 @@ def test_an_eagle_head_of_another_size_is_refused(tmp_path: Path, change: dict[s
         ),
     ],
 )
-def test_an_eagle_3_head_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_an_eagle_3_head_that_does_not_fit_is_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     assert said in refusal(load_eagle, write(tmp_path, EAGLE3 | change, eagle3_tensors()))
 
 
 def test_offsets_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     tensors = eagle3_tensors()
     tensors["d2t"][-1] = VOCABULARY
-    assert "d2t does not lead from 30 tokens" in refusal(load_eagle, write(tmp_path, EAGLE3, tensors))
+    assert "d2t does not lead from 30 tokens" in refusal(
+        load_eagle, write(tmp_path, EAGLE3, tensors)
+    )
 
 
 def test_medusa_heads_of_another_width_or_number_are_refused(tmp_path: Path) -> None:
     wide = medusa_tensors() | {"0.0.linear.weight": random(HIDDEN + 1, HIDDEN)}
-    assert "0.0.linear.weight has shape" in refusal(load_medusa, write(tmp_path, {"medusa_num_layers": 2}, wide))
+    assert "0.0.linear.weight has shape" in refusal(
+        load_medusa, write(tmp_path, {"medusa_num_layers": 2}, wide)
+    )
     config = {"medusa_num_heads": 2, "medusa_num_layers": 2}
     assert "tensor 2." in refusal(load_medusa, write(tmp_path, config, medusa_tensors()))
-    assert "tensor 3." in refusal(load_medusa, write(tmp_path, config | {"medusa_num_heads": 4}, medusa_tensors()))
+    assert "tensor 3." in refusal(
+        load_medusa, write(tmp_path, config | {"medusa_num_heads": 4}, medusa_tensors())
+    )
 
 
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", "medusa_lm_head.pt"])

@@ -41,9 +41,21 @@ PUBLISHED_MILLIONS = {
 
 def tiny_config(directory: Path) -> str:
     path = directory / "tiny.json"
-    tiny = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tiny = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     path.write_text(
-        json.dumps({**published_shapes()["qwen2.5-0.5b"], **tiny, "vocab_size": 50, "tie_word_embeddings": True})
+        json.dumps(
+            {
+                **published_shapes()["qwen2.5-0.5b"],
+                **tiny,
+                "vocab_size": 50,
+                "tie_word_embeddings": True,
+            }
+        )
     )
     return str(path)
 
@@ -57,7 +69,10 @@ def test_every_shape_is_a_valid_model_of_the_published_size(name: str) -> None:
         built = replace(config, num_layers=1, layers=layers)
     with torch.device("meta"):
         decoder = Decoder(built)
-    whole, layer = (sum(parameter.numel() for parameter in one.parameters()) for one in (decoder, decoder.layers[0]))
+    whole, layer = (
+        sum(parameter.numel() for parameter in one.parameters())
+        for one in (decoder, decoder.layers[0])
+    )
     millions = (whole + (config.num_layers - built.num_layers) * layer) / 1e6
     assert millions == pytest.approx(PUBLISHED_MILLIONS.get(name, millions), rel=0.005)
 
@@ -75,7 +90,9 @@ def test_dummy_weights_are_the_same_every_time_and_finite(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("pipeline_parallel", "tensor_parallel"), [(2, 1), (1, 2), (2, 2)])
-def test_a_shard_has_the_weights_of_the_whole(pipeline_parallel: int, tensor_parallel: int, tmp_path: Path) -> None:
+def test_a_shard_has_the_weights_of_the_whole(
+    pipeline_parallel: int, tensor_parallel: int, tmp_path: Path
+) -> None:
     spec = tiny_config(tmp_path)
     whole, config = make_dummy_model(spec, "fp32")
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -85,8 +102,12 @@ def test_a_shard_has_the_weights_of_the_whole(pipeline_parallel: int, tensor_par
         last, _ = make_dummy_model(spec, "fp32", shard=shard, group=ThreadGroup.alone())
         mine = torch.cat([matrix.chunk(tensor_parallel)[shard.rank] for matrix in heads])
         assert torch.equal(last.layers[-1].qkv.weight, mine)
-        assert torch.equal(last.layers[-1].output.weight, whole.layers[1].output.weight[:, shard.share(query)])
-        assert torch.equal(last.lm_head.weight, whole.embedding.weight[shard.share(config.vocab_size)])
+        assert torch.equal(
+            last.layers[-1].output.weight, whole.layers[1].output.weight[:, shard.share(query)]
+        )
+        assert torch.equal(
+            last.lm_head.weight, whole.embedding.weight[shard.share(config.vocab_size)]
+        )
 
 
 def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:
@@ -115,12 +136,20 @@ def test_a_written_dummy_is_the_one_that_is_made(
     assert all(torch.equal(parameter, weights[name]) for name, parameter in made.named_parameters())
 
 
-def test_a_small_dummy_is_one_file_and_without_room_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_dummy_is_one_file_and_without_room_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = tiny_config(tmp_path)
     save_dummy_checkpoint(spec, torch.float32, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tiny.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tiny.json",
+    ]
     monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=10_000))
-    with pytest.raises(RuntimeFailure, match=r"^\S+: the weights of \S+ take .* KiB, but only 9.8 KiB are free$"):
+    with pytest.raises(
+        RuntimeFailure, match=r"^\S+: the weights of \S+ take .* KiB, but only 9.8 KiB are free$"
+    ):
         save_dummy_checkpoint(spec, torch.float32, tmp_path)
     monkeypatch.undo()
     (tmp_path / "model.safetensors").unlink()

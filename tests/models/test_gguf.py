@@ -1,4 +1,5 @@
-"""GGUF files against transformers: every family and every type, with the values that the gguf library finds in them."""
+"""GGUF files against transformers: every family and every type, with the values that the gguf
+library finds in them."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
     decoder, found = load_model(directory, "float32")
     quantized = block_type not in ("F16", "BF16")
     if found.moe is not None:
-        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if quantized else MixtureOfExperts)
+        assert isinstance(
+            decoder.layers[0].feed_forward, PackedExperts if quantized else MixtureOfExperts
+        )
     assert isinstance(decoder.embedding, PackedEmbedding) is quantized
     tokens = random_tokens(found, 40)
     with torch.inference_mode():
@@ -60,14 +63,18 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "block_type", "layout"), [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("qwen2", "Q8_0", (2, 2))]
+    ("family", "block_type", "layout"),
+    [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("qwen2", "Q8_0", (2, 2))],
 )
 def test_shards_compute_what_the_whole_model_does(
     family: str, block_type: str, layout: tuple[int, int], tmp_path: Path
 ) -> None:
     _, directory = make_model(family, block_type, tmp_path)
     config = ModelConfig.from_directory(directory)
-    tokens, positions = random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
+    tokens, positions = (
+        random_tokens(config, sum(LENGTHS)),
+        torch.cat([torch.arange(length) for length in LENGTHS]),
+    )
     shards = make_shards(config, pipeline_parallel=layout[0], tensor_parallel=layout[1])
     _, wanted = whole_logits(directory, tokens, positions)
     _, logits = sharded_logits(directory, shards, tokens, positions)
@@ -81,8 +88,12 @@ def test_weights_that_change_their_layout(tmp_path: Path) -> None:
 
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
     _, directory = make_model("glm4", "Q6_K", tmp_path)
-    shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
-    with pytest.raises(UsageError, match=r"--tp 2 would cut groups of 256 columns in blk.0.attn_output"):
+    shard = make_shards(
+        ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2
+    )[0]
+    with pytest.raises(
+        UsageError, match=r"--tp 2 would cut groups of 256 columns in blk.0.attn_output"
+    ):
         load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
 
 
@@ -92,7 +103,11 @@ def make_model(
     """A random model with the values that the file has, and the file as a model directory."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    for name, size in {"hidden_size": 256, "intermediate_size": inner, "moe_intermediate_size": inner}.items():
+    for name, size in {
+        "hidden_size": 256,
+        "intermediate_size": inner,
+        "moe_intermediate_size": inner,
+    }.items():
         if hasattr(config, name):
             setattr(config, name, size)
     config.head_dim, config.mlp_bias, config.mlp_only_layers = head_dim, False, []
@@ -107,13 +122,19 @@ def make_model(
 @pytest.mark.parametrize(
     ("general", "expected"),
     [
-        ({"sampling.temp": 0.5, "sampling.top_k": 20, "basename": "smollm2"}, SamplingDefaults(0.5, top_k=20)),
+        (
+            {"sampling.temp": 0.5, "sampling.top_k": 20, "basename": "smollm2"},
+            SamplingDefaults(0.5, top_k=20),
+        ),
         ({"basename": "smollm2"}, SamplingDefaults(0.2, 0.9)),
         ({"basename": "another"}, SamplingDefaults()),
     ],
 )
 def test_a_file_recommends_how_to_sample(
-    general: dict[str, Any], expected: SamplingDefaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    general: dict[str, Any],
+    expected: SamplingDefaults,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By keys of its own, or else its model card does."""
     begin = gguf.GGUFWriter.add_block_count
@@ -122,7 +143,9 @@ def test_a_file_recommends_how_to_sample(
         begin(writer, count)
         writer.add_chat_template("{{ messages[0]['content'] }}")
         for name, value in general.items():
-            add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}[
+                type(value)
+            ]
             add(f"general.{name}", value)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", with_more)

@@ -36,12 +36,18 @@ def entry(key: str, kind: int, value: bytes) -> bytes:
 
 def tensor(name: str, shape: tuple[int, ...], kind: int = F32, offset: int = 0) -> bytes:
     dimensions = b"".join(struct.pack("<Q", size) for size in reversed(shape))
-    return text(name) + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind, offset)
+    return (
+        text(name) + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind, offset)
+    )
 
 
-def file(entries: list[bytes], tensors: list[bytes], data: int = 256, version: int = 3, **counts: int) -> bytes:
+def file(
+    entries: list[bytes], tensors: list[bytes], data: int = 256, version: int = 3, **counts: int
+) -> bytes:
     numbers = counts.get("num_tensors", len(tensors)), counts.get("num_entries", len(entries))
-    header = b"GGUF" + struct.pack("<IQQ", version, *numbers) + b"".join(entries) + b"".join(tensors)
+    header = (
+        b"GGUF" + struct.pack("<IQQ", version, *numbers) + b"".join(entries) + b"".join(tensors)
+    )
     return header + bytes(-len(header) % 32) + bytes(data)
 
 
@@ -64,7 +70,9 @@ def array_of(kind: int, length: int, *values: bytes) -> bytes:
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n"
 ENDS_EARLY = "the file ends in its header"
-OTHER_SHARD = "one of several files of a model; give the first, whose name ends in -00001-of-00003.gguf"
+OTHER_SHARD = (
+    "one of several files of a model; give the first, whose name ends in -00001-of-00003.gguf"
+)
 ALIGNMENT = "general.alignment must be a multiple of 8"
 
 # What is wrong with a file, its bytes, and what the line says.
@@ -73,15 +81,27 @@ BAD = {
     "another format": (b"GGML" + bytes(60), "not a GGUF file"),
     "a Git-LFS pointer": (LFS_POINTER, "only a Git-LFS pointer to the file"),
     "only the magic number": (b"GGUF", ENDS_EARLY),
-    "version 1": (file([], [WEIGHT], version=1), "GGUF version 1 is not read; convert the file to version 3"),
+    "version 1": (
+        file([], [WEIGHT], version=1),
+        "GGUF version 1 is not read; convert the file to version 3",
+    ),
     "version 7": (file([], [WEIGHT], version=7), "GGUF version 7 is not read"),
     "big-endian": (
         file([], [WEIGHT], version=3 << 24),
         "a big-endian file; convert it with `gguf-convert-endian FILE little`",
     ),
-    "a million keys": (file([], [WEIGHT], num_entries=1_000_000), "1000000 metadata keys; at most 65536"),
-    "2^63 tensors": (file([], [WEIGHT], num_tensors=1 << 63), "tensors and 0 metadata keys; at most 65536"),
-    "a byte too few": (file([], [WEIGHT], data=255), "tensor 'weight' ends beyond the file, which is truncated"),
+    "a million keys": (
+        file([], [WEIGHT], num_entries=1_000_000),
+        "1000000 metadata keys; at most 65536",
+    ),
+    "2^63 tensors": (
+        file([], [WEIGHT], num_tensors=1 << 63),
+        "tensors and 0 metadata keys; at most 65536",
+    ),
+    "a byte too few": (
+        file([], [WEIGHT], data=255),
+        "tensor 'weight' ends beyond the file, which is truncated",
+    ),
     "a tensor at the end": (with_tensor(offset=32), "ends beyond the file, which is truncated"),
     "a tensor far away": (with_tensor(offset=1 << 62), "ends beyond the file"),
     "a tensor off the grid": (with_tensor(offset=7), "does not begin at a multiple of 32 bytes"),
@@ -93,13 +113,19 @@ BAD = {
     "a huge tensor": (with_tensor((1 << 62, 1 << 62)), "does not fit into the file"),
     "an empty tensor": (with_tensor((0, 16)), "does not fit into the file"),
     "five dimensions": (with_tensor((1, 1, 1, 1, 1)), "has 5 dimensions; 1 to 4 are read"),
-    "Q2_K": (with_tensor(kind=Q2_K), "has type Q2_K, which is not read; use a file of F32, F16, Q4_0"),
+    "Q2_K": (
+        with_tensor(kind=Q2_K),
+        "has type Q2_K, which is not read; use a file of F32, F16, Q4_0",
+    ),
     "Q3_K": (with_tensor(kind=Q3_K), "has type Q3_K, which is not read"),
     "IQ4_XS": (with_tensor(kind=IQ4_XS), "has type IQ4_XS, which is not read"),
     "an unknown type": (with_tensor(kind=99), "has type number 99"),
     "half a block": (with_tensor(kind=Q4_0), "rows of 16 are not whole blocks of 32"),
     "one file of three": (with_entry(UINT16, struct.pack("<H", 3), key="split.count"), OTHER_SHARD),
-    "a key twice": (file([entry("key", UINT32, bytes(4))] * 2, [WEIGHT]), "metadata key 'key' occurs twice"),
+    "a key twice": (
+        file([entry("key", UINT32, bytes(4))] * 2, [WEIGHT]),
+        "metadata key 'key' occurs twice",
+    ),
     "unknown metadata": (with_entry(99, bytes(4)), "metadata of the unknown type 99"),
     "an array of arrays": (with_entry(ARRAY, array_of(ARRAY, 1)), "a metadata array of the type 9"),
     "2^60 strings": (with_entry(ARRAY, array_of(STRING, 1 << 60)), ENDS_EARLY),
@@ -108,10 +134,19 @@ BAD = {
         file([entry("key", ARRAY, array_of(STRING, 2, text("a"), struct.pack("<Q", 1 << 63)))], []),
         ENDS_EARLY,
     ),
-    "one string of 20": (file([entry("key", ARRAY, array_of(STRING, 20, text("a")))], [], data=0), ENDS_EARLY),
-    "a string that is too long": (with_entry(ARRAY, array_of(STRING, 1, struct.pack("<Q", 3000))), ENDS_EARLY),
+    "one string of 20": (
+        file([entry("key", ARRAY, array_of(STRING, 20, text("a")))], [], data=0),
+        ENDS_EARLY,
+    ),
+    "a string that is too long": (
+        with_entry(ARRAY, array_of(STRING, 1, struct.pack("<Q", 3000))),
+        ENDS_EARLY,
+    ),
     "bytes that are no text": (with_entry(STRING, struct.pack("<Q", 2) + b"\xff\xfe"), "not UTF-8"),
-    "an alignment of 0": (with_entry(UINT32, struct.pack("<I", 0), key="general.alignment"), ALIGNMENT),
+    "an alignment of 0": (
+        with_entry(UINT32, struct.pack("<I", 0), key="general.alignment"),
+        ALIGNMENT,
+    ),
     "an alignment of text": (with_entry(STRING, text("x"), key="general.alignment"), ALIGNMENT),
     "a long name": (
         file([text("k" * 70_000)], [WEIGHT], num_entries=1),
@@ -151,17 +186,26 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_in_several_files(sound: Path, tmp_path: Path) -> None:
     last = sound.with_name("model-00002-of-00002.gguf")
     wanted = {**GgufFile(sound, is_first=False).tensors, **GgufFile(last, is_first=False).tensors}
-    assert GgufFile(sound).tensors.keys() == wanted.keys() > GgufFile(sound, is_first=False).tensors.keys()
+    assert (
+        GgufFile(sound).tensors.keys()
+        == wanted.keys()
+        > GgufFile(sound, is_first=False).tensors.keys()
+    )
     load_model(gguf_directory(sound), "float32")
     with pytest.raises(
-        ModelError, match=r"model-00002-of-00002.gguf: one of several .* -00001-of-00002.gguf; llama-gg"
+        ModelError,
+        match=r"model-00002-of-00002.gguf: one of several .* -00001-of-00002.gguf; llama-gg",
     ):
         gguf_directory(last)
     alone = shutil.copy(sound, tmp_path)
-    with pytest.raises(ModelError, match=r"model-00002-of-00002.gguf: cannot be read as GGUF \(.*No such file"):
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00002.gguf: cannot be read as GGUF \(.*No such file"
+    ):
         gguf_directory(Path(alone))
     shutil.copy(sound, tmp_path / last.name)
-    with pytest.raises(ModelError, match=r"model-00002-of-00002.gguf: tensor '.*' is also in an earlier file"):
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00002.gguf: tensor '.*' is also in an earlier file"
+    ):
         gguf_directory(Path(alone))
 
 
@@ -183,11 +227,18 @@ METADATA = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_metadata_are_an_error_or_a_model(data: st.DataObject, sound: Path) -> None:
     found = GgufFile(sound)
-    more = ["llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.expert_count", "tokenizer.ggml.pre"]
+    more = [
+        "llama.rope.scaling.type",
+        "llama.rope.scaling.factor",
+        "llama.expert_count",
+        "tokenizer.ggml.pre",
+    ]
     keys = st.sampled_from([*found.metadata, *more, "general.basename"])
     changes = data.draw(st.dictionaries(keys, METADATA, min_size=1, max_size=2))
     if data.draw(st.booleans()):  # the other kind of tokenizer
@@ -204,10 +255,16 @@ def test_any_metadata_are_an_error_or_a_model(data: st.DataObject, sound: Path) 
 
 def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(sound: Path) -> None:
     both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
-    for words, more, expected in (("llama-bpe", {}, [1, 4]), ("qwen2", {}, [4]), ("qwen2", both, [1, 4, 2])):
+    for words, more, expected in (
+        ("llama-bpe", {}, [1, 4]),
+        ("qwen2", {}, [4]),
+        ("qwen2", both, [1, 4, 2]),
+    ):
         found = GgufFile(sound)
         found.metadata |= more
-        found.metadata |= {f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))}
+        found.metadata |= {
+            f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))
+        }
         found.metadata["tokenizer.ggml.pre"] = words
         tokenizer = load_tokenizer(model_directory.__wrapped__(found))
         assert tokenizer.encode("a") == expected
@@ -231,27 +288,41 @@ def test_tensors_of_an_unexpected_form(sound: Path, monkeypatch: pytest.MonkeyPa
     damaged = bytearray(embedding.data)
     damaged[embedding.offset : embedding.offset + 2] = b"\x00\x7e"  # NaN as float16
     line = refusal(sound, monkeypatch, token_embd__weight=replace(embedding, data=damaged))
-    assert line == f"{sound}: tensor token_embd.weight has scales that are NaN or infinite; the file is damaged"
+    assert (
+        line
+        == f"{sound}: tensor token_embd.weight has scales that are NaN or infinite; the file is "
+        "damaged"
+    )
     line = refusal(sound, monkeypatch, blk__weight=factors)
     assert line == f"{sound}: tensor blk.weight does not belong to a llama model of this config"
     line = refusal(sound, monkeypatch, rope_freqs__weight=embedding)
     assert line == f"{sound}: tensor rope_freqs.weight is Q8_0, not F32"
     line = refusal(sound, monkeypatch, rope_freqs__weight=replace(factors, shape=(4,)))
     assert line.startswith(f"{sound}: frequency_factors must be a list of 8 numbers")
-    line = refusal(sound, monkeypatch, rope_freqs__weight=replace(factors, offset=factors.offset + 2))
+    line = refusal(
+        sound, monkeypatch, rope_freqs__weight=replace(factors, offset=factors.offset + 2)
+    )
     assert line.startswith(f"{sound}: frequency_factors must be ")
 
 
 SOUND = file(
-    [entry("key", UINT32, struct.pack("<I", 7)), entry("list", ARRAY, array_of(STRING, 2, text("a"), text("b")))],
+    [
+        entry("key", UINT32, struct.pack("<I", 7)),
+        entry("list", ARRAY, array_of(STRING, 2, text("a"), text("b"))),
+    ],
     [WEIGHT, tensor("other", (8,), offset=256)],
     512,
 )
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.dictionaries(st.integers(0, len(SOUND) - 1), st.integers(0, 255), max_size=4), end=st.integers(0, 9))
-def test_changed_bytes_are_an_error_or_a_sound_file(changes: dict[int, int], end: int, tmp_path: Path) -> None:
+@given(
+    changes=st.dictionaries(st.integers(0, len(SOUND) - 1), st.integers(0, 255), max_size=4),
+    end=st.integers(0, 9),
+)
+def test_changed_bytes_are_an_error_or_a_sound_file(
+    changes: dict[int, int], end: int, tmp_path: Path
+) -> None:
     content = bytearray(SOUND[: len(SOUND) * (end + 1) // 10])
     for place, value in changes.items():
         if place < len(content):
@@ -263,4 +334,6 @@ def test_changed_bytes_are_an_error_or_a_sound_file(changes: dict[int, int], end
     except ModelError as error:
         assert "\n" not in str(error)
     else:
-        assert all(tensor.offset + tensor.num_bytes <= len(content) for tensor in found.tensors.values())
+        assert all(
+            tensor.offset + tensor.num_bytes <= len(content) for tensor in found.tensors.values()
+        )

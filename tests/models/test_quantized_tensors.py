@@ -52,12 +52,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "method", "settings"), CASES)
-def test_logits_are_those_of_transformers(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(
+    family: str, method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     model = write_random(family, tmp_path, method, **settings)
     decoder = assert_same_logits(model, tmp_path)
     if decoder.config.moe is not None:
-        is_packed = method != "fp8" and "act_order" not in settings  # experts have orders of their own
-        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if is_packed else MixtureOfExperts)
+        # experts have orders of their own
+        is_packed = method != "fp8" and "act_order" not in settings
+        assert isinstance(
+            decoder.layers[0].feed_forward, PackedExperts if is_packed else MixtureOfExperts
+        )
 
 
 @pytest.mark.parametrize("is_old", [True, False])
@@ -69,12 +74,14 @@ def test_files_of_autogptq(tmp_path: Path, *, is_old: bool) -> None:
 
 
 def as_autogptq_writes(directory: Path, *, is_old: bool) -> None:
-    """Rewrite a GPTQ checkpoint as AutoGPTQ saves it (`save_quantized`): `to_dict` of BaseQuantizeConfig in 0.7, and
-    before 0.6, when it named neither method nor format."""
+    """Rewrite a GPTQ checkpoint as AutoGPTQ saves it (`save_quantized`): `to_dict` of
+    BaseQuantizeConfig in 0.7, and before 0.6, when it named neither method nor format."""
     tensors = load_file(directory / "model.safetensors")
     for name, scales in list(tensors.items()):
         if name.endswith(".scales"):
-            tensors[name.replace(".scales", ".bias")] = torch.zeros(scales.shape[1], dtype=torch.float16)
+            tensors[name.replace(".scales", ".bias")] = torch.zeros(
+                scales.shape[1], dtype=torch.float16
+            )
     (directory / "model.safetensors").unlink()
     save_file(tensors, directory / "gptq_model-4bit-32g.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
@@ -82,7 +89,11 @@ def as_autogptq_writes(directory: Path, *, is_old: bool) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     settings = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True}
     if not is_old:
-        settings |= {"static_groups": False, "model_name_or_path": None, "model_file_base_name": None}
+        settings |= {
+            "static_groups": False,
+            "model_name_or_path": None,
+            "model_file_base_name": None,
+        }
         settings |= {"quant_method": "gptq", "checkpoint_format": "gptq"}
     (directory / "quantize_config.json").write_text(json.dumps(settings))
 
@@ -97,28 +108,46 @@ def test_settings_of_autoawq_may_be_in_a_file_of_their_own(tmp_path: Path) -> No
     assert_same_logits(model, tmp_path)
 
 
-CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-ATTENTION_GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE_SCHEME}
+CACHE_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
+ATTENTION_GROUP = {
+    "targets": ["LlamaAttention"],
+    "weights": None,
+    "input_activations": CACHE_SCHEME,
+}
 CACHE_SCALES = [
     ("k_scale", "v_scale"),  # compressed-tensors
-    ("q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"),  # the same, for all of attention
+    # the same, for all of attention
+    ("q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"),
     ("kv_scale",),  # AutoFP8
     ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
-    ("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "prob_output_scale"),  # Quark
+    # Quark
+    ("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "prob_output_scale"),
 ]
 
 
 @pytest.mark.parametrize("names", CACHE_SCALES)
 @pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_scales_for_a_cache_in_8_bits_change_nothing(method: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """The cache has more bits here. Names and settings are those that compressed-tensors 0.20 writes."""
+def test_scales_for_a_cache_in_8_bits_change_nothing(
+    method: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The cache has more bits here. Names and settings are those that compressed-tensors 0.20
+    writes."""
     model = write_random("llama", tmp_path, method)
     add_cache_scales(tmp_path, names)
     config = json.loads((tmp_path / "config.json").read_text())
     section = config["quantization_config"]
     if method == "int8":
         section["kv_cache_scheme"] = CACHE_SCHEME
-        section["config_groups"] = {"group_0": ATTENTION_GROUP, "group_1": section["config_groups"]["group_0"]}
+        section["config_groups"] = {
+            "group_0": ATTENTION_GROUP,
+            "group_1": section["config_groups"]["group_0"],
+        }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_same_logits(model, tmp_path)
 
@@ -135,7 +164,9 @@ def test_a_model_of_which_only_the_cache_was_quantized_is_plain(tmp_path: Path) 
 
 def add_cache_scales(directory: Path, names: tuple[str, ...]) -> None:
     tensors = load_file(directory / "model.safetensors")
-    prefixes = {name.split("self_attn.")[0] + "self_attn." for name in tensors if "self_attn." in name}
+    prefixes = {
+        name.split("self_attn.")[0] + "self_attn." for name in tensors if "self_attn." in name
+    }
     tensors |= {prefix + name: torch.tensor([0.037]) for prefix in prefixes for name in names}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -143,7 +174,8 @@ def add_cache_scales(directory: Path, names: tuple[str, ...]) -> None:
 def write_random(
     family: str, directory: Path, method: str, *, inner: int = 128, **settings: Any
 ) -> transformers.PreTrainedModel:
-    """A random model with the values that its checkpoint has; experts are half as wide as `inner`."""
+    """A random model with the values that its checkpoint has; experts are half as wide as
+    `inner`."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
     config.intermediate_size, config.mlp_only_layers = inner, []
@@ -176,7 +208,12 @@ def assert_same_logits(model: transformers.PreTrainedModel, directory: Path) -> 
         ("qwen3", "awq", {"bits": 4, "group": 32}, (1, 2)),
         ("llama", "gptq_v2", {"bits": 8, "group": 32}, (1, 2)),
         ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True}, (2, 1)),
-        ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"}, (1, 2)),
+        (
+            "llama",
+            "gptq",
+            {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"},
+            (1, 2),
+        ),
         ("mistral", "fp8", {}, (1, 2)),
         ("qwen3_moe", "mxfp4", {}, (1, 2)),
         ("gpt_oss", "mxfp4", {}, (1, 2)),
@@ -207,12 +244,20 @@ def test_shards_compute_what_the_whole_model_does(
             {"bits": 4, "group": 64},
             "--tp 2 would cut groups of 64 columns in {}, which has 64; choose a smaller",
         ),
-        ("int8", {}, "--tp 2 would cut groups of 64 columns in {}, which has 64; choose a smaller degree"),
+        (
+            "int8",
+            {},
+            "--tp 2 would cut groups of 64 columns in {}, which has 64; choose a smaller degree",
+        ),
     ],
 )
-def test_ranks_may_not_cut_a_group(method: str, settings: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_ranks_may_not_cut_a_group(
+    method: str, settings: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     write_random("llama", tmp_path, method, **settings)
-    shard = make_shards(ModelConfig.from_directory(tmp_path), pipeline_parallel=1, tensor_parallel=2)[0]
+    shard = make_shards(
+        ModelConfig.from_directory(tmp_path), pipeline_parallel=1, tensor_parallel=2
+    )[0]
     with pytest.raises(UsageError, match=line.format(r"model.layers.0.self_attn.o_proj.weight")):
         load_model(tmp_path, "float32", shard=shard, group=ThreadGroup.alone())
 
@@ -221,21 +266,31 @@ def test_ranks_may_not_cut_a_group(method: str, settings: dict[str, Any], line: 
     ("family", "method", "settings"),
     [
         ("llama", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}),
-        ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"}),
+        (
+            "llama",
+            "gptq",
+            {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"},
+        ),
         ("qwen3_moe", "mxfp4", {}),
         ("qwen3", "fp8", {}),
     ],
 )
-def test_weights_that_change_their_layout(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_that_change_their_layout(
+    family: str, method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     write_random(family, tmp_path, method, **settings)
     assert_goes_to_and_fro(tmp_path, [((2, 1), (1, 2))])
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq", "fp8", "mxfp4"])
-@pytest.mark.parametrize("ignored", [["re:.*down_proj$", "model.layers.1.self_attn.k_proj"], []], ids=["listed", "not"])
-def test_modules_that_are_left_alone_stay_plain(method: str, ignored: list[str], tmp_path: Path) -> None:
-    """Modules are plain if plain weights are stored, whether they are listed or not; so is an output matrix that is
-    quantized. Rows beside plain ones are plain too."""
+@pytest.mark.parametrize(
+    "ignored", [["re:.*down_proj$", "model.layers.1.self_attn.k_proj"], []], ids=["listed", "not"]
+)
+def test_modules_that_are_left_alone_stay_plain(
+    method: str, ignored: list[str], tmp_path: Path
+) -> None:
+    """Modules are plain if plain weights are stored, whether they are listed or not; so is an
+    output matrix that is quantized. Rows beside plain ones are plain too."""
     settings = {} if method in ("fp8", "mxfp4") else {"bits": 4, "group": 32}
     pattern = r"lm_head|layers\.0\.self_attn.*proj|layers\.1\.self_attn\.[qvo]_proj|(gate|up)_proj"
     model = write_random("llama", tmp_path, method, modules=pattern, **settings)
@@ -252,22 +307,33 @@ def test_modules_that_are_left_alone_stay_plain(method: str, ignored: list[str],
 
 def test_any_numbers_of_mxfp4_are_those_of_gguf(tmp_path: Path) -> None:
     """All codes and all exponents whose numbers float32 has, as the gguf library reads them."""
-    exponents, codes = torch.arange(250, dtype=torch.uint8)[:, None, None], torch.arange(16, dtype=torch.uint8)
+    exponents, codes = (
+        torch.arange(250, dtype=torch.uint8)[:, None, None],
+        torch.arange(16, dtype=torch.uint8),
+    )
     numbers = torch.cat((codes, codes.flip(0))).expand(250, 1, 32)
     blocks = torch.cat((exponents, numbers[:, :, :16] | numbers[:, :, 16:] << 4), dim=2).flatten(1)
-    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.MXFP4))
-    stored = {"w_blocks": numbers[:, :, ::2] | numbers[:, :, 1::2] << 4, "w_scales": exponents[:, :, 0]}
+    wanted = torch.from_numpy(
+        gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    )
+    stored = {
+        "w_blocks": numbers[:, :, ::2] | numbers[:, :, 1::2] << 4,
+        "w_scales": exponents[:, :, 0],
+    }
     found = _decode_mxfp4("w", None, 0, stored.__getitem__, slice(0, 250))
     assert torch.equal(found.dequantize(), wanted)
 
 
 def test_edges_of_blocks_and_scales_of_whole_matrices() -> None:
-    """Blocks of 16 x 32 of a matrix that they do not divide; one scale for all, with and without an axis."""
+    """Blocks of 16 x 32 of a matrix that they do not divide; one scale for all, with and without an
+    axis."""
     stored = torch.randn(40, 72).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 3)
     each = scales.repeat_interleave(16, 0).repeat_interleave(32, 1)[:40, :72]
     cases = [("weight_scale_inv", 32, 16, scales, each)]
-    cases += [("weight_scale", -1, 1, torch.full(shape, 0.5), torch.tensor(0.5)) for shape in ((), (1,))]
+    cases += [
+        ("weight_scale", -1, 1, torch.full(shape, 0.5), torch.tensor(0.5)) for shape in ((), (1,))
+    ]
     cases += [("weight_scale", -1, 1, scales[:1].expand(40, 3)[:, :1], scales[0, 0])]
     for suffix, group, rows, numbers, factors in cases:
         tensors = {"w.weight": Stored(stored), f"w.{suffix}": Stored(numbers)}

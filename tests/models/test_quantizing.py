@@ -1,4 +1,5 @@
-"""Checkpoints that `nanoserve quantize` writes: unpacked by hand for transformers, loaded by nanoserve, interrupted."""
+"""Checkpoints that `nanoserve quantize` writes: unpacked by hand for transformers, loaded by
+nanoserve, interrupted."""
 
 import errno
 import json
@@ -37,7 +38,10 @@ def texts(count: int, length: int, seed: int) -> list[Tensor]:
 
 
 def quantize(
-    source: Path, output: Path, recipe: Recipe, progress: Callable[[int, int], None] = lambda done, total: None
+    source: Path,
+    output: Path,
+    recipe: Recipe,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[float, float]:
     calibration = texts(3, 60, 1) if recipe.method in CALIBRATING else []
     found = quantize_checkpoint(source, output, recipe, calibration, texts(2, 40, 2), progress)
@@ -58,10 +62,16 @@ def unpacked_by_hand(output: Path) -> dict[str, Tensor]:
             assert stored[f"{module}.weight"].dtype == torch.int8
             stored[f"{module}.weight"] = stored[f"{module}.weight"].float() * scales
             continue
-        words, (rows, columns) = stored.pop(f"{module}.weight_packed"), stored.pop(f"{module}.weight_shape").tolist()
+        words, (rows, columns) = (
+            stored.pop(f"{module}.weight_packed"),
+            stored.pop(f"{module}.weight_shape").tolist(),
+        )
         assert words.shape == (rows, math.ceil(columns * bits / 32))
         streams = [int.from_bytes(row.numpy().tobytes(), "little") for row in words]
-        codes = [[stream >> bits * place & (1 << bits) - 1 for place in range(columns)] for stream in streams]
+        codes = [
+            [stream >> bits * place & (1 << bits) - 1 for place in range(columns)]
+            for stream in streams
+        ]
         groups = (torch.tensor(codes) - (1 << bits - 1)).float().view(rows, scales.shape[1], -1)
         stored[f"{module}.weight"] = (groups * scales[:, :, None]).view(rows, columns)
     return {name: tensor.float() for name, tensor in stored.items()}
@@ -92,19 +102,27 @@ def plain_model(output: Path, plain: Path) -> transformers.PreTrainedModel:
     ],
 )
 def test_transformers_computes_the_same(family: str, recipe: Recipe, tmp_path: Path) -> None:
-    """Logits of the values unpacked by hand, of the packed model, and the perplexity that the run returned."""
+    """Logits of the values unpacked by hand, of the packed model, and the perplexity that the run
+    returned."""
     source, output = tmp_path / "source", tmp_path / "output"
     original = make_checkpoint(family, source)
     measured = quantize(source, output, recipe)
-    oracle, (decoder, config) = plain_model(output, tmp_path / "plain"), load_model(output, "float32")
+    oracle, (decoder, config) = (
+        plain_model(output, tmp_path / "plain"),
+        load_model(output, "float32"),
+    )
     losses: dict[str, list[Tensor]] = {"before": [], "after": []}
     with torch.inference_mode():
         for text in texts(2, 40, 2):
             hidden = decoder(text, torch.arange(40), DenseCausalAttention(config, 1, 40))
             logits, wanted = decoder.compute_logits(hidden), oracle(text[None]).logits[0]
-            torch.testing.assert_close(logits, wanted, atol=5e-4 * float(wanted.abs().max()), rtol=0)
+            torch.testing.assert_close(
+                logits, wanted, atol=5e-4 * float(wanted.abs().max()), rtol=0
+            )
             for name, found in (("before", original(text[None]).logits[0]), ("after", wanted)):
-                losses[name].append(torch.nn.functional.cross_entropy(found[:-1].double(), text[1:]))
+                losses[name].append(
+                    torch.nn.functional.cross_entropy(found[:-1].double(), text[1:])
+                )
     perplexities = [math.exp(torch.stack(found).mean()) for found in losses.values()]
     assert measured == pytest.approx(perplexities, rel=2e-3)
     parameters = dict(original.named_parameters())
@@ -123,7 +141,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", [Recipe("gptq", 4, 32), Recipe("awq", 4, 32)])
-def test_an_interrupted_run_goes_on_where_it_was(llama: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(
+    llama: Path, recipe: Recipe, tmp_path: Path
+) -> None:
     wanted = quantize(llama, tmp_path / "whole", recipe)
     output = tmp_path / "deep" / "output"
 
@@ -132,20 +152,25 @@ def test_an_interrupted_run_goes_on_where_it_was(llama: Path, recipe: Recipe, tm
             raise KeyboardInterrupt
 
     with pytest.raises(
-        KeyboardInterrupt, match=r"2 of 3 layers are in .*output; the same command continues after them"
+        KeyboardInterrupt,
+        match=r"2 of 3 layers are in .*output; the same command continues after them",
     ):
         quantize(llama, output, recipe, interrupt)
     written = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     assert len(written) == 3
     assert not (output / "config.json").exists()
-    (output / ".model-00004-of-00004.safetensors.123").write_text("the draft of a process that was killed")
+    (output / ".model-00004-of-00004.safetensors.123").write_text(
+        "the draft of a process that was killed"
+    )
     assert quantize(llama, output, recipe) == wanted
     assert {name: (output / name).stat().st_mtime_ns for name in written} == written
     names = sorted(path.name for path in output.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert {"config.json", "generation_config.json", "tokenizer.json", INDEX_NAME} <= set(names)
     assert "README.md" not in names
-    assert all((output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
+    assert all(
+        (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names
+    )
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_layers(
@@ -159,7 +184,10 @@ def test_a_full_disk_is_one_line_and_leaves_whole_layers(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fill_up)
-    says = "cannot write .*model-00003-of-00004.safetensors: No space left on device; 1 of 3 layers are in"
+    says = (
+        "cannot write .*model-00003-of-00004.safetensors: No space left on device; 1 of 3 layers "
+        "are in"
+    )
     with pytest.raises(RuntimeFailure, match=says):
         quantize(llama, tmp_path / "output", recipe)
     assert len(list((tmp_path / "output").iterdir())) == 3
@@ -194,7 +222,9 @@ def test_other_settings_do_not_go_on(llama: Path, tmp_path: Path) -> None:
         (Recipe("gptq", 3, 32), "bits"),
         (Recipe("rtn", 4, -1), "method, group, calibration"),
     ):
-        with pytest.raises(UsageError, match=f"was begun with another {says}; give the same to go on"):
+        with pytest.raises(
+            UsageError, match=f"was begun with another {says}; give the same to go on"
+        ):
             quantize(llama, output, recipe)
     with pytest.raises(UsageError, match="was begun with another calibration;"):
         quantize_checkpoint(llama, output, Recipe("gptq", 4, 32), texts(2, 60, 1), [], _stop)
@@ -213,15 +243,23 @@ def test_a_damaged_layer_is_named(llama: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         quantize(llama, output, Recipe("rtn", 4, 32), damage)
-    with pytest.raises(ModelError, match=r"model-00002-of-00004.safetensors: not a complete safetensors file"):
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00004.safetensors: not a complete safetensors file"
+    ):
         quantize(llama, output, Recipe("rtn", 4, 32))
 
 
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        (Recipe("rtn", 4, 64), "--group 64 does not divide the 96 columns of .*down_proj.weight; choose 32"),
-        (Recipe("rtn", 4, 128), "--group 128 does not divide the 64 columns of .*q_proj.weight; choose 32"),
+        (
+            Recipe("rtn", 4, 64),
+            "--group 64 does not divide the 96 columns of .*down_proj.weight; choose 32",
+        ),
+        (
+            Recipe("rtn", 4, 128),
+            "--group 128 does not divide the 64 columns of .*q_proj.weight; choose 32",
+        ),
     ],
 )
 def test_groups_that_do_not_divide(llama: Path, recipe: Recipe, says: str, tmp_path: Path) -> None:
@@ -246,18 +284,32 @@ def test_outputs_that_are_not_begun(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path / "source")
-    with pytest.raises(UsageError, match=f"--method {method} does not quantize the experts of qwen3_moe; choose rtn"):
+    with pytest.raises(
+        UsageError,
+        match=f"--method {method} does not quantize the experts of qwen3_moe; choose rtn",
+    ):
         quantize(tmp_path / "source", tmp_path / "output", Recipe(method, 4, 32))
 
 
 @pytest.mark.parametrize(
     ("family", "method", "line"),
     [
-        ("gpt_oss", "rtn", "the experts of gpt_oss are not quantized here; take its checkpoint in MXFP4"),
-        ("olmo3", "awq", "--method awq needs norms before both parts of a layer, which olmo3 has not; choose gptq"),
+        (
+            "gpt_oss",
+            "rtn",
+            "the experts of gpt_oss are not quantized here; take its checkpoint in MXFP4",
+        ),
+        (
+            "olmo3",
+            "awq",
+            "--method awq needs norms before both parts of a layer, which olmo3 has not; choose "
+            "gptq",
+        ),
     ],
 )
-def test_families_that_a_method_does_not_suit_are_refused(family: str, method: str, line: str, tmp_path: Path) -> None:
+def test_families_that_a_method_does_not_suit_are_refused(
+    family: str, method: str, line: str, tmp_path: Path
+) -> None:
     make_checkpoint(family, tmp_path / "source")
     with pytest.raises(UsageError, match=line):
         quantize(tmp_path / "source", tmp_path / "output", Recipe(method, 4, 32))
@@ -265,30 +317,47 @@ def test_families_that_a_method_does_not_suit_are_refused(family: str, method: s
 
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     write_gguf(make_checkpoint("llama", tmp_path / "source"), tmp_path / "model.gguf", "F16")
-    with pytest.raises(UsageError, match="a GGUF file cannot be quantized again; give the Hugging Face directory"):
+    with pytest.raises(
+        UsageError, match="a GGUF file cannot be quantized again; give the Hugging Face directory"
+    ):
         quantize(gguf_directory(tmp_path / "model.gguf"), tmp_path / "output", Recipe("rtn", 4, 32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Recipe("gptq", 4, 128, act_order=True), Recipe("awq", 3, 64)])
-def test_greedy_tokens_of_the_storyteller_are_those_of_transformers(recipe: Recipe, tmp_path: Path) -> None:
+def test_greedy_tokens_of_the_storyteller_are_those_of_transformers(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     source = resolve_model(None).directory
     assert source is not None
     output = tmp_path / "output"
     llm = LLM(str(source), dtype="float32")
-    story = llm.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))[0]
+    story = llm.generate(
+        "Once upon a time", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    )[0]
     text = torch.tensor(story.outputs[0].token_ids)
-    measured = quantize_checkpoint(source, output, recipe, [text], [text[:200]], lambda done, total: None)
+    measured = quantize_checkpoint(
+        source, output, recipe, [text], [text[:200]], lambda done, total: None
+    )
     assert measured is not None and measured[1] < 1.3 * measured[0]
     prompt = llm.tokenizer.encode("One day, a little girl named Lily")
     llm.close()
     model: Any = plain_model(output, tmp_path / "plain")
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        settings = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+        settings = {
+            "max_new_tokens": 60,
+            "min_new_tokens": 60,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
+            0, len(prompt) :
+        ].tolist()
     assert ModelConfig.from_directory(output).quantization is not None
     packed = LLM(str(output), dtype="float32")
-    found = packed.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))[0]
+    found = packed.generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    )[0]
     packed.close()
     assert list(found.outputs[0].token_ids) == wanted

@@ -1,4 +1,5 @@
-"""Tensor-parallel ranks have slices of the whole quantized matrix, whatever width they have to divide."""
+"""Tensor-parallel ranks have slices of the whole quantized matrix, whatever width they have to
+divide."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +28,18 @@ from triton_ops.packed import unpack
 
 def matrices(decoder: Decoder) -> dict[str, tuple[Tensor, bool]]:
     """The numbers of every matrix by the name of its parameter, and whether it is packed."""
-    found = {name: (one, False) for name, one in decoder.named_parameters() if one.is_floating_point()}
+    found = {
+        name: (one, False) for name, one in decoder.named_parameters() if one.is_floating_point()
+    }
     for name, matrix in decoder.named_modules():
         if not isinstance(matrix, PackedMatrix):
             continue
         experts = []
         for expert in range(max(1, matrix.shape.experts)):
             segments = [
-                unpack(packed[expert] if matrix.shape.experts else packed, segment.rows, segment.format).dequantize()
+                unpack(
+                    packed[expert] if matrix.shape.experts else packed, segment.rows, segment.format
+                ).dequantize()
                 for segment, packed in zip(matrix.shape.segments, matrix.packed, strict=True)
             ]
             experts.append(torch.cat(segments))
@@ -42,9 +47,11 @@ def matrices(decoder: Decoder) -> dict[str, tuple[Tensor, bool]]:
     return found
 
 
-def slices(decoder: Decoder, config: ModelConfig, shard: Shard) -> Iterator[tuple[TensorPart, Tensor, bool]]:
-    """Every matrix of the checkpoint of which the shard has a part, with its numbers and whether it is packed. What no
-    tensor fills is zero."""
+def slices(
+    decoder: Decoder, config: ModelConfig, shard: Shard
+) -> Iterator[tuple[TensorPart, Tensor, bool]]:
+    """Every matrix of the checkpoint of which the shard has a part, with its numbers and whether it
+    is packed. What no tensor fills is zero."""
     found = matrices(decoder)
     left = {name: numbers.clone() for name, (numbers, _) in found.items()}
     for part in shard_parts(tensor_parts(config), config, shard):
@@ -56,8 +63,8 @@ def slices(decoder: Decoder, config: ModelConfig, shard: Shard) -> Iterator[tupl
 
 
 def expected_values(weight: Tensor, bits: int, group: int) -> Tensor:
-    """Follow docs/quantization.md: the nearest of the codes, with a float16 scale for each group. 4 bits give the
-    number of the largest size the code -8."""
+    """Follow docs/quantization.md: the nearest of the codes, with a float16 scale for each group. 4
+    bits give the number of the largest size the code -8."""
     groups = weight.float().view(len(weight), -1, group)
     places = groups.abs().argmax(-1, keepdim=True)
     largest = groups.gather(-1, places)
@@ -74,18 +81,27 @@ def expected_values(weight: Tensor, bits: int, group: int) -> Tensor:
         ("glm4", "int8:64", {"intermediate_size": 192, "head_dim": 32}, 2),
         ("qwen3", "int4", {"intermediate_size": 96}, 4),  # one rank has none of it
         ("qwen3_moe", "int8", {"intermediate_size": 128, "moe_intermediate_size": 96}, 2),
-        ("qwen3_moe", "int4", {"intermediate_size": 224, "moe_intermediate_size": 224, "head_dim": 32}, 4),
+        (
+            "qwen3_moe",
+            "int4",
+            {"intermediate_size": 224, "moe_intermediate_size": 224, "head_dim": 32},
+            4,
+        ),
         ("gpt_oss", "int4", {"intermediate_size": 96, "head_dim": 32}, 2),
         ("gpt_oss", "int8", {"intermediate_size": 160, "head_dim": 32}, 4),
     ],
 )
-def test_rounded_matrices(family: str, quantization: str, sizes: dict[str, int], degree: int, tmp_path: Path) -> None:
+def test_rounded_matrices(
+    family: str, quantization: str, sizes: dict[str, int], degree: int, tmp_path: Path
+) -> None:
     config = write_checkpoint(family, tmp_path, **sizes).rounded(quantization)
     stored, bits = load_file(tmp_path / "model.safetensors"), int(quantization[3])
     group = int(quantization.partition(":")[2] or 32)
     names = set[str]()
     for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=degree):
-        decoder, _ = load_model(tmp_path, "float32", shard=shard, group=ThreadGroup.alone(), quantization=quantization)
+        decoder, _ = load_model(
+            tmp_path, "float32", shard=shard, group=ThreadGroup.alone(), quantization=quantization
+        )
         for part, numbers, is_packed in slices(decoder, config, shard):
             own_bits = 8 if part.parameter in ("embedding.weight", "lm_head.weight") else bits
             wanted = expected_values(stored[part.name], own_bits, group)[part.source]
@@ -98,7 +114,10 @@ def test_heads_that_cut_a_group_are_refused_by_name(tmp_path: Path) -> None:
     """Four heads of 16 columns have two groups of 32."""
     config = write_checkpoint("llama", tmp_path)
     shard = make_shards(config, pipeline_parallel=1, tensor_parallel=4)[0]
-    line = "^--tp 4 would cut groups of 32 columns in model.layers.0.self_attn.o_proj.weight, which has 64; choose a "
+    line = (
+        "^--tp 4 would cut groups of 32 columns in model.layers.0.self_attn.o_proj.weight, which "
+        "has 64; choose a "
+    )
     with pytest.raises(UsageError, match=line):
         load_model(tmp_path, "float32", shard=shard, group=ThreadGroup.alone(), quantization="int4")
 
@@ -106,7 +125,9 @@ def test_heads_that_cut_a_group_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_matrices_that_are_rounded_for_a_gpu(quantization: str, tmp_path: Path) -> None:
     """Their groups have 128 columns; of three such groups, ranks get two and one."""
-    config = write_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=384, head_dim=64)
+    config = write_checkpoint(
+        "llama", tmp_path, hidden_size=128, intermediate_size=384, head_dim=64
+    )
     stored, bits = load_file(tmp_path / "model.safetensors"), int(quantization[3])
     config = config.rounded(quantization, on_gpu=True)
     for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=2):
@@ -121,7 +142,9 @@ def test_matrices_that_are_rounded_for_a_gpu(quantization: str, tmp_path: Path) 
         for part, numbers, is_packed in slices(weights.decoders[0], config, shard):
             own_bits = 8 if part.parameter in ("embedding.weight", "lm_head.weight") else bits
             group = 64 if part.parameter.endswith("output.weight") else 128
-            assert is_packed and torch.equal(numbers, expected_values(stored[part.name], own_bits, group)[part.source])
+            assert is_packed and torch.equal(
+                numbers, expected_values(stored[part.name], own_bits, group)[part.source]
+            )
 
 
 def test_random_weights_are_rounded_as_one_matrix(tmp_path: Path) -> None:
@@ -131,17 +154,24 @@ def test_random_weights_are_rounded_as_one_matrix(tmp_path: Path) -> None:
     whole = {part.name: numbers for part, numbers, _ in slices(plain, config, whole_model(config))}
     config = config.rounded("int4")
     for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=2):
-        decoder, _ = make_dummy_model(spec, shard=shard, group=ThreadGroup.alone(), quantization="int4")
+        decoder, _ = make_dummy_model(
+            spec, shard=shard, group=ThreadGroup.alone(), quantization="int4"
+        )
         for part, numbers, is_packed in slices(decoder, config, shard):
             bits = 8 if part.parameter in ("embedding.weight", "lm_head.weight") else 4
-            assert is_packed and torch.equal(numbers, expected_values(whole[part.name], bits, 32)[part.source]), part
+            assert is_packed and torch.equal(
+                numbers, expected_values(whole[part.name], bits, 32)[part.source]
+            ), part
 
 
 def check_slices(directory: Path, degree: int, *, packed: bool) -> None:
     """Whole models of every format are compared with transformers elsewhere."""
     config = ModelConfig.from_directory(directory)
     decoder, _ = load_model(directory, "float32")
-    whole = {(part.name, part.parameter): numbers for part, numbers, _ in slices(decoder, config, whole_model(config))}
+    whole = {
+        (part.name, part.parameter): numbers
+        for part, numbers, _ in slices(decoder, config, whole_model(config))
+    }
     for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=degree):
         decoder, _ = load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
         for part, numbers, is_packed in slices(decoder, config, shard):
@@ -163,7 +193,9 @@ def check_slices(directory: Path, degree: int, *, packed: bool) -> None:
         ("qwen3_moe", "compressed-tensors", {"bits": 4, "group": 32}, 192),
     ],
 )
-def test_quantized_checkpoints(family: str, method: str, settings: dict[str, Any], inner: int, tmp_path: Path) -> None:
+def test_quantized_checkpoints(
+    family: str, method: str, settings: dict[str, Any], inner: int, tmp_path: Path
+) -> None:
     write_random(family, tmp_path, method, inner=inner, **settings)
     check_slices(tmp_path, 2, packed=True)
 

@@ -1,4 +1,5 @@
-"""Weights that go to and fro between two layouts are those that each layout's shard is loaded with."""
+"""Weights that go to and fro between two layouts are those that each layout's shard is loaded
+with."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +26,17 @@ PAIRS: list[tuple[Degrees, Degrees]] = [(P2, T2), (P4, T4), (T2P2, T4), (T4, P4)
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
 
 # Of the families' variants those whose tensors differ; rotary angles and windows are not weights.
-KINDS = ["llama", "llama-tied-biased", "qwen2", "qwen3", "glm", "glm4", "mixtral", "qwen3_moe", "qwen3_moe-sparse-step"]
+KINDS = [
+    "llama",
+    "llama-tied-biased",
+    "qwen2",
+    "qwen3",
+    "glm",
+    "glm4",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe-sparse-step",
+]
 
 
 def shards_of(config: ModelConfig, degrees: Degrees) -> list[Shard]:
@@ -43,12 +54,19 @@ def reshardable(
     shards = [shards_of(config, degrees)[rank] for degrees in pair]
     groups = [ThreadGroup.alone() if shard.degree > 1 else None for shard in shards]
     device = torch.device("cpu")
-    return ReshardableWeights(directory, config, dtype=dtype, device=device, shards=shards, groups=groups)
+    return ReshardableWeights(
+        directory, config, dtype=dtype, device=device, shards=shards, groups=groups
+    )
 
 
-def loaded_shards(directory: Path, degrees: Degrees, dtype: str = "fp32", **more: str | None) -> list[Decoder]:
+def loaded_shards(
+    directory: Path, degrees: Degrees, dtype: str = "fp32", **more: str | None
+) -> list[Decoder]:
     shards = shards_of(ModelConfig.from_directory(directory), degrees)
-    return [load_model(directory, dtype, shard=shard, group=ThreadGroup.alone(), **more)[0] for shard in shards]
+    return [
+        load_model(directory, dtype, shard=shard, group=ThreadGroup.alone(), **more)[0]
+        for shard in shards
+    ]
 
 
 def assert_same_weights(found: Decoder, expected: Decoder) -> None:
@@ -61,10 +79,17 @@ def assert_same_weights(found: Decoder, expected: Decoder) -> None:
 
 
 def assert_goes_to_and_fro(
-    directory: Path, pairs: Sequence[tuple[Degrees, Degrees]], dtype: torch.dtype = torch.float32, **more: str | None
+    directory: Path,
+    pairs: Sequence[tuple[Degrees, Degrees]],
+    dtype: torch.dtype = torch.float32,
+    **more: str | None,
 ) -> None:
     name = str(dtype).removeprefix("torch.")
-    loaded = {degrees: loaded_shards(directory, degrees, name, **more) for pair in pairs for degrees in pair}
+    loaded = {
+        degrees: loaded_shards(directory, degrees, name, **more)
+        for pair in pairs
+        for degrees in pair
+    }
     for pair in pairs:
         for rank in range(pair[0][0] * pair[0][1]):
             weights = reshardable(directory, pair, rank, dtype, **more)
@@ -78,8 +103,11 @@ def assert_goes_to_and_fro(
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(KINDS)))
-def test_every_layout_has_the_weights_of_its_shard(number: int, family: str, tmp_path: Path) -> None:
-    """Each family goes through two pairs of layouts, and each pair is gone through by several families."""
+def test_every_layout_has_the_weights_of_its_shard(
+    number: int, family: str, tmp_path: Path
+) -> None:
+    """Each family goes through two pairs of layouts, and each pair is gone through by several
+    families."""
     write_checkpoint(family, tmp_path, **UNEVEN, **FOUR_LAYERS)
     assert_goes_to_and_fro(tmp_path, PAIRS[number % 2 :: 2])
 
@@ -125,12 +153,18 @@ def test_parameters_of_both_layouts_stay_in_one_storage(dtype: torch.dtype, tmp_
     assert [parameter.data_ptr() for parameter in parameters] == before
     (storage,) = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     assert all((address - storage) % 256 == 0 for address in before)
-    assert {parameter.untyped_storage().nbytes() for parameter in parameters} == {weights.storage_bytes}
-    sizes = [sum(parameter.nbytes for parameter in decoder.parameters()) for decoder in weights.decoders]
+    assert {parameter.untyped_storage().nbytes() for parameter in parameters} == {
+        weights.storage_bytes
+    }
+    sizes = [
+        sum(parameter.nbytes for parameter in decoder.parameters()) for decoder in weights.decoders
+    ]
     assert max(sizes) <= weights.storage_bytes < max(sizes) + 256 * len(parameters)
 
 
-def test_a_tied_matrix_is_one_where_a_stage_has_both_ends_and_apart_elsewhere(tmp_path: Path) -> None:
+def test_a_tied_matrix_is_one_where_a_stage_has_both_ends_and_apart_elsewhere(
+    tmp_path: Path,
+) -> None:
     config = write_checkpoint("qwen2", tmp_path, **FOUR_LAYERS)
     weights = reshardable(tmp_path, (P2, T2), 1)
     apart, tied = weights.decoders
@@ -156,7 +190,9 @@ def test_layouts_are_filled_from_files_that_are_gone_or_replaced(tmp_path: Path)
     assert_same_weights(weights.decoders[1], loaded[2])
 
 
-def test_pieces_are_the_same_as_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_the_same_as_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint("mixtral", tmp_path, **UNEVEN, **FOUR_LAYERS)
     monkeypatch.setattr("nanoserve.models.resharding._PIECE_NUMBERS", 1000)
     assert_goes_to_and_fro(tmp_path, [(P2, T2)])
@@ -191,6 +227,11 @@ def test_a_damaged_checkpoint_is_named_at_the_start(tmp_path: Path) -> None:
     damaged = load_file(file)
     damaged["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
     save_file(damaged, file)
-    assert "tensor model.layers.1.mlp.down_proj.weight has NaN or infinite values as float32" in refusal(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 6}))
+    assert (
+        "tensor model.layers.1.mlp.down_proj.weight has NaN or infinite values as float32"
+        in refusal(tmp_path)
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 6})
+    )
     assert "is missing from the checkpoint" in refusal(tmp_path)

@@ -1,4 +1,5 @@
-"""The algorithms that quantize, against slow references in float64 that follow the papers' formulas."""
+"""The algorithms that quantize, against slow references in float64 that follow the papers'
+formulas."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,14 @@ from nanoserve.config.model_parts import NormConfig
 from nanoserve.models import rounding
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.models.rounding import awq_scales, fold_awq_scales, gptq, input_statistics, llm_int8, rtn
+from nanoserve.models.rounding import (
+    awq_scales,
+    fold_awq_scales,
+    gptq,
+    input_statistics,
+    llm_int8,
+    rtn,
+)
 
 SHAPE = {
     "model_type": "llama",
@@ -30,15 +38,21 @@ SHAPE = {
 def correlated(rows: int, columns: int) -> Tensor:
     """Inputs whose columns depend on each other and have different sizes."""
     torch.manual_seed(2)
-    return torch.randn(rows, columns) @ torch.randn(columns, columns) * torch.rand(columns).mul(3).exp()
+    return (
+        torch.randn(rows, columns)
+        @ torch.randn(columns, columns)
+        * torch.rand(columns).mul(3).exp()
+    )
 
 
 def nearest(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """float64 [N, n] -> the nearest numbers that have a code, and the scales [N]. The largest number of a group lies in
-    the middle between two codes, so it is divided in float32."""
+    """float64 [N, n] -> the nearest numbers that have a code, and the scales [N]. The largest
+    number of a group lies in the middle between two codes, so it is divided in float32."""
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     scales = (numbers.abs().amax(1) / ((highest - lowest) / 2)).float().double()
-    return (numbers.float() / scales[:, None].float()).double().round().clamp(lowest, highest) * scales[:, None], scales
+    return (numbers.float() / scales[:, None].float()).double().round().clamp(
+        lowest, highest
+    ) * scales[:, None], scales
 
 
 @pytest.mark.parametrize(("bits", "group"), [(3, 32), (4, 64), (8, 32), (4, -1)])
@@ -54,12 +68,16 @@ def test_rtn_takes_the_nearest_code_of_each_group(bits: int, group: int) -> None
     assert len(found.dequantize().unique()) > 2**bits // 2
 
 
-def optimal_brain_quantization(weight: Tensor, gram: Tensor, bits: int, group: int, order: list[int] | None) -> Tensor:
-    """Equations 2 and 3 of the GPTQ paper, with the inverse of the Hessian of the columns that are left at each step.
-    Given an order, scales are those of the weight as it was."""
+def optimal_brain_quantization(
+    weight: Tensor, gram: Tensor, bits: int, group: int, order: list[int] | None
+) -> Tensor:
+    """Equations 2 and 3 of the GPTQ paper, with the inverse of the Hessian of the columns that are
+    left at each step. Given an order, scales are those of the weight as it was."""
     left, columns = weight.double().clone(), weight.shape[1]
     size = columns if group == -1 else group
-    hessian = gram.double() + 0.01 * gram.double().diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    hessian = gram.double() + 0.01 * gram.double().diagonal().mean() * torch.eye(
+        columns, dtype=torch.float64
+    )
     result = torch.zeros_like(left)
     scales = [nearest(part, bits)[1] for part in left.split(size, dim=1)]
     for step, column in enumerate(order or range(columns)):
@@ -68,14 +86,22 @@ def optimal_brain_quantization(weight: Tensor, gram: Tensor, bits: int, group: i
         remaining = (order or list(range(columns)))[step:]
         inverse = torch.linalg.inv(hessian[remaining][:, remaining])
         scale = scales[column // size]
-        code = (left[:, column].float() / scale.float()).double().round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        code = (
+            (left[:, column].float() / scale.float())
+            .double()
+            .round()
+            .clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        )
         result[:, column] = code * scale
-        left[:, remaining] -= ((left[:, column] - result[:, column]) / inverse[0, 0])[:, None] * inverse[0]
+        left[:, remaining] -= ((left[:, column] - result[:, column]) / inverse[0, 0])[
+            :, None
+        ] * inverse[0]
     return result
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "act_order"), [(4, 32, False), (3, 32, True), (3, -1, False), (4, -1, True), (8, 64, True)]
+    ("bits", "group", "act_order"),
+    [(4, 32, False), (3, 32, True), (3, -1, False), (4, -1, True), (8, 64, True)],
 )
 def test_gptq_is_what_the_formulas_say(bits: int, group: int, *, act_order: bool) -> None:
     inputs = correlated(400, 192)
@@ -83,7 +109,8 @@ def test_gptq_is_what_the_formulas_say(bits: int, group: int, *, act_order: bool
     order = gram.diagonal().argsort(descending=True).tolist() if act_order else None
     wanted = optimal_brain_quantization(weight, gram, bits, group, order)
     found = gptq(weight, gram, bits, group, act_order=act_order).dequantize()
-    # float32 may fall to the other side of a half, and then later columns of that row differ as well.
+    # float32 may fall to the other side of a half, and then later columns of that row differ as
+    # well.
     same_rows = torch.isclose(found.double(), wanted, rtol=1e-4).all(1)
     assert same_rows.float().mean() > 0.8
 
@@ -116,14 +143,19 @@ def test_awq_takes_the_best_scales_of_its_grid() -> None:
         grid.append((error, torch.allclose(found, scales)))
     least = min(error for error, _ in grid)
     assert grid[0][0] > 1.1 * least
-    # float32 may fall to the other side of a half, where the largest number of each group lies: errors differ by 3 %.
+    # float32 may fall to the other side of a half, where the largest number of each group lies:
+    # errors differ by 3 %.
     assert [error for error, is_found in grid if is_found and error < 1.05 * least]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("norm", ["rms", "rms_plus_one"])
-def test_folded_scales_leave_the_layer_as_it_was(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "awq_scales", lambda weight, gram, magnitudes, bits, group: magnitudes + 0.1)
+def test_folded_scales_leave_the_layer_as_it_was(
+    norm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rounding, "awq_scales", lambda weight, gram, magnitudes, bits, group: magnitudes + 0.1
+    )
     torch.manual_seed(4)
     config = replace(ModelConfig.from_hf(SHAPE), norms=NormConfig(kind=norm))
     decoder = Decoder(config)
@@ -138,11 +170,21 @@ def test_folded_scales_leave_the_layer_as_it_was(norm: Any, monkeypatch: pytest.
     with input_statistics(layer) as statistics:
         wanted = layer(hidden, cos, sin, attention)
     torch.testing.assert_close(
-        statistics["qkv"].magnitudes / 50, layer.attention_norm(hidden).abs().mean(0), rtol=1e-4, atol=1e-5
+        statistics["qkv"].magnitudes / 50,
+        layer.attention_norm(hidden).abs().mean(0),
+        rtol=1e-4,
+        atol=1e-5,
     )
     fold_awq_scales(layer, statistics, 4, 32)
-    changed = {name for name, parameter in layer.named_parameters() if not torch.equal(parameter, before[name])}
-    assert {f"{name}.weight" for name in statistics} | {"attention_norm.weight", "feed_forward_norm.weight"} <= changed
+    changed = {
+        name
+        for name, parameter in layer.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    assert {f"{name}.weight" for name in statistics} | {
+        "attention_norm.weight",
+        "feed_forward_norm.weight",
+    } <= changed
     torch.testing.assert_close(layer(hidden, cos, sin, attention), wanted, rtol=1e-3, atol=1e-3)
 
 
@@ -152,6 +194,8 @@ def test_llm_int8_computes_outliers_as_they_are() -> None:
     inputs[2, 9], inputs[4, 20] = 60.0, -6.0
     kept = [9, 20]
     others = [column for column in range(32) if column not in kept]
-    regular = nearest(inputs[:, others].double(), 8)[0] @ nearest(weight[:, others].double(), 8)[0].T
+    regular = (
+        nearest(inputs[:, others].double(), 8)[0] @ nearest(weight[:, others].double(), 8)[0].T
+    )
     wanted = regular + inputs[:, kept].double() @ weight[:, kept].double().T
     torch.testing.assert_close(llm_int8(inputs, weight).double(), wanted, rtol=1e-5, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Groups of `--quantization`: chosen by the device and the whole matrix, never by how many ranks there are, or named by
-the user and refused where they do not divide."""
+"""Groups of `--quantization`: chosen by the device and the whole matrix, never by how many ranks
+there are, or named by the user and refused where they do not divide."""
 
 from typing import Any
 
@@ -15,13 +15,17 @@ from nanoserve.models.weights import shard_parts, tensor_parts
 DOWN, OUTPUT = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("int4", (4, None)), ("int8", (8, None)), ("int4:64", (4, 64))])
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("int4", (4, None)), ("int8", (8, None)), ("int4:64", (4, 64))]
+)
 def test_a_group_may_be_named(text: str, wanted: tuple[int, int | None]) -> None:
     found = Rounding.parse(text)
     assert (found.bits, found.group) == wanted
 
 
-@pytest.mark.parametrize("text", ["int3", "int4:", "int4:0", "int8:48", "int4:-32", "int4:9999999", "int4:64:32", ""])
+@pytest.mark.parametrize(
+    "text", ["int3", "int4:", "int4:0", "int8:48", "int4:-32", "int4:9999999", "int4:64:32", ""]
+)
 def test_what_is_no_rounding_is_one_line(text: str) -> None:
     with pytest.raises(UsageError, match=r"^quantization .*") as caught:
         Rounding.parse(text)
@@ -37,9 +41,13 @@ def test_a_gpu_takes_the_largest_group_that_divides(inner: int, group: int | Non
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(256, 128), (64, 64), (96, 32), (16, 128)])
-def test_groups_of_the_output_matrix_divide_a_head_where_they_can(head_dim: int, group: int) -> None:
+def test_groups_of_the_output_matrix_divide_a_head_where_they_can(
+    head_dim: int, group: int
+) -> None:
     """Eight heads have a multiple of 128 columns, whatever their size."""
-    assert forms(256, "int8", on_gpu=True, num_attention_heads=8, head_dim=head_dim)[OUTPUT] == group
+    assert (
+        forms(256, "int8", on_gpu=True, num_attention_heads=8, head_dim=head_dim)[OUTPUT] == group
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,8 @@ def test_no_rank_gets_a_part_of_a_group(
 
 def test_only_a_group_that_the_user_named_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"^--quantization int4:64: groups of 64 do not divide the 96 columns of model"
+        UsageError,
+        match=r"^--quantization int4:64: groups of 64 do not divide the 96 columns of model",
     ):
         forms(96, "int4:64")
 
@@ -80,5 +89,12 @@ def forms(inner: int, quantization: str, *, on_gpu: bool = False, **more: Any) -
 
 
 def config(inner: int, **more: Any) -> ModelConfig:
-    shape = {"hidden_size": 128, "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 2} | more
-    return ModelConfig.from_hf({"model_type": "llama", "vocab_size": 64, **shape}, source="config.json")
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    } | more
+    return ModelConfig.from_hf(
+        {"model_type": "llama", "vocab_size": 64, **shape}, source="config.json"
+    )

@@ -52,8 +52,11 @@ def whole_logits(directory: Path, tokens: Tensor, positions: Tensor) -> tuple[Te
         return hidden, decoder.compute_logits(hidden)
 
 
-def sharded_logits(directory: Path, shards: list[Shard], tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the first rank of the last stage. Each stage takes those of the stage before."""
+def sharded_logits(
+    directory: Path, shards: list[Shard], tokens: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the first rank of the last stage. Each stage takes those of the
+    stage before."""
     degree, inputs = shards[0].degree, tokens
 
     def run(rank: int, group: ThreadGroup) -> tuple[Tensor, Tensor | None]:
@@ -74,21 +77,29 @@ def sharded_logits(directory: Path, shards: list[Shard], tokens: Tensor, positio
 
 
 def ragged_batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    return random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
+    return random_tokens(config, sum(LENGTHS)), torch.cat(
+        [torch.arange(length) for length in LENGTHS]
+    )
 
 
-@pytest.mark.parametrize("family", [one for one in families("ministral3", "glm4_moe_lite") if one != "gemma4_text"])
+@pytest.mark.parametrize(
+    "family", [one for one in families("ministral3", "glm4_moe_lite") if one != "gemma4_text"]
+)
 def test_a_chain_of_stages_is_the_whole_model(family: str, tmp_path: Path) -> None:
     config = write_checkpoint(family, tmp_path)
     batch = ragged_batch(config)
     shards = make_shards(config, pipeline_parallel=3, tensor_parallel=1)
-    for found, expected in zip(sharded_logits(tmp_path, shards, *batch), whole_logits(tmp_path, *batch), strict=True):
+    for found, expected in zip(
+        sharded_logits(tmp_path, shards, *batch), whole_logits(tmp_path, *batch), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("degree", "uneven"), [(2, UNEVEN), (4, {})], ids=["2, padded", "4, even"])
 @pytest.mark.parametrize("family", families("olmo3", "deepseek_v2"))
-def test_ranks_together_compute_what_one_does(family: str, degree: int, uneven: dict[str, int], tmp_path: Path) -> None:
+def test_ranks_together_compute_what_one_does(
+    family: str, degree: int, uneven: dict[str, int], tmp_path: Path
+) -> None:
     config = write_checkpoint(family, tmp_path, **uneven)
     batch = ragged_batch(config)
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=degree)
@@ -96,20 +107,32 @@ def test_ranks_together_compute_what_one_does(family: str, degree: int, uneven: 
     _, found = sharded_logits(tmp_path, shards, *batch)
     _, expected = whole_logits(tmp_path, *batch)
     assert found.shape == expected.shape
-    tolerance = 1e-5 if config.attention.scale != 1.0 else 3e-5  # rounding weighs more in scores that are not scaled
-    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=tolerance, rtol=0)
+    # rounding weighs more in scores that are not scaled
+    tolerance = 1e-5 if config.attention.scale != 1.0 else 3e-5
+    torch.testing.assert_close(
+        found / expected.std(), expected / expected.std(), atol=tolerance, rtol=0
+    )
 
 
-@pytest.mark.parametrize(("degree", "vocab_size"), [(1, 7), (2, 7), (4, 5)])  # of four ranks one has padding alone
-def test_ranks_together_find_the_largest_logit_and_of_equal_ones_the_lowest_token(degree: int, vocab_size: int) -> None:
+# of four ranks one has padding alone
+@pytest.mark.parametrize(("degree", "vocab_size"), [(1, 7), (2, 7), (4, 5)])
+def test_ranks_together_find_the_largest_logit_and_of_equal_ones_the_lowest_token(
+    degree: int, vocab_size: int
+) -> None:
     config = replace(
-        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), vocab_size=vocab_size, num_heads=4, num_kv_heads=4
+        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()),
+        vocab_size=vocab_size,
+        num_heads=4,
+        num_kv_heads=4,
     )
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, whose products are exact: those of equal rows are equal wherever the rows are.
     hidden = torch.randint(-4, 5, (200, config.hidden_size), generator=generator).float()
-    # Few different rows, so that most maxima are in several places, and some of all are below the padding's 0.
-    head = torch.randint(-4, 5, (2, config.hidden_size), generator=generator)[torch.arange(vocab_size) % 2].float()
+    # Few different rows, so that most maxima are in several places, and some of all are below the
+    # padding's 0.
+    head = torch.randint(-4, 5, (2, config.hidden_size), generator=generator)[
+        torch.arange(vocab_size) % 2
+    ].float()
     hidden[0] = torch.nan
     logits = torch.stack([hidden @ row for row in head], dim=1)
 
@@ -152,7 +175,9 @@ def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
         rename_glm_as_chatglm(source, tmp_path)
     config = ModelConfig.from_directory(tmp_path)
     batch = ragged_batch(config)
-    _, found = sharded_logits(tmp_path, make_shards(config, pipeline_parallel=2, tensor_parallel=2), *batch)
+    _, found = sharded_logits(
+        tmp_path, make_shards(config, pipeline_parallel=2, tensor_parallel=2), *batch
+    )
     _, expected = whole_logits(tmp_path, *batch)
     torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
 
@@ -163,7 +188,9 @@ def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degr
     hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
     config = ModelConfig.from_hf(hf)
     shards = make_shards(config, pipeline_parallel=2, tensor_parallel=degree)
-    readers = {part.name: torch.zeros(part.shape, dtype=torch.int32) for part in tensor_parts(config)}
+    readers = {
+        part.name: torch.zeros(part.shape, dtype=torch.int32) for part in tensor_parts(config)
+    }
     for shard in shards:
         with torch.device("meta"):
             decoder = Decoder(config, initialize=False, shard=shard, group=ThreadGroup.alone())
@@ -195,16 +222,26 @@ def test_a_shard_reads_only_its_own(tmp_path: Path) -> None:
     whole = read.pop()
     for pipeline_parallel, tensor_parallel in (3, 1), (1, 2):
         totals = []
-        for shard in make_shards(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel):
+        for shard in make_shards(
+            config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
+        ):
             group = ThreadGroup.alone()
-            load_model(tmp_path, "fp32", progress=lambda done, total: read.append(total), shard=shard, group=group)
+            load_model(
+                tmp_path,
+                "fp32",
+                progress=lambda done, total: read.append(total),
+                shard=shard,
+                group=group,
+            )
             totals.append(read[-1])
         norms = 4 * config.hidden_size * (2 * config.num_layers + 1)
         assert sum(totals) == whole + (tensor_parallel - 1) * norms
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_checkpoint_read_in_pieces_is_the_same(degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_read_in_pieces_is_the_same(
+    degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write_checkpoint("glm", tmp_path)
     shard = make_shards(config, pipeline_parallel=2, tensor_parallel=degree)[-1]
     at_once, _ = load_model(tmp_path, "fp32", shard=shard, group=ThreadGroup.alone())
@@ -216,26 +253,45 @@ def test_a_checkpoint_read_in_pieces_is_the_same(degree: int, tmp_path: Path, mo
 def test_a_shard_checks_the_whole_checkpoint(tmp_path: Path) -> None:
     config = write_checkpoint("llama", tmp_path)
     first, last = make_shards(replace(config, num_layers=4), pipeline_parallel=2, tensor_parallel=1)
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 4}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 4})
+    )
     for shard in first, last:
-        with pytest.raises(ModelError, match=r"tensor model\.layers\.3\.\S+ is missing from the checkpoint"):
+        with pytest.raises(
+            ModelError, match=r"tensor model\.layers\.3\.\S+ is missing from the checkpoint"
+        ):
             load_model(tmp_path, "fp32", shard=shard)
 
 
 def test_stages_have_what_belongs_to_them() -> None:
     config = ModelConfig.from_hf(FAMILIES["qwen3_moe"]().to_dict())
-    stages = [Decoder(config, shard=shard) for shard in make_shards(config, pipeline_parallel=3, tensor_parallel=1)]
-    outside = [{name.split(".")[0] for name, _ in stage.named_parameters()} - {"layers"} for stage in stages]
+    stages = [
+        Decoder(config, shard=shard)
+        for shard in make_shards(config, pipeline_parallel=3, tensor_parallel=1)
+    ]
+    outside = [
+        {name.split(".")[0] for name, _ in stage.named_parameters()} - {"layers"}
+        for stage in stages
+    ]
     assert outside == [{"embedding"}, set(), {"final_norm", "lm_head"}]
     assert [layer.index for stage in stages for layer in stage.layers] == [0, 0, 0]
-    assert [stage.config.is_sparse(0) for stage in stages] == [config.is_sparse(index) for index in range(3)]
+    assert [stage.config.is_sparse(0) for stage in stages] == [
+        config.is_sparse(index) for index in range(3)
+    ]
     assert all(stage.model_config == config for stage in stages)
-    assert {(stage.dtype, stage.device) for stage in stages} == {(torch.float32, torch.device("cpu"))}
+    assert {(stage.dtype, stage.device) for stage in stages} == {
+        (torch.float32, torch.device("cpu"))
+    }
 
 
 def test_layers_that_share_keys_and_values_are_in_one_stage() -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), layers=LayerDifferences(kv_sources=(0, 1, 1)))
-    with pytest.raises(UsageError, match="--pp 3: layers that share keys and values must be in one stage"):
+    config = replace(
+        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()),
+        layers=LayerDifferences(kv_sources=(0, 1, 1)),
+    )
+    with pytest.raises(
+        UsageError, match="--pp 3: layers that share keys and values must be in one stage"
+    ):
         make_shards(config, pipeline_parallel=3, tensor_parallel=1)
     last = make_shards(config, pipeline_parallel=2, tensor_parallel=1, pipeline_split=(1, 2))[1]
     groups = shard_config(config, last).cache_groups
@@ -250,13 +306,19 @@ def test_a_stage_whose_layers_share_keys_and_values_is_a_part_of_the_model(tmp_p
     _, expected = whole_logits(tmp_path, *batch)
     torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
     told = write_checkpoint("gemma4_text", tmp_path)
-    with pytest.raises(UsageError, match="--pp 2: all layers of this gemma4_text read the tokens, so they are one"):
+    with pytest.raises(
+        UsageError, match="--pp 2: all layers of this gemma4_text read the tokens, so they are one"
+    ):
         make_shards(told, pipeline_parallel=2, tensor_parallel=1)
 
 
 @pytest.mark.parametrize(
     ("sources", "problem"),
-    [((0, 2, 2), "has none before it"), ((0, 3, 2), "has none before it"), ((0, 1, 0), "has another window")],
+    [
+        ((0, 2, 2), "has none before it"),
+        ((0, 3, 2), "has none before it"),
+        ((0, 1, 0), "has another window"),
+    ],
 )
 def test_a_layer_shares_the_keys_and_values_of_an_earlier_one_of_its_kind(
     sources: tuple[int, ...], problem: str
@@ -307,28 +369,46 @@ def test_windows_of_a_stage_are_its_own() -> None:
         ({"tensor_parallel": 0}, "--tp must be at least 1, not 0"),
         ({"tensor_parallel": 3}, "--tp 3 does not divide 8 attention heads; choose 1, 2, 4 or 8"),
         ({"tensor_parallel": 16}, "--tp 16 does not divide 8 attention heads; choose 1, 2, 4 or 8"),
-        ({"pipeline_parallel": 2, "pipeline_split": (1, 3)}, "--pp-split 1,3 adds up to 4 layers, but the model has 3"),
-        ({"pipeline_parallel": 2, "pipeline_split": (3, 0)}, "--pp-split 3,0: every stage needs at least one layer"),
-        ({"pipeline_parallel": 2, "pipeline_split": (3,)}, "--pp-split 3 names 1 stages, but --pp is 2"),
+        (
+            {"pipeline_parallel": 2, "pipeline_split": (1, 3)},
+            "--pp-split 1,3 adds up to 4 layers, but the model has 3",
+        ),
+        (
+            {"pipeline_parallel": 2, "pipeline_split": (3, 0)},
+            "--pp-split 3,0: every stage needs at least one layer",
+        ),
+        (
+            {"pipeline_parallel": 2, "pipeline_split": (3,)},
+            "--pp-split 3 names 1 stages, but --pp is 2",
+        ),
     ],
 )
 def test_what_cannot_be_divided_says_what_can(layout: dict[str, int], line: str) -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2)
+    config = replace(
+        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2
+    )
     with pytest.raises(UsageError) as caught:
         make_shards(config, **{"pipeline_parallel": 1, "tensor_parallel": 1, **layout})
     assert str(caught.value) == line
 
 
 def test_key_value_heads_may_not_be_divided_unevenly() -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=12, num_kv_heads=2)
-    with pytest.raises(UsageError, match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$"):
+    config = replace(
+        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=12, num_kv_heads=2
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$",
+    ):
         make_shards(config, pipeline_parallel=1, tensor_parallel=3)
 
 
 def test_each_of_two_layouts_has_its_shards() -> None:
     config = ModelConfig.from_hf(FAMILIES["llama"]().to_dict() | {"num_hidden_layers": 4})
     engine = EngineConfig(
-        pipeline_parallel=2, tensor_parallel=2, decode_layout=ParallelLayout(tensor_parallel=1, pipeline_parallel=4)
+        pipeline_parallel=2,
+        tensor_parallel=2,
+        decode_layout=ParallelLayout(tensor_parallel=1, pipeline_parallel=4),
     )
 
     first, second = shards_of_layouts(config, engine)
@@ -340,17 +420,26 @@ def test_each_of_two_layouts_has_its_shards() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "line"),
     [
-        ("P8", "T8", "--prefill-parallel P8: the model has 3 layers, so there are at most 3 stages"),
+        (
+            "P8",
+            "T8",
+            "--prefill-parallel P8: the model has 3 layers, so there are at most 3 stages",
+        ),
         ("T8", "P8", "--decode-parallel P8: the model has 3 layers, so there are at most 3 stages"),
         (
             "P3",
             "T3",
-            "--decode-parallel T3: a tensor degree of 3 does not divide 8 attention heads; choose 1, 2, 4 or 8",
+            "--decode-parallel T3: a tensor degree of 3 does not divide 8 attention heads; choose "
+            "1, 2, 4 or 8",
         ),
     ],
 )
-def test_of_two_layouts_the_one_that_does_not_divide_is_named(prefill: str, decode: str, line: str) -> None:
-    config = replace(ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2)
+def test_of_two_layouts_the_one_that_does_not_divide_is_named(
+    prefill: str, decode: str, line: str
+) -> None:
+    config = replace(
+        ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), num_heads=8, num_kv_heads=2
+    )
     first = ParallelLayout.parse(prefill)
     engine = EngineConfig(
         pipeline_parallel=first.pipeline_parallel,

@@ -29,8 +29,8 @@ from triton_ops import packed
 
 
 def matrix_bytes(decoder: Decoder) -> int:
-    """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do not count, nor do the
-    biases of all experts."""
+    """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do
+    not count, nor do the biases of all experts."""
     return sum(
         parameter.nbytes
         for name, parameter in decoder.named_parameters()
@@ -39,12 +39,16 @@ def matrix_bytes(decoder: Decoder) -> int:
     )
 
 
-def check_bytes(directory: Path, layout: tuple[int, int] = (1, 1), quantization: str | None = None) -> None:
+def check_bytes(
+    directory: Path, layout: tuple[int, int] = (1, 1), quantization: str | None = None
+) -> None:
     """Every shard of the model in a directory holds as many bytes as are counted."""
     pipeline, tensor = layout
     config = find_shape(str(directory), quantization)
     shards = make_shards(config, pipeline_parallel=pipeline, tensor_parallel=tensor)
-    counts = ModelCounts(config, ParallelLayout(pipeline_parallel=pipeline, tensor_parallel=tensor), Precision.of(32))
+    counts = ModelCounts(
+        config, ParallelLayout(pipeline_parallel=pipeline, tensor_parallel=tensor), Precision.of(32)
+    )
     for shard in shards:
         decoder, loaded = load_model(
             directory, "float32", shard=shard, group=ThreadGroup.alone(), quantization=quantization
@@ -54,8 +58,8 @@ def check_bytes(directory: Path, layout: tuple[int, int] = (1, 1), quantization:
 
 
 def test_a_step_of_the_benchmarks_floor_reads_what_is_loaded(tmp_path: Path) -> None:
-    """A token reads every matrix once and a row of the embedding, which is the head, and its keys and values; that is
-    what ``nanoserve analyze`` counts too."""
+    """A token reads every matrix once and a row of the embedding, which is the head, and its keys
+    and values; that is what ``nanoserve analyze`` counts too."""
     write_model("llama-tied-biased", tmp_path, None)
     decoder, config = load_model(tmp_path, "bfloat16", quantization="int8")
     row = config.hidden_size * 8.5 / 8 * 112 / 100  # with its share of the vocabulary's padding
@@ -94,7 +98,9 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("cohere2", None, (1, 2)),
     ],
 )
-def test_rounded_weights(family: str, quantization: str | None, layout: tuple[int, int], tmp_path: Path) -> None:
+def test_rounded_weights(
+    family: str, quantization: str | None, layout: tuple[int, int], tmp_path: Path
+) -> None:
     write_model(family, tmp_path, None)
     check_bytes(tmp_path, layout, quantization)
 
@@ -128,7 +134,12 @@ def test_quantized_checkpoints(
 
 @pytest.mark.parametrize(
     ("family", "block_type", "layout"),
-    [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("mixtral", "Q8_0", (1, 1)), ("qwen3_moe", "BF16", (1, 1))],
+    [
+        ("qwen3", "Q4_1", (1, 2)),
+        ("glm4", "Q6_K", (2, 1)),
+        ("mixtral", "Q8_0", (1, 1)),
+        ("qwen3_moe", "BF16", (1, 1)),
+    ],
 )
 def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_path: Path) -> None:
     _, directory = make_model(family, block_type, tmp_path)
@@ -139,12 +150,18 @@ def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_p
 
 
 def test_a_gguf_file_of_several_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As llama.cpp's Q4_K_M mixes them: values and one layer's last matrix in Q6_K, another's not quantized."""
-    add, types = gguf_files._add_parameter, {"0.self_attn.v_proj": "Q6_K", "0.mlp.down_proj": "Q6_K"}
+    """As llama.cpp's Q4_K_M mixes them: values and one layer's last matrix in Q6_K, another's not
+    quantized."""
+    add, types = (
+        gguf_files._add_parameter,
+        {"0.self_attn.v_proj": "Q6_K", "0.mlp.down_proj": "Q6_K"},
+    )
     types |= {"1.self_attn.k_proj": "F16", "lm_head": "Q6_K"}
 
     def add_one(writer: Any, name: str, parameter: Any, config: Any, block_type: str) -> None:
-        own = next((own for ending, own in types.items() if name.endswith(f"{ending}.weight")), block_type)
+        own = next(
+            (own for ending, own in types.items() if name.endswith(f"{ending}.weight")), block_type
+        )
         add(writer, name, parameter, config, own)
 
     monkeypatch.setattr(gguf_files, "_add_parameter", add_one)
@@ -156,6 +173,11 @@ def test_a_gguf_file_of_several_types(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bits_of_gguf_types_are_those_that_are_packed() -> None:
     for block_type in BLOCK_TYPES.values():
         if block_type.size > 1:
-            form = decode_blocks(torch.zeros(1, block_type.num_bytes, dtype=torch.uint8), block_type).format
-            assert block_type.loaded_bits == 8 * form.row_bytes(block_type.size) / packed.ROWS / block_type.size
+            form = decode_blocks(
+                torch.zeros(1, block_type.num_bytes, dtype=torch.uint8), block_type
+            ).format
+            assert (
+                block_type.loaded_bits
+                == 8 * form.row_bytes(block_type.size) / packed.ROWS / block_type.size
+            )
     assert packed.ROWS == ROWS

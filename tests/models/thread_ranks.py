@@ -58,7 +58,9 @@ def on_every_rank(work: Callable[[int, ThreadGroup], Result], degree: int) -> Se
     with ThreadPoolExecutor(degree) as threads:
         futures = [threads.submit(run, rank) for rank in range(degree)]
         failures = [failure for future in futures if (failure := future.exception())]
-        told = [failure for failure in failures if not isinstance(failure, threading.BrokenBarrierError)]
+        told = [
+            failure for failure in failures if not isinstance(failure, threading.BrokenBarrierError)
+        ]
         if failures:
             raise (told or failures)[0]
         return [future.result() for future in futures]

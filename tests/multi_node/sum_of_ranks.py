@@ -17,5 +17,8 @@ if process.rank == 0:
     dist.send(numbers, 1)
 else:
     dist.recv(numbers, 0)
-print(f"rank {process.rank} over {os.environ['GLOO_SOCKET_IFNAME']}: {numbers.mean().item():g}", flush=True)
+print(
+    f"rank {process.rank} over {os.environ['GLOO_SOCKET_IFNAME']}: {numbers.mean().item():g}",
+    flush=True,
+)
 dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""That the two hosts are what they seem: if torch.distributed itself gets across, what fails elsewhere is ours."""
+"""That the two hosts are what they seem: if torch.distributed itself gets across, what fails
+elsewhere is ours."""
 
 import subprocess
 
@@ -24,4 +25,9 @@ def test_nothing_is_left_of_the_hosts(hosts: tuple[Host, Host]) -> None:
         name = first.name
 
     assert sleeper.wait(240) != 0
-    assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert (
+        name
+        not in subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True, check=True
+        ).stdout
+    )

@@ -15,7 +15,19 @@ from scripts.two_hosts import Host, torchrun, wait
 pytestmark = pytest.mark.slow
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Ben"]
-SETTINGS = ["--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1", "--eager", "-t", "0", "-n", "400"]
+SETTINGS = [
+    "--dtype",
+    "float32",
+    "--kv-cache-memory",
+    "64MiB",
+    "--threads",
+    "1",
+    "--eager",
+    "-t",
+    "0",
+    "-n",
+    "400",
+]
 WORKER = "nanoserve.executor.workers.process"
 """In the command line of a worker process."""
 
@@ -38,7 +50,17 @@ def expected(hosts: tuple[Host, Host], prompts: Path) -> list[str]:
 
 
 def generate(prompts: Path, results: Path, *more: str) -> list[str]:
-    return ["-m", "nanoserve", "generate", "--file", str(prompts), "--output", str(results), *SETTINGS, *more]
+    return [
+        "-m",
+        "nanoserve",
+        "generate",
+        "--file",
+        str(prompts),
+        "--output",
+        str(results),
+        *SETTINGS,
+        *more,
+    ]
 
 
 def texts(results: Path) -> list[str]:
@@ -50,7 +72,9 @@ def texts(results: Path) -> list[str]:
 def test_the_tokens_of_two_machines_are_those_of_one_process(
     hosts: tuple[Host, Host], prompts: Path, expected: list[str], tmp_path: Path
 ) -> None:
-    first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
+    first, second = programs = torchrun(
+        hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2")
+    )
     wait(programs, 180)
 
     assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
@@ -62,7 +86,9 @@ def test_the_tokens_of_two_machines_are_those_of_one_process(
 def test_a_whole_engine_on_each_machine_answers_what_one_process_answers(
     hosts: tuple[Host, Host], prompts: Path, expected: list[str], tmp_path: Path
 ) -> None:
-    first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--dp", "2"))
+    first, second = programs = torchrun(
+        hosts, generate(prompts, tmp_path / "results.jsonl", "--dp", "2")
+    )
     wait(programs, 180)
 
     assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
@@ -74,11 +100,15 @@ def test_a_whole_engine_on_each_machine_answers_what_one_process_answers(
 def test_a_layout_is_chosen_by_what_the_link_between_two_machines_bears(
     hosts: tuple[Host, Host], prompts: Path, expected: list[str], tmp_path: Path
 ) -> None:
-    first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--parallel", "auto"))
+    first, second = programs = torchrun(
+        hosts, generate(prompts, tmp_path / "results.jsonl", "--parallel", "auto")
+    )
     wait(programs, 180)
 
     assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
-    assert re.search(r"[PT]2.* with \w+: predicted [\d,]+ tokens/s; next ", first.messages), first.messages
+    assert re.search(r"[PT]2.* with \w+: predicted [\d,]+ tokens/s; next ", first.messages), (
+        first.messages
+    )
     assert texts(tmp_path / "results.jsonl") == expected
 
 
@@ -104,9 +134,13 @@ def test_a_worker_that_is_killed_on_the_other_machine_is_replaced(
 def test_unequal_versions_are_one_clear_line_on_both_sides(
     hosts: tuple[Host, Host], prompts: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import nanoserve\nnanoserve.__version__ = '9.9.9'\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import nanoserve\nnanoserve.__version__ = '9.9.9'\n"
+    )
     other = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"), ({}, other))
+    programs = torchrun(
+        hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"), ({}, other)
+    )
     wait(programs, 600)
 
     for program in programs:
@@ -119,7 +153,9 @@ def test_unequal_versions_are_one_clear_line_on_both_sides(
 def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
     hosts: tuple[Host, Host], prompts: Path, tmp_path: Path
 ) -> None:
-    _, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
+    _, second = programs = torchrun(
+        hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2")
+    )
     end = time.monotonic() + 240
     while not hosts[1].processes(WORKER):
         assert time.monotonic() < end, second.messages
@@ -129,5 +165,8 @@ def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
     wait(programs, 60)
 
     assert second.returncode != 0
-    assert "nanoserve: torchrun's store is gone: the command has ended on the first machine" in second.messages
+    assert (
+        "nanoserve: torchrun's store is gone: the command has ended on the first machine"
+        in second.messages
+    )
     assert not hosts[1].processes()

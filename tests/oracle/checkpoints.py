@@ -1,7 +1,8 @@
 """Small random Hugging Face checkpoints of every family, for tests of the model and of the engine.
 
-`make_checkpoint("qwen3", tmp_path)` writes one; `FAMILIES` names them all, variants of rope and windows included.
-Weights are drawn wider than at initialization, so that attention, norms and biases all leave their mark on the logits.
+`make_checkpoint("qwen3", tmp_path)` writes one; `FAMILIES` names them all, variants of rope and
+windows included. Weights are drawn wider than at initialization, so that attention, norms and
+biases all leave their mark on the logits.
 """
 
 import json
@@ -30,7 +31,12 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -88,9 +94,15 @@ def _llama(**settings: Any) -> PreTrainedConfig:
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _llama(),
     "llama-tied-biased": lambda: _llama(
-        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=32, num_key_value_heads=4
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=32,
+        num_key_value_heads=4,
     ),
-    "llama-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 3.0}),
+    "llama-linear": lambda: _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 3.0}
+    ),
     "llama-llama3": lambda: _llama(rope_parameters=_LLAMA3, tie_word_embeddings=True),
     "llama-yarn": lambda: _llama(rope_parameters=_YARN),
     "llama-yarn-mscale": lambda: _llama(
@@ -106,7 +118,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: _config("mistral", sliding_window=24),
     "mistral-no-window": lambda: _config("mistral", sliding_window=None, head_dim=24),
     "qwen2": lambda: _config("qwen2", tie_word_embeddings=True),
-    "qwen2-window": lambda: _config("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen2-window": lambda: _config(
+        "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
     "qwen3": lambda: _config("qwen3", head_dim=32, tie_word_embeddings=True),
     "qwen3-layer-types": lambda: _config(
         "qwen3",
@@ -117,7 +131,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm": lambda: _config("glm", head_dim=16, attention_bias=True),
     "glm4": lambda: _config("glm4", head_dim=16, attention_bias=False),
-    "mixtral": lambda: _config("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "mixtral": lambda: _config(
+        "mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24
+    ),
     "qwen3_moe": lambda: _config(
         "qwen3_moe",
         head_dim=16,
@@ -135,10 +151,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "ministral3": lambda: _config("ministral3", head_dim=16, rope_parameters=_GROWING),
     "gemma2": lambda: _config(
-        "gemma2", **_GEMMA | {"layer_types": None}, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
+        "gemma2",
+        **_GEMMA | {"layer_types": None},
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
     ),
     "gemma2-uncapped": lambda: _config(
-        "gemma2", **_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
+        "gemma2",
+        **_GEMMA,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
     ),
     "gemma3_text": lambda: _config("gemma3_text", **_GEMMA),
     "gemma3_text-scaled": lambda: _config(
@@ -156,7 +179,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     # Both kinds of layers before those that share their keys and values.
-    "gemma4_text": lambda: _config("gemma4_text", **_GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4_text": lambda: _config(
+        "gemma4_text", **_GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True
+    ),
     "gemma4_text-equal": lambda: _config(
         "gemma4_text",
         **_GEMMA4 | {"hidden_size_per_layer_input": 0},
@@ -169,11 +194,20 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         "olmo3",
         sliding_window=20,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        rope_parameters={
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
-    "smollm3": lambda: _config("smollm3", no_rope_layers=[1, 0, 1], attention_bias=True, mlp_bias=True),
+    "smollm3": lambda: _config(
+        "smollm3", no_rope_layers=[1, 0, 1], attention_bias=True, mlp_bias=True
+    ),
     "smollm3-window": lambda: _config(
-        "smollm3", use_sliding_window=True, sliding_window=20, no_rope_layer_interval=2, tie_word_embeddings=False
+        "smollm3",
+        use_sliding_window=True,
+        sliding_window=20,
+        no_rope_layer_interval=2,
+        tie_word_embeddings=False,
     ),
     "cohere2": lambda: _config(
         "cohere2",
@@ -194,14 +228,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "deepseek_v2": lambda: _config(
         "deepseek_v2",
-        **_LATENT | {"num_key_value_heads": 4, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+        **_LATENT
+        | {"num_key_value_heads": 4, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
         n_group=3,
         topk_group=2,
         attention_bias=True,  # queries have none, as they are made of the hidden state itself
         rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek_v2-greedy": lambda: _config(
-        "deepseek_v2", **_LATENT, first_k_dense_replace=1, routed_scaling_factor=1.5, rms_norm_eps=0.01
+        "deepseek_v2",
+        **_LATENT,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        rms_norm_eps=0.01,
     ),
     "deepseek_v3": lambda: _config(
         "deepseek_v3",
@@ -233,21 +272,43 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-_SLOW = ("ministral", "ministral3", "gemma3_text-scaled", "olmo3", "smollm3", "smollm3-window", "cohere2")
-_SLOW += ("cohere2-biased", "gemma2-uncapped", "deepseek_v2", "deepseek_v2-greedy", "deepseek_v3-halves")
+_SLOW = (
+    "ministral",
+    "ministral3",
+    "gemma3_text-scaled",
+    "olmo3",
+    "smollm3",
+    "smollm3-window",
+    "cohere2",
+)
+_SLOW += (
+    "cohere2-biased",
+    "gemma2-uncapped",
+    "deepseek_v2",
+    "deepseek_v2-greedy",
+    "deepseek_v3-halves",
+)
 _SLOW += ("glm4_moe_lite", "gemma4_text-equal")
 
 
 def families(*quick: str) -> list[Any]:
-    """All of FAMILIES for a parametrized test; of the later ones, only the `quick` in the quick suite."""
+    """All of FAMILIES for a parametrized test; of the later ones, only the `quick` in the quick
+    suite."""
     later = [name for name in _SLOW if name not in quick]
-    return [pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in FAMILIES]
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in FAMILIES
+    ]
 
 
-def make_checkpoint(family: str, directory: Path, *, shard_size: str = "5GB", seed: int = 0) -> PreTrainedModel:
-    """Write the family's checkpoint (float32) into the directory and return the model it was written from."""
+def make_checkpoint(
+    family: str, directory: Path, *, shard_size: str = "5GB", seed: int = 0
+) -> PreTrainedModel:
+    """Write the family's checkpoint (float32) into the directory and return the model it was
+    written from."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        FAMILIES[family](), dtype=torch.float32
+    ).eval()
     randomize(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     return model
@@ -283,8 +344,13 @@ def rename_glm_as_chatglm(source: Path, target: Path) -> None:
         if ".k_proj." in name or ".v_proj." in name:
             continue
         if ".q_proj." in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            name, tensor = name.replace("self_attn.q_proj", "self_attention.query_key_value"), torch.cat(parts)
+            parts = [
+                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
+            ]
+            name, tensor = (
+                name.replace("self_attn.q_proj", "self_attention.query_key_value"),
+                torch.cat(parts),
+            )
         for old, new in _CHATGLM_NAMES.items():
             name = name.replace(old, new)
         renamed[name] = tensor

@@ -1,4 +1,5 @@
-"""GGUF files of small random models, written with the gguf library, in the order of llama.cpp's converter."""
+"""GGUF files of small random models, written with the gguf library, in the order of llama.cpp's
+converter."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def write_vocabulary(
     template: str | None = None,
     **ids: int,
 ) -> Path:
-    """A Llama of one layer and this vocabulary, of which None leaves a key out; ids are keys such as eot_token_id."""
+    """A Llama of one layer and this vocabulary, of which None leaves a key out; ids are keys such
+    as eot_token_id."""
     writer = gguf.GGUFWriter(path, "llama")
     for add, size in (
         (writer.add_block_count, 1),
@@ -77,7 +79,9 @@ def write_vocabulary(
     for key, value in ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", value)
     shapes = {"attn_norm": (32,), "ffn_norm": (32,)}
-    shapes |= dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (32, 32))
+    shapes |= dict.fromkeys(
+        ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (32, 32)
+    )
     writer.add_tensor("token_embd.weight", np.ones((len(tokens), 32), np.float32))
     writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     for name, shape in shapes.items():
@@ -90,8 +94,8 @@ def write_vocabulary(
 
 
 def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int = 0) -> None:
-    """Write the model, and give it the values that its quantized matrices have in the file; in several files of `split`
-    tensors, if that is given."""
+    """Write the model, and give it the values that its quantized matrices have in the file; in
+    several files of `split` tensors, if that is given."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
@@ -101,7 +105,9 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim := config.head_dim or config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(
+        head_dim := config.head_dim or config.hidden_size // config.num_attention_heads
+    )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -118,7 +124,9 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", config.intermediate_size)
+        )
     _add_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -142,7 +150,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_eos_token_id(2)
 
 
-def _add_parameter(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str) -> None:
+def _add_parameter(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str
+) -> None:
     stem, _, ending = name.rpartition(".")
     if stem.endswith("experts"):
         halves = parameter.chunk(2, dim=1) if ending == "gate_up_proj" else (parameter,)
@@ -152,7 +162,9 @@ def _add_parameter(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, 
         return
     permuted = 0
     if ARCHITECTURES.get(config.model_type) == "llama" and stem.endswith(("q_proj", "k_proj")):
-        permuted = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+        permuted = (
+            config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+        )
     _add(writer, f"{_gguf_name(stem)}.{ending}", parameter, permuted, block_type)
 
 
@@ -163,11 +175,15 @@ def _gguf_name(stem: str) -> str:
     return f"blk.{index}.{_NAMES[rest]}"
 
 
-def _add(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, heads: int, block_type: str) -> None:
+def _add(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, heads: int, block_type: str
+) -> None:
     """Add a tensor; `heads` is how many heads the rows have, if the converter permutes them."""
     values = parameter.detach()
     if heads:
-        values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        values = (
+            values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        )
     if values.dim() == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, values.numpy().astype(np.float32))
         return
@@ -176,14 +192,17 @@ def _add(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, heads: int
     writer.add_tensor(name, data, raw_dtype=kind)
     stored = torch.from_numpy(gguf.quants.dequantize(data, kind)).view(values.shape)
     if heads:
-        stored = stored.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        stored = (
+            stored.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        )
     parameter.copy_(stored)
 
 
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
-    except NotImplementedError:  # the library only reads K-quants: any bytes with sane scales are a matrix
+    # the library only reads K-quants: any bytes with sane scales are a matrix
+    except NotImplementedError:
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         generator = np.random.default_rng(values.shape[0])
         shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)

@@ -22,17 +22,28 @@ from triton_ops.cpu import cpu_operators
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
 BLOCK_SIZE = 16
-FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe", "gemma2", "gpt_oss", "cohere2", "ministral3", "olmo3"]
+FAMILIES = [
+    "llama-tied-biased",
+    "glm4",
+    "qwen3_moe",
+    "gemma2",
+    "gpt_oss",
+    "cohere2",
+    "ministral3",
+    "olmo3",
+]
 FAMILIES += ["deepseek_v3", "gemma4_text"]
-"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts, other
-activations, caps and sinks, parallel halves, queries that grow, norms over heads, latents, several shapes of layers.
-`test_engine` runs every family eagerly."""
+"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and
+experts, other activations, caps and sinks, parallel halves, queries that grow, norms over heads,
+latents, several shapes of layers. `test_engine` runs every family eagerly."""
 WITH_PIECES = {"glm4", "qwen3_moe", "ministral3"}
 """Whose pieces are compiled too."""
 IN_RANKS = ["glm4", "qwen3_moe", "cohere2", "olmo3", "deepseek_v3"]
-"""Whose pieces differ over ranks: norms between sums, experts, one sum, norms that span heads, latents."""
+"""Whose pieces differ over ranks: norms between sums, experts, one sum, norms that span heads,
+latents."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
-"""Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around powers of two."""
+"""Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around
+powers of two."""
 
 
 def compiled(decoder: Decoder, *, with_pieces: bool) -> LayerRunner:
@@ -49,27 +60,37 @@ def compiled(decoder: Decoder, *, with_pieces: bool) -> LayerRunner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint: Checkpoint) -> None:
+def test_compiled_layers_give_the_tokens_of_transformers(
+    family: str, checkpoint: Checkpoint
+) -> None:
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")
     layers = compiled(decoder, with_pieces=family in WITH_PIECES)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
-    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
+    requests = [
+        Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())
+    ]
     expected = [transformers_greedy(model, prompt) for prompt in prompts()]
     for setting in [setting for setting in SETTINGS if setting.block_size == BLOCK_SIZE]:
         assert run(decoder, config, setting, requests, layers)[0] == expected, setting
     with reference_operators():
         assert run(decoder, config, SETTINGS[0], requests, layers)[0] == expected
     for rows, tokens in COUNTS:
-        torch.testing.assert_close(*hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(*hidden_states(decoder, layers.in_pieces, rows, tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            *hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            *hidden_states(decoder, layers.in_pieces, rows, tokens), rtol=1e-4, atol=1e-4
+        )
     if family in WITH_PIECES:
         check_pieces_of_parts_of_batches(decoder, layers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", IN_RANKS)
-def test_compiled_pieces_of_two_ranks_compute_what_the_whole_model_does(family: str, checkpoint: Checkpoint) -> None:
+def test_compiled_pieces_of_two_ranks_compute_what_the_whole_model_does(
+    family: str, checkpoint: Checkpoint
+) -> None:
     directory, _ = checkpoint(family)
     whole, config = load_model(directory, "fp32")
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
@@ -99,11 +120,15 @@ def check_pieces_of_parts_of_batches(decoder: Decoder, layers: LayerRunner) -> N
             expected = layer.pre_attention(hidden[rows], cos[rows], sin[rows])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             after = layers.post_attention(layer, attended[rows], hidden[rows])
-            torch.testing.assert_close(after, layer.post_attention(attended[rows], hidden[rows]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                after, layer.post_attention(attended[rows], hidden[rows]), rtol=1e-4, atol=1e-4
+            )
 
 
 @torch.inference_mode()
-def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
+def hidden_states(
+    decoder: Decoder, layers: LayerFunction, rows: int, tokens: int
+) -> tuple[torch.Tensor, ...]:
     """Hidden states of equally long prompts, compiled and eager."""
     length = tokens // rows
     blocks = -(-length // BLOCK_SIZE)
@@ -117,7 +142,8 @@ def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: in
             block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
             query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),
             context_lengths=torch.full((rows,), length, dtype=torch.int32),
-            slot_mapping=places + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
+            slot_mapping=places
+            + torch.arange(rows).repeat_interleave(length) * blocks * BLOCK_SIZE,
         ),
     )
     ids = torch.arange(tokens) % decoder.config.vocab_size

@@ -1,4 +1,5 @@
-"""Keys that a config.json leaves out or gives, against the configuration classes of transformers."""
+"""Keys that a config.json leaves out or gives, against the configuration classes of
+transformers."""
 
 import json
 from collections.abc import Mapping
@@ -18,19 +19,52 @@ from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, randomize
 from tests.oracle.test_families import TOLERANCE, dense_logits, prompt, reference_logits
 
 MODEL_TYPES = sorted({make().model_type for make in FAMILIES.values()})
-SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-"""Sizes that are never assumed: a config.json without these is refused, except by Gemma 3 and 4, whose
-published ones leave some out."""
+SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+}
+"""Sizes that are never assumed: a config.json without these is refused, except by Gemma 3 and 4,
+whose published ones leave some out."""
 TOKENS = {"bos_token_id", "eos_token_id"}
 """Token ids that config.json does not name are the tokenizer's, not the family's."""
 NOT_SAVED = {"gemma4_text": {"per_layer_config"}}
-"""Keys whose null transformers reads and does not write; test_layers_of_gemma_4_as_transformers_saves_them has it."""
+"""Keys whose null transformers reads and does not write;
+test_layers_of_gemma_4_as_transformers_saves_them has it."""
 
 UNUSED = {
-    *("_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "id2label"),
-    *("initializer_range", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states"),
-    *("output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef"),
-    *("router_jitter_noise", "transformers_version", "use_cache", "_sliding_window_pattern", "qk_head_dim"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+    ),
+    *(
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+    ),
+    *(
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+    ),
+    *(
+        "router_jitter_noise",
+        "transformers_version",
+        "use_cache",
+        "_sliding_window_pattern",
+        "qk_head_dim",
+    ),
 }
 """Keys that are for training, or that repeat others."""
 SWITCHED_OFF = {"use_sliding_window", "sliding_window", "layer_types", "max_window_layers"}
@@ -38,8 +72,16 @@ SWITCHED_OFF = {"use_sliding_window", "sliding_window", "layer_types", "max_wind
 UNUSED_BY = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), SWITCHED_OFF),
     "smollm3": SWITCHED_OFF | {"no_rope_layer_interval"},
-    # Those of the expert groups need a topk_method; weights are as the router has them; the loader knows no mlp_bias.
-    "deepseek_v2": {"n_group", "topk_group", "norm_topk_prob", "head_dim", "num_key_value_heads", "mlp_bias"},
+    # Those of the expert groups need a topk_method; weights are as the router has them; the loader
+    # knows no mlp_bias.
+    "deepseek_v2": {
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "head_dim",
+        "num_key_value_heads",
+        "mlp_bias",
+    },
     "deepseek_v3": {"head_dim", "num_key_value_heads", "num_nextn_predict_layers"},
     "glm4_moe_lite": {"num_key_value_heads"},
     "gemma3_text": {"attn_logit_softcapping"},  # nor does transformers' model read it
@@ -50,14 +92,17 @@ UNUSED_BY = {
 
 def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that transformers makes of a config.json, with every key."""
-    given = json.loads(json.dumps({key: value for key, value in values.items() if key != "model_type"}))
+    given = json.loads(
+        json.dumps({key: value for key, value in values.items() if key != "model_type"})
+    )
     config = transformers.AutoConfig.for_model(model_type, **given)
     whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return whole
 
 
 def whole_default(model_type: str) -> dict[str, Any]:
-    more = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}  # whose own default cannot run
+    # whose own default cannot run
+    more = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
     return filled(model_type, more)
 
 
@@ -71,7 +116,8 @@ def read(values: Mapping[str, Any]) -> ModelConfig | str:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_default_is_that_of_transformers(model_type: str) -> None:
-    """Each key alone is left out, or null where transformers takes that, and then all but the sizes are."""
+    """Each key alone is left out, or null where transformers takes that, and then all but the sizes
+    are."""
     whole = whole_default(model_type)
     expected = ModelConfig.from_hf(whole)
     for key in whole.keys() - TOKENS - {"model_type"}:
@@ -104,7 +150,9 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_value_that_transformers_reads_changes_the_model_or_is_refused(model_type: str) -> None:
+def test_every_value_that_transformers_reads_changes_the_model_or_is_refused(
+    model_type: str,
+) -> None:
     whole = whole_default(model_type)
     expected = ModelConfig.from_hf(whole)
     ignored = set()
@@ -123,7 +171,12 @@ def test_layers_that_differ_are_refused_by_families_that_have_none() -> None:
         assert ModelConfig.from_hf({**whole, "per_layer_config": {}}) == ModelConfig.from_hf(whole)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 
 
 @pytest.mark.parametrize(
@@ -134,13 +187,31 @@ YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_pos
         ("ministral3", {"rope_scaling": YARN}),
         ("ministral3", {"rope_scaling": {}}),
         ("gpt_oss", {"rope_parameters": YARN}),
-        ("gpt_oss", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}),
+        (
+            "gpt_oss",
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+        ),
         ("gpt_oss", {"rope_theta": 1e6}),
-        ("llama", {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 1.0}, "rope_scaling": YARN}),
+        (
+            "llama",
+            {
+                "rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
+                "rope_scaling": YARN,
+            },
+        ),
     ],
 )
 def test_a_given_rope_leaves_nothing_of_the_default(model_type: str, given: dict[str, Any]) -> None:
-    values = {**{key: value for key, value in whole_default(model_type).items() if key in SIZES}, **given}
+    values = {
+        **{key: value for key, value in whole_default(model_type).items() if key in SIZES},
+        **given,
+    }
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(values)))
     found = ModelConfig.from_hf({"model_type": model_type, **values}).rope
     if theirs.rope_parameters["rope_type"] == "default":
@@ -148,17 +219,24 @@ def test_a_given_rope_leaves_nothing_of_the_default(model_type: str, given: dict
         frequencies, factor = theirs.rope_parameters["rope_theta"] ** -exponents, 1.0
     else:
         frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs)
-    torch.testing.assert_close(RotaryEmbedding(found).inverse_frequencies, frequencies, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        RotaryEmbedding(found).inverse_frequencies, frequencies, rtol=1e-6, atol=0
+    )
     assert RotaryEmbedding(found).attention_factor == pytest.approx(factor)
     assert found.query_growth == theirs.rope_parameters.get("llama_4_scaling_beta", 0.0)
 
 
 def test_kinds_of_layers_have_their_own_default_angles() -> None:
-    kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    kinds = {
+        "full_attention": {"rope_type": "default"},
+        "sliding_attention": {"rope_type": "default"},
+    }
     for model_type in ("gemma3_text", "olmo3"):
         given = {**whole_default(model_type), "rope_parameters": kinds}
         assert ModelConfig.from_hf(given) == ModelConfig.from_hf(filled(model_type, given))
-    with pytest.raises(ModelError, match="rope_parameters must be the same for all layers of this model"):
+    with pytest.raises(
+        ModelError, match="rope_parameters must be the same for all layers of this model"
+    ):
         ModelConfig.from_hf({**whole_default("qwen3"), "rope_parameters": kinds})
 
 
@@ -177,15 +255,23 @@ GEMMA4 = {
 }
 
 
-@pytest.mark.parametrize(("num_layers", "global_head_dim"), [(4, 8), (4, 16), (10, 16), (30, 16), (100, 16)])
-def test_layers_of_gemma_4_as_transformers_saves_them(num_layers: int, global_head_dim: int, tmp_path: Path) -> None:
-    """Keys of `per_layer_config` have as many digits as the last one needs; there are none if all heads are equal."""
+@pytest.mark.parametrize(
+    ("num_layers", "global_head_dim"), [(4, 8), (4, 16), (10, 16), (30, 16), (100, 16)]
+)
+def test_layers_of_gemma_4_as_transformers_saves_them(
+    num_layers: int, global_head_dim: int, tmp_path: Path
+) -> None:
+    """Keys of `per_layer_config` have as many digits as the last one needs; there are none if all
+    heads are equal."""
     sizes = {"head_dim": 8, "global_head_dim": global_head_dim}
-    config = transformers.AutoConfig.for_model("gemma4_text", num_hidden_layers=num_layers, **sizes, **GEMMA4)
+    config = transformers.AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=num_layers, **sizes, **GEMMA4
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model)
-    with torch.no_grad():  # scores are not scaled: with wide ones, a hundred layers make much of every rounding
+    # scores are not scaled: with wide ones, a hundred layers make much of every rounding
+    with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.mul_(0.2)
     model.save_pretrained(tmp_path)
@@ -206,18 +292,34 @@ def test_layers_of_gemma_4_as_transformers_saves_them(num_layers: int, global_he
     ("per_layer", "complaint"),
     [
         ({"4": {"head_dim": 16}}, "per_layer_config must have layers below 4 as keys, each once"),
-        ({"3": {"head_dim": 16}, "03": {"head_dim": 16}}, "must have layers below 4 as keys, each once"),
+        (
+            {"3": {"head_dim": 16}, "03": {"head_dim": 16}},
+            "must have layers below 4 as keys, each once",
+        ),
         ({"-1": {"head_dim": 16}}, "must have layers below 4 as keys"),
         ({"9" * 5000: {"head_dim": 16}}, "must have layers below 4 as keys"),
-        ({"3": {"sliding_window": 8}}, "of layer 3 must have head_dim and num_key_value_heads alone, found"),
-        ({"3": {"skip": ["mlp"]}}, "of layer 3 must have head_dim and num_key_value_heads alone, found"),
+        (
+            {"3": {"sliding_window": 8}},
+            "of layer 3 must have head_dim and num_key_value_heads alone, found",
+        ),
+        (
+            {"3": {"skip": ["mlp"]}},
+            "of layer 3 must have head_dim and num_key_value_heads alone, found",
+        ),
         ({"3": 16}, "of layer 3 must have head_dim and num_key_value_heads alone, found 16"),
         ({"1": {"head_dim": 16}}, "per_layer_config must give all layers of a kind the same heads"),
     ],
 )
-def test_sizes_of_layers_that_cannot_be_are_refused(per_layer: dict[str, Any], complaint: str) -> None:
+def test_sizes_of_layers_that_cannot_be_are_refused(
+    per_layer: dict[str, Any], complaint: str
+) -> None:
     """The first three layers have a window, the last one has none."""
-    sizes = {"model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 8, "per_layer_config": per_layer}
+    sizes = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "per_layer_config": per_layer,
+    }
     with pytest.raises(ModelError, match=complaint):
         ModelConfig.from_hf({**GEMMA4, **sizes})
 
@@ -225,7 +327,11 @@ def test_sizes_of_layers_that_cannot_be_are_refused(per_layer: dict[str, Any], c
 def test_layers_with_a_window_may_have_heads_of_their_own() -> None:
     """They rotate by the angles of their own size."""
     config = transformers.AutoConfig.for_model(
-        "gemma4_text", num_hidden_layers=4, head_dim=8, **GEMMA4, per_layer_config={n: {"head_dim": 16} for n in "012"}
+        "gemma4_text",
+        num_hidden_layers=4,
+        head_dim=8,
+        **GEMMA4,
+        per_layer_config={n: {"head_dim": 16} for n in "012"},
     )
     found = ModelConfig.from_hf(json.loads(config.to_json_string()))
     assert [shape.head_dim for shape in found.layers.shapes] == [16, 16, 16, 8]

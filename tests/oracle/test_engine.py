@@ -1,7 +1,8 @@
-"""The whole engine against Hugging Face transformers and against itself: the tokens never depend on how they were
-scheduled.
+"""The whole engine against Hugging Face transformers and against itself: the tokens never depend on
+how they were scheduled.
 
-Policies, block sizes, chunk sizes, prefix caching and preemption are covered pairwise, over all families together.
+Policies, block sizes, chunk sizes, prefix caching and preemption are covered pairwise, over all
+families together.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,8 @@ SETTINGS = [
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """A long one, one with the same beginning, a short one, a single token, and the first once more."""
+    """A long one, one with the same beginning, a short one, a single token, and the first once
+    more."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCAB_SIZE, (120,), generator=generator).tolist()
     first = tuple(tokens[:45])
@@ -76,7 +78,9 @@ def run(
 ) -> tuple[list, Scheduler]:
     """Each sample's tokens, in the order of the requests."""
     num_blocks = setting.num_blocks(config)
-    executor = local_executor(decoder, num_blocks=num_blocks, block_size=setting.block_size, layers=layers)
+    executor = local_executor(
+        decoder, num_blocks=num_blocks, block_size=setting.block_size, layers=layers
+    )
     scheduler = Scheduler(
         make_policy(setting.policy, setting.token_budget),
         num_blocks=num_blocks,
@@ -118,12 +122,16 @@ def test_greedy_tokens_are_those_of_transformers_however_they_are_scheduled(
     decoder, config = load_model(directory, "fp32")
     expected = [transformers_greedy(model, prompt) for prompt in prompts()]
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
-    requests = [Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())]
+    requests = [
+        Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())
+    ]
     preemptions = 0
     place = [*FAMILIES, *QUANTIZED].index(family)
-    # One of each policy; of a quantized checkpoint one, since its weights make no difference to the scheduler.
+    # One of each policy; of a quantized checkpoint one, since its weights make no difference to the
+    # scheduler.
     few = SETTINGS[place % 3 :: 3] if family in FAMILIES else [SETTINGS[place % len(SETTINGS)]]
-    for setting in dict.fromkeys((SETTINGS[1], *few)):  # in the first, sequences always preempt each other
+    # in the first, sequences always preempt each other
+    for setting in dict.fromkeys((SETTINGS[1], *few)):
         outputs, scheduler = run(decoder, config, setting, requests)
         assert outputs == expected, setting
         preemptions += scheduler.table.preemptions
@@ -135,15 +143,27 @@ def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Check
     variants = [
         SamplingParams(temperature=0.9, top_p=0.8, n=2, max_tokens=OUTPUT_TOKENS),
         SamplingParams(temperature=1.5, top_k=9, repetition_penalty=1.3, max_tokens=OUTPUT_TOKENS),
-        SamplingParams(temperature=0.7, min_p=0.1, presence_penalty=1, frequency_penalty=0.5, max_tokens=OUTPUT_TOKENS),
-        SamplingParams(temperature=1.0, logit_bias={7: 2.0, 9: -100.0}, n=3, max_tokens=OUTPUT_TOKENS),
+        SamplingParams(
+            temperature=0.7,
+            min_p=0.1,
+            presence_penalty=1,
+            frequency_penalty=0.5,
+            max_tokens=OUTPUT_TOKENS,
+        ),
+        SamplingParams(
+            temperature=1.0, logit_bias={7: 2.0, 9: -100.0}, n=3, max_tokens=OUTPUT_TOKENS
+        ),
         SamplingParams(temperature=0, frequency_penalty=2, max_tokens=OUTPUT_TOKENS),
     ]
     requests = [
         Request(str(number), prompt, params, seed=40 + number)
         for number, (prompt, params) in enumerate(zip(prompts(), variants, strict=True))
     ]
-    alone = [outputs for request in requests for outputs in run(decoder, config, SETTINGS[0], [request])[0]]
+    alone = [
+        outputs
+        for request in requests
+        for outputs in run(decoder, config, SETTINGS[0], [request])[0]
+    ]
     assert len({tuple(output) for output in alone}) == len(alone)
     for setting in SETTINGS[::4]:  # each policy and block size
         assert run(decoder, config, setting, requests)[0] == alone, setting

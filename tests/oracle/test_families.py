@@ -1,4 +1,5 @@
-"""Every family against Hugging Face transformers, in float32: logits at every position, and 64 greedy tokens."""
+"""Every family against Hugging Face transformers, in float32: logits at every position, and 64
+greedy tokens."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +17,13 @@ from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, Pag
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from tests.models.test_decoder import layer_caches
-from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, families, make_checkpoint, rename_glm_as_chatglm
+from tests.oracle.checkpoints import (
+    FAMILIES,
+    VOCAB_SIZE,
+    families,
+    make_checkpoint,
+    rename_glm_as_chatglm,
+)
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
@@ -28,7 +35,9 @@ BLOCK_SIZE = 16
 
 
 def prompt(seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCAB_SIZE, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCAB_SIZE, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def dense_logits(decoder: Decoder, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -44,7 +53,8 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 class PagedSequence:
-    """One sequence on scattered blocks, driven by hand: what a runner does, in its plainest form."""
+    """One sequence on scattered blocks, driven by hand: what a runner does, in its plainest
+    form."""
 
     def __init__(self, decoder: Decoder, config: ModelConfig) -> None:
         self.decoder, self.config = decoder, config
@@ -64,7 +74,8 @@ class PagedSequence:
                 block_tables=self.blocks[None].int(),
                 query_starts=torch.tensor([0, len(tokens)], dtype=torch.int32),
                 context_lengths=torch.tensor([self.length], dtype=torch.int32),
-                slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+                slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE
+                + positions % BLOCK_SIZE,
             ),
         )
         with torch.inference_mode():
@@ -77,11 +88,15 @@ def test_logits_are_those_of_transformers(family: str, checkpoint: Checkpoint) -
     decoder, config = load_model(directory, "fp32")
     expected = reference_logits(model, prompt())
     assert expected.std() > 0.5, "a flat reference would prove nothing"
-    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", families())
-def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(family: str, checkpoint: Checkpoint) -> None:
+def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(
+    family: str, checkpoint: Checkpoint
+) -> None:
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")
     with torch.inference_mode():
@@ -95,7 +110,9 @@ def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(family: st
     expected = generated[0, PROMPT_LENGTH:].tolist()
     sequence = PagedSequence(decoder, config)
     chunks = [sequence.append(chunk) for chunk in prompt().split(17)]
-    torch.testing.assert_close(torch.cat(chunks), reference_logits(model, prompt()), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        torch.cat(chunks), reference_logits(model, prompt()), atol=TOLERANCE, rtol=0
+    )
     logits, tokens = chunks[-1][-1], []
     for _ in range(GREEDY_TOKENS):
         tokens.append(int(logits.argmax()))
@@ -105,12 +122,16 @@ def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(family: st
 
 
 @pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3_moe", "glm4"])
-def test_a_checkpoint_split_over_files_is_the_same_model(family: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_a_checkpoint_split_over_files_is_the_same_model(
+    family: str, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     make_checkpoint(family, tmp_path, shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     decoder, config = load_model(tmp_path, "fp32")
     expected = reference_logits(checkpoint(family)[1], prompt())
-    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_chatglm_checkpoint_is_a_renamed_glm(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -118,13 +139,16 @@ def test_a_chatglm_checkpoint_is_a_renamed_glm(tmp_path: Path, checkpoint: Check
     rename_glm_as_chatglm(directory, tmp_path)
     decoder, config = load_model(tmp_path, "fp32")
     expected = reference_logits(model, prompt())
-    torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_a_head_that_is_not_the_embedding_is_used_once_the_config_unties_them(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    """transformers takes the stored head whatever config.json says; here config.json has to say it."""
+    """transformers takes the stored head whatever config.json says; here config.json has to say
+    it."""
     directory, _ = checkpoint("llama-llama3")
     config = json.loads((directory / "config.json").read_text())
     assert config["tie_word_embeddings"]
@@ -136,7 +160,9 @@ def test_a_head_that_is_not_the_embedding_is_used_once_the_config_unties_them(
     with pytest.raises(ModelError, match='set "tie_word_embeddings" to false'):
         load_model(tmp_path, "fp32")
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
@@ -150,10 +176,14 @@ def test_part_of_a_head_rotates_only_in_families_that_have_it(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(directory / "model.safetensors")
     expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), prompt())
-    torch.testing.assert_close(dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(*load_model(tmp_path, "fp32"), prompt()), expected, atol=TOLERANCE, rtol=0
+    )
 
 
-def test_settings_written_before_transformers_5_mean_the_same(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_settings_written_before_transformers_5_mean_the_same(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     """rope_theta beside rope_scaling, and torch_dtype, instead of rope_parameters and dtype."""
     directory, _ = checkpoint("llama-llama3")
     config = json.loads((directory / "config.json").read_text())

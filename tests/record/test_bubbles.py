@@ -1,4 +1,5 @@
-"""What becomes of the stages' time, on a simulated pipeline whose times can be told without a pencil."""
+"""What becomes of the stages' time, on a simulated pipeline whose times can be told without a
+pencil."""
 
 import pytest
 
@@ -19,7 +20,11 @@ VOCAB_SIZE = 50
 
 def _scheduler(stages: int = 2) -> Scheduler:
     return Scheduler(
-        make_policy("throttling", 16), num_blocks=100, block_size=4, max_model_len=60, pipeline_depth=stages
+        make_policy("throttling", 16),
+        num_blocks=100,
+        block_size=4,
+        max_model_len=60,
+        pipeline_depth=stages,
     )
 
 
@@ -27,14 +32,17 @@ def _run(times: LinearTimes, arrivals: list[float], runtime: Runtime | None = No
     executor = ObservedExecutor(times, runtime=runtime or Runtime())
     requests = make_requests([RequestShape(10, 6)] * len(arrivals), arrivals, VOCAB_SIZE, seed=0)
     stages = times.num_stages
-    return run_requests(executor, lambda: _scheduler(stages), requests, vocab_size=VOCAB_SIZE, workers=stages)
+    return run_requests(
+        executor, lambda: _scheduler(stages), requests, vocab_size=VOCAB_SIZE, workers=stages
+    )
 
 
 def test_two_even_stages_with_two_micro_batches_are_always_busy() -> None:
     run = _run(LinearTimes(num_stages=2, step=1.0), [0.0] * 8)
     first, second = stage_shares(run)
     steps = len(run.plans)
-    assert working_seconds(run) == pytest.approx(steps + 1)  # each stage idles for one step, at an end
+    # each stage idles for one step, at an end
+    assert working_seconds(run) == pytest.approx(steps + 1)
     assert first.bubbles == pytest.approx(1 / (steps + 1))
     assert second.bubbles == pytest.approx(1 / (steps + 1))
     assert (first.metadata, first.sending) == (0, 0)
@@ -58,7 +66,9 @@ def test_preparing_counts_only_while_the_stage_could_compute() -> None:
 
 
 def test_the_simulator_makes_the_same_of_a_simulated_run() -> None:
-    times = LinearTimes(num_stages=2, step=0.5, decode=0.03125, prompt_token=0.0625, send=0.125, host=0.125)
+    times = LinearTimes(
+        num_stages=2, step=0.5, decode=0.03125, prompt_token=0.0625, send=0.125, host=0.125
+    )
     run = _run(times, [0.0, 0.0, 0.5, 3.0, 3.25, 3.25, 9.0])
     compared = compare_with_simulator(run, _scheduler, vocab_size=VOCAB_SIZE)
     assert compared is not None
@@ -79,7 +89,11 @@ def test_one_process_tells_no_times() -> None:
 
 def test_a_request_that_fails_ends_the_run() -> None:
     def failing(plan: StepPlan) -> tuple[Answer, ...]:
-        return tuple(Answer(row.sequence, error="its logits are no numbers") for row in plan.rows if row.sample)
+        return tuple(
+            Answer(row.sequence, error="its logits are no numbers")
+            for row in plan.rows
+            if row.sample
+        )
 
     executor = ObservedExecutor(LinearTimes(num_stages=2), answer=failing)
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
@@ -95,7 +109,13 @@ def test_workers_that_report_nothing_of_a_plan_are_noticed(monkeypatch: pytest.M
     monkeypatch.setattr("nanoserve.lab.benchmarks.policies.variants._PATIENCE", 0.1)
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="did not report"):
-        run_requests(Silent(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)
+        run_requests(
+            Silent(LinearTimes(num_stages=2)),
+            _scheduler,
+            requests,
+            vocab_size=VOCAB_SIZE,
+            workers=2,
+        )
 
 
 def test_a_run_in_which_workers_die_is_refused() -> None:
@@ -112,4 +132,6 @@ def test_a_run_in_which_workers_die_is_refused() -> None:
 
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="a run in which workers die: worker 1 was killed"):
-        run_requests(Dying(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)
+        run_requests(
+            Dying(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2
+        )

@@ -26,7 +26,11 @@ def test_tracks_are_named_before_their_first_bar(tmp_path: Path) -> None:
     compute, counter, send = (event for event in events if event["ph"] != "M")
     assert (compute["ts"], compute["dur"], compute["args"]) == (500_000, 250_000, {"step": 3})
     assert (compute["pid"], compute["tid"]) == (send["pid"], send["tid"])
-    assert (counter["ph"], counter["ts"], counter["args"]) == ("C", 250_000, {"decodes": 2, "prompt tokens": 5})
+    assert (counter["ph"], counter["ts"], counter["args"]) == (
+        "C",
+        250_000,
+        {"decodes": 2, "prompt tokens": 5},
+    )
 
 
 def test_what_was_flushed_can_be_read_without_an_end(tmp_path: Path) -> None:
@@ -46,7 +50,9 @@ def test_an_empty_trace_is_an_empty_array(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=r"cannot write .*/none/trace.json: No such file or directory"):
+    with pytest.raises(
+        RuntimeFailure, match=r"cannot write .*/none/trace.json: No such file or directory"
+    ):
         ChromeTraceFile(tmp_path / "none" / "trace.json")
     full = Path("/dev/full")
     if not full.exists():

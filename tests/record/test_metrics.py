@@ -25,7 +25,9 @@ def test_percentiles_interpolate_linearly() -> None:
 
 
 def test_itl_pools_the_gaps_of_all_requests() -> None:
-    found = request_distributions([RequestTiming(1, (1.0, 2.0)), RequestTiming(1, (1.0, 4.0, 6.0))])["itl_ms"]
+    found = request_distributions(
+        [RequestTiming(1, (1.0, 2.0)), RequestTiming(1, (1.0, 4.0, 6.0))]
+    )["itl_ms"]
     assert found is not None
     assert (found.n, found.p50, found.max) == (3, 2000.0, 3000.0)
 

@@ -1,4 +1,5 @@
-"""What a recorder tells of an engine: every event once, in order, and nothing while nobody looks on."""
+"""What a recorder tells of an engine: every event once, in order, and nothing while nobody looks
+on."""
 
 from dataclasses import replace
 
@@ -45,7 +46,10 @@ def _scheduler(policy: str = "throttling", depth: int = 1) -> Scheduler:
 
 def _requests(now: float = 0.0) -> list[Request]:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    return [Request(f"r{number}", (1 + number,) * 7, params, seed=0, arrival_time=now) for number in range(3)]
+    return [
+        Request(f"r{number}", (1 + number,) * 7, params, seed=0, arrival_time=now)
+        for number in range(3)
+    ]
 
 
 def test_events_come_in_the_order_in_which_things_become_known() -> None:
@@ -59,14 +63,25 @@ def test_events_come_in_the_order_in_which_things_become_known() -> None:
     engine.stop("r1")
     engine.close()
     step = [Planned, Collected, Gained]
-    assert [type(event) for event in events] == [Arrived, *(step * 3), Arrived, Stopped, Gained, Finished]
+    assert [type(event) for event in events] == [
+        Arrived,
+        *(step * 3),
+        Arrived,
+        Stopped,
+        Gained,
+        Finished,
+    ]
     stopped = events[-3]
     assert isinstance(stopped, Stopped)
     assert (stopped.request_id, stopped.index, stopped.reason) == ("r1", None, FinishReason.ABORT)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "throttling", "adaptive", "prefill-first", "decode-first"])
-def test_a_plan_is_told_with_what_the_policy_saw_and_with_the_blocks_that_it_left(policy: str) -> None:
+@pytest.mark.parametrize(
+    "policy", ["sarathi", "throttling", "adaptive", "prefill-first", "decode-first"]
+)
+def test_a_plan_is_told_with_what_the_policy_saw_and_with_the_blocks_that_it_left(
+    policy: str,
+) -> None:
     executor = MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE)
     engine, record = Engine(_scheduler(policy), executor, vocab_size=50), RunRecord(1)
     recorder_of(engine).add(record)
@@ -77,7 +92,9 @@ def test_a_plan_is_told_with_what_the_policy_saw_and_with_the_blocks_that_it_lef
         assert planned.load is not None
         assert engine.scheduler.policy.decide(planned.load) == planned.decision, "policies are pure"
         owned += sum(len(row.new_blocks) for row in planned.plan.rows)
-        assert 0 < planned.blocks.used_device <= owned, "what sequences that ended held is free again"
+        assert 0 < planned.blocks.used_device <= owned, (
+            "what sequences that ended held is free again"
+        )
     assert planned.blocks.device_share == pytest.approx(planned.blocks.used_device / NUM_BLOCKS)
 
 
@@ -92,13 +109,18 @@ def test_workers_times_follow_their_plans_and_results() -> None:
 
 
 def test_nothing_is_told_while_nobody_looks_on_and_counts_go_on() -> None:
-    engine, record = Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50), RunRecord(1)
+    engine, record = (
+        Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50),
+        RunRecord(1),
+    )
     first, second, third = _requests()
     drive(engine, [first])
     with recorded(engine, record):
         drive(engine, [second])
     drive(engine, [third])
-    assert engine.observers == engine.scheduler.observers == [], "a recorder leaves with its last observer"
+    assert engine.observers == engine.scheduler.observers == [], (
+        "a recorder leaves with its last observer"
+    )
     assert [request.request_id for request in record.arrivals] == ["r1"]
     assert [timing.output_tokens for timing in record.timings] == [3]
     assert (engine.status.prompt_tokens, engine.status.output_tokens) == (21, 9)
@@ -110,7 +132,13 @@ def test_recent_steps_are_kept_in_a_ring_and_taken_once() -> None:
     recent = RecentSteps(engine.scheduler)
     engine.observers.append(recent)
     for turn in range(20):
-        drive(engine, [replace(request, request_id=f"{turn} {request.request_id}") for request in _requests()])
+        drive(
+            engine,
+            [
+                replace(request, request_id=f"{turn} {request.request_id}")
+                for request in _requests()
+            ],
+        )
     steps = recent.take()
     assert [step.step for step in steps] == list(range(engine.status.steps))[-MOST_RECENT_STEPS:]
     assert recent.take() == []
@@ -126,7 +154,10 @@ class _OutOfMemory(MemoryCheckingExecutor):
 
 
 def test_a_failed_step_is_told() -> None:
-    engine, record = Engine(_scheduler(), _OutOfMemory(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50), RunRecord(1)
+    engine, record = (
+        Engine(_scheduler(), _OutOfMemory(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50),
+        RunRecord(1),
+    )
     recorder_of(engine).add(record)
     drive(engine, _requests()[:1])
     assert [type(event) for event in record.events] == [Arrived, ExecutorFailed, Gained]

@@ -40,7 +40,9 @@ def _scheduler(executor: Executor) -> Scheduler:
 def _traced(executor: Executor, path: Path, **settings: Any) -> Engine:
     engine = Engine(_scheduler(executor), executor, vocab_size=2)
     file, reports_times = ChromeTraceFile(path), isinstance(executor, TimedExecutor)
-    recorder_of(engine).add(RunTrace(file, engine.now(), reports_times=reports_times, close=file.close, **settings))
+    recorder_of(engine).add(
+        RunTrace(file, engine.now(), reports_times=reports_times, close=file.close, **settings)
+    )
     return engine
 
 
@@ -63,7 +65,9 @@ def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> N
     assert set(tracks) == {"micro-batch 0", "micro-batch 1", "stage 0", "stage 1"}
     for bars in tracks.values():
         spans = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars)
-        assert all(before[1] <= after[0] + 0.2 for before, after in pairwise(spans)), "rounded to 0.1 us"
+        assert all(before[1] <= after[0] + 0.2 for before, after in pairwise(spans)), (
+            "rounded to 0.1 us"
+        )
     counted = [event["args"] for event in events if event["name"] == "tokens of a micro-batch"]
     assert sum(one["decodes"] for one in counted) == 3 * 3
     assert sum(one["prompt tokens"] + one["decodes"] for one in counted) == 3 * (7 + 3)
@@ -83,7 +87,9 @@ def test_one_process_has_a_track_of_what_it_computed(tmp_path: Path) -> None:
 
 
 def test_waiting_is_named_after_what_is_waited_for() -> None:
-    times = StageTimes(0, 1, 5, received=1.0, prepared=4.0, began=4.1, arrived=5.0, computed=6.0, sent=6.5)
+    times = StageTimes(
+        0, 1, 5, received=1.0, prepared=4.0, began=4.1, arrived=5.0, computed=6.0, sent=6.5
+    )
     computed = [("compute", 5.0, 6.0), ("send", 6.0, 6.5)]
     activations = ("wait for activations", 4.1, 5.0)
     assert bars_of(times, free=0.5) == [("wait for inputs", 1.0, 4.0), activations, *computed]
@@ -145,10 +151,14 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
     if not full.exists():
         pytest.skip("there is no full device to write to")
     failures: list[RuntimeFailure] = []
-    traced = _traced(SimulatedExecutor(LinearTimes(), answer=dummy_answers), full, on_failure=failures.append)
+    traced = _traced(
+        SimulatedExecutor(LinearTimes(), answer=dummy_answers), full, on_failure=failures.append
+    )
     traced.add(_request("r", 3))
     for _ in range(3):
         assert len(traced.step()) == 1
         assert len(failures) == 1, "it is told at once, and once"
-    with pytest.raises(RuntimeFailure, match="the trace is not complete: cannot write /dev/full: No space left"):
+    with pytest.raises(
+        RuntimeFailure, match="the trace is not complete: cannot write /dev/full: No space left"
+    ):
         traced.close()

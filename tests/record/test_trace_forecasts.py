@@ -1,4 +1,5 @@
-"""The trace of hybrid steps: how each was run and predicted, what else was weighed, and what the CPU did."""
+"""The trace of hybrid steps: how each was run and predicted, what else was weighed, and what the
+CPU did."""
 
 import json
 from itertools import pairwise
@@ -38,7 +39,9 @@ def events_of(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[st
 
 @pytest.mark.parametrize("policy", ["overlap", "hybrid"])
 def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: Path) -> None:
-    predictor = CorrectedPredictor(LinearPredictor(num_layers=LAYERS, linear=0.3, row=0.01, host_key=0.02))
+    predictor = CorrectedPredictor(
+        LinearPredictor(num_layers=LAYERS, linear=0.3, row=0.01, host_key=0.02)
+    )
     scheduler = Scheduler(
         make_policy(policy, 32),
         num_blocks=24,
@@ -49,9 +52,18 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         predictors=[predictor],
     )
     learn_from_results(scheduler)
-    times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
+    times = TierTimes(
+        num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01
+    )
     requests = [
-        Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
+        Request(
+            f"r{number}",
+            (1,) * 9,
+            SamplingParams(),
+            12,
+            end_tokens=(END_TOKEN,),
+            arrival_time=number / 2,
+        )
         for number in range(24)
     ]
     engine = Engine(scheduler, SimulatedExecutor(times, block_size=2), vocab_size=VOCAB_SIZE)
@@ -63,7 +75,8 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
     bars, counters = events_of(tmp_path / "trace.json")
     steps = [bar for name in bars if name.startswith("micro-batch") for bar in bars[name]]
     assert all(bar["args"]["measured_ms"] > 0 for bar in steps)
-    predicted = [bar for bar in steps if bar["args"]["sequences"]]  # those without rows let the host go on
+    # those without rows let the host go on
+    predicted = [bar for bar in steps if bar["args"]["sequences"]]
     assert all(bar["args"]["predicted_ms"] > 0 for bar in predicted)
     overlapped = [bar for bar in steps if bar["args"]["strategy"] == "overlap"]
     assert overlapped
@@ -76,8 +89,12 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
     for name in ("attention on the CPU", "cohort 0"):
         spans = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars[name])
         assert spans
-        assert all(before[1] <= after[0] + 0.2 for before, after in pairwise(spans)), "rounded to 0.1 us"
-    corrections = [one["args"] for one in counters if one["name"] == "corrections of the prediction"]
+        assert all(before[1] <= after[0] + 0.2 for before, after in pairwise(spans)), (
+            "rounded to 0.1 us"
+        )
+    corrections = [
+        one["args"] for one in counters if one["name"] == "corrections of the prediction"
+    ]
     assert corrections[0]["linear"] == 1.0
     assert corrections[-1]["linear"] < 0.8
 
@@ -99,8 +116,14 @@ def on_host(*sequences: int) -> tuple[Row, ...]:
 def test_the_cpus_work_is_drawn_back_to_back_up_to_when_it_was_told(tmp_path: Path) -> None:
     with ChromeTraceFile(tmp_path / "trace.json") as file:
         trace = RunTrace(file, 10.0)
-        trace(_result(14.0, StepResult(None, host=HostResult(work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0))))))
-        trace(_result(16.0, StepResult(None, host=HostResult(work=(HostWork(1, 6, 3.0),)))))  # some of it was before 14
+        trace(
+            _result(
+                14.0,
+                StepResult(None, host=HostResult(work=(HostWork(2, 18, 1.0), HostWork(1, 5, 2.0)))),
+            )
+        )
+        # some of it was before 14
+        trace(_result(16.0, StepResult(None, host=HostResult(work=(HostWork(1, 6, 3.0),)))))
         trace(_result(17.0, StepResult(1, host=HostResult(lost="it hangs"))))
     bars, _ = events_of(tmp_path / "trace.json")
     spans = [(bar["ts"] / 1e6, bar["dur"] / 1e6) for bar in bars["attention on the CPU"]]

@@ -30,4 +30,9 @@ def nothing(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
     return []
 
 
-DRAFTERS: dict[str, Drafter] = {"knows": knows, "errs": errs, "sometimes": sometimes, "ngram": nothing}
+DRAFTERS: dict[str, Drafter] = {
+    "knows": knows,
+    "errs": errs,
+    "sometimes": sometimes,
+    "ngram": nothing,
+}

@@ -1,21 +1,27 @@
 """Small traces and their plans in a spelling that can be followed by hand.
 
-Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequence reads 1 2 3 103 104 105.
+Blocks hold 2 tokens. The "model" answers token ``100 + position``, so a sequence reads 1 2 3 103
+104 105.
 
-One trace shows all policies: four requests on seven device blocks, eight in host memory, eight prompt tokens a step:
+One trace shows all policies: four requests on seven device blocks, eight in host memory, eight
+prompt tokens a step:
 
-    sequence 0: 6 prompt tokens, 6 to answer        1: 4, 3     2: 4, 3, both come before step 1     3: 2, 2, step 5
+    sequence 0: 6 prompt tokens, 6 to answer        1: 4, 3     2: 4, 3, both come before step 1
+        3: 2, 2, step 5
 
-A prompt takes a block for every two of its tokens, and the Scheduler begins it only if one more is free for each
-running decode to grow into. Parked in host memory it also takes room for its first answer: 4, 3, 3 and 2 blocks.
+A prompt takes a block for every two of its tokens, and the Scheduler begins it only if one more is
+free for each running decode to grow into. Parked in host memory it also takes room for its first
+answer: 4, 3, 3 and 2 blocks.
 
-Symbols in the comments, as in the policies: WP, prompt tokens that wait; RD, running decodes; growth, the blocks by
-which what runs is expected to grow. No answer has ended when these begin, so each is taken to be as long as its prompt,
-up to its limit: 6, 3, 3 and 2 tokens. That is renewed at step 16 and when nothing runs; in between, who begins on the
-device is added, and nobody is taken away.
+Symbols in the comments, as in the policies: WP, prompt tokens that wait; RD, running decodes;
+growth, the blocks by which what runs is expected to grow. No answer has ended when these begin, so
+each is taken to be as long as its prompt, up to its limit: 6, 3, 3 and 2 tokens. That is renewed at
+step 16 and when nothing runs; in between, who begins on the device is added, and nobody is taken
+away.
 
-The predictor's seconds of one of four layers: linear part Tlin = 1 whatever the rows; attention of the device 0.1 a
-key and 3 a prompt token; of the CPU, 2 and 1 a key. Moving a token takes 0.1 s, changing the layout 1 s.
+The predictor's seconds of one of four layers: linear part Tlin = 1 whatever the rows; attention of
+the device 0.1 a key and 3 a prompt token; of the CPU, 2 and 1 a key. Moving a token takes 0.1 s,
+changing the layout 1 s.
 """
 
 from dataclasses import dataclass
@@ -53,16 +59,34 @@ class Prompt:
     at: int = 0
 
 
-TRACE = [Prompt((1,) * 6, 6), Prompt((2,) * 4, 3, at=1), Prompt((3,) * 4, 3, at=1), Prompt((4,) * 2, 2, at=5)]
+TRACE = [
+    Prompt((1,) * 6, 6),
+    Prompt((2,) * 4, 3, at=1),
+    Prompt((3,) * 4, 3, at=1),
+    Prompt((4,) * 2, 2, at=5),
+]
 PREDICTOR = LinearPredictor(
-    num_layers=4, linear=1.0, key=0.1, prompt_token=3.0, host_key=1.0, exchange=2.0, swap_token=0.1, transition=1.0
+    num_layers=4,
+    linear=1.0,
+    key=0.1,
+    prompt_token=3.0,
+    host_key=1.0,
+    exchange=2.0,
+    swap_token=0.1,
+    transition=1.0,
 )
 
 
 def plans_of(
-    policy: str, *, budget: int = 8, depth: int = 1, predictor: Predictor | None = PREDICTOR, **parameters: float
+    policy: str,
+    *,
+    budget: int = 8,
+    depth: int = 1,
+    predictor: Predictor | None = PREDICTOR,
+    **parameters: float,
 ) -> list[str]:
-    """What that policy makes of the trace; one that knows no host memory, second layout or predictor ignores them."""
+    """What that policy makes of the trace; one that knows no host memory, second layout or
+    predictor ignores them."""
     return play(
         make_policy(policy, budget, parameters),
         TRACE,
@@ -114,7 +138,8 @@ def play(
         pipeline_depth=depth,
         async_scheduling=async_scheduling,
         extensions=make_extensions(
-            host_blocks=host_blocks, other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts]
+            host_blocks=host_blocks,
+            other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts],
         ),
         predictors=() if predictor is None else [predictor] * (1 + len(other_layouts)),
     )
@@ -133,11 +158,11 @@ def play(
 
 
 def _spell_out(plan: StepPlan) -> list[str]:
-    """One line per plan, then one per swap, device>host or device<host, and one per row; swaps that follow their rows
-    come behind these.
+    """One line per plan, then one per swap, device>host or device<host, and one per row; swaps that
+    follow their rows come behind these.
 
-    A row is its sequence, first position, ids or ``placeholder``, blocks added, * if it is sampled, and whether it is
-    on the host; there ``second`` says that it is in sub-batch 1.
+    A row is its sequence, first position, ids or ``placeholder``, blocks added, * if it is sampled,
+    and whether it is on the host; there ``second`` says that it is in sub-batch 1.
     """
     layout = f" in layout {plan.layouts.current}" if plan.layouts.current else ""
     strategy = "" if plan.host.strategy == "device" else f" {plan.host.strategy}"
@@ -153,8 +178,14 @@ def _spell_out(plan: StepPlan) -> list[str]:
         swaps[swap.after_row].append(line)
     lines += swaps[False]
     for row in plan.rows:
-        ids = " placeholder" if row.placeholder else "".join(f" {token}" for token in row.tokens) or " under way"
+        ids = (
+            " placeholder"
+            if row.placeholder
+            else "".join(f" {token}" for token in row.tokens) or " under way"
+        )
         blocks = f" +{list(row.new_blocks)}" if row.new_blocks else ""
         tier = "" if row.host is None else f" host{' second' if row.host.sub_batch else ''}"
-        lines.append(f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}")
+        lines.append(
+            f"  {row.sequence} at {row.start}:{ids}{blocks}{' *' if row.sample else ''}{tier}"
+        )
     return lines + swaps[True]

@@ -1,4 +1,5 @@
-"""Random lives of an engine: requests that come, fork, share prefixes and are given up, on tiny pools."""
+"""Random lives of an engine: requests that come, fork, share prefixes and are given up, on tiny
+pools."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from tests.fakes.reference import expected_tokens
 
 END_TOKEN = 0
 
-# Strategies are made once: Hypothesis checks each new one before it draws from it, which takes longer than drawing.
+# Strategies are made once: Hypothesis checks each new one before it draws from it, which takes
+# longer than drawing.
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
 TEMPERATURES = st.sampled_from([0.0, 0.0, 1.0])
 PENALTIES = st.sampled_from([0.0, 0.5])
@@ -44,7 +46,8 @@ def _limits(longest: int) -> st.SearchStrategy[int | None]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the step at which it comes, and perhaps the step at which somebody gives up on it or on a sample."""
+    """A request, the step at which it comes, and perhaps the step at which somebody gives up on it
+    or on a sample."""
 
     step: int
     request: Request
@@ -64,21 +67,35 @@ def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
         temperature=draw(TEMPERATURES),
         presence_penalty=draw(PENALTIES) if adjusted else 0.0,
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))) if adjusted else 0,
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt))))
+        if adjusted
+        else 0,
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(STOP_TOKENS),
     )
     salt = draw(SALTS)
-    return Request(name, tuple(prompt), params, seed=draw(st.integers(0, 5)), end_tokens=(END_TOKEN,), cache_salt=salt)
+    return Request(
+        name,
+        tuple(prompt),
+        params,
+        seed=draw(st.integers(0, 5)),
+        end_tokens=(END_TOKEN,),
+        cache_salt=salt,
+    )
 
 
 @st.composite
-def lives(draw: st.DrawFn, windows: st.SearchStrategy[tuple[int, ...]] = ONE_GROUP) -> dict[str, object]:
-    """windows: of the model's cache groups. The pool holds the longest sequence, and hardly more."""
+def lives(
+    draw: st.DrawFn, windows: st.SearchStrategy[tuple[int, ...]] = ONE_GROUP
+) -> dict[str, object]:
+    """windows: of the model's cache groups. The pool holds the longest sequence, and hardly
+    more."""
     block_size, cut = draw(BLOCK_SIZES), draw(windows)
     least = most_blocks(cut, 3, block_size)
     num_blocks = draw(st.integers(max(3, least), 14 * len(cut)))
-    longest = draw(st.integers(3, most_tokens(cut, num_blocks, block_size, 40 if any(cut) else 100) + 1))
+    longest = draw(
+        st.integers(3, most_tokens(cut, num_blocks, block_size, 40 if any(cut) else 100) + 1)
+    )
     arrivals = []
     for number in range(draw(st.integers(1, 7))):
         request = draw(_requests(f"r{number}", longest))
@@ -101,11 +118,15 @@ def lives(draw: st.DrawFn, windows: st.SearchStrategy[tuple[int, ...]] = ONE_GRO
     }
 
 
-def live(engine: Engine, arrivals: list[Arrival], check: Callable[[], None] | None = None) -> tuple[dict, dict]:
+def live(
+    engine: Engine, arrivals: list[Arrival], check: Callable[[], None] | None = None
+) -> tuple[dict, dict]:
     """Run all arrivals and aborts to the end, checking the invariants after every step."""
     check = check or partial(check_integrity, engine.scheduler)
     outputs: dict[tuple[str, int], list[int]] = {
-        (arrival.request.request_id, index): [] for arrival in arrivals for index in range(arrival.request.params.n)
+        (arrival.request.request_id, index): []
+        for arrival in arrivals
+        for index in range(arrival.request.params.n)
     }
     reasons: dict[tuple[str, int], FinishReason] = {}
     last_event = max(max(arrival.step, arrival.abort_step or 0) for arrival in arrivals)
@@ -148,7 +169,9 @@ def check_outputs(
         request = arrival.request
         for index in range(request.params.n):
             key = (request.request_id, index)
-            expected, reason = expected_tokens(request, index=index, max_model_len=max_model_len, model=model)
+            expected, reason = expected_tokens(
+                request, index=index, max_model_len=max_model_len, model=model
+            )
             if reasons[key] in (FinishReason.ABORT, FinishReason.ERROR):
                 aborted = arrival.abort_step is not None and arrival.abort_index in (None, index)
                 assert aborted or request.request_id in failed

@@ -1,4 +1,5 @@
-"""Decodes in two plans in flight: planned before their token is known, and taken back where it ended them."""
+"""Decodes in two plans in flight: planned before their token is known, and taken back where it
+ended them."""
 
 import pytest
 
@@ -23,7 +24,11 @@ END = 0
 def make_engine(num_blocks: int = 16, *, budget: int = 64, end_at: int | None = None) -> Engine:
     """Answers ``100 + position``, and at position ``end_at`` the end token."""
     scheduler = Scheduler(
-        ChunkedPrefill(budget), num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=20, async_scheduling=True
+        ChunkedPrefill(budget),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=20,
+        async_scheduling=True,
     )
     executor = MemoryCheckingExecutor(
         num_blocks,
@@ -56,7 +61,8 @@ def finish(engine: Engine) -> list[SequenceUpdate]:
 
 
 def step_until_two_are_in_flight(engine: Engine) -> None:
-    """Sequence 0 has a row in each of two plans in flight, and one answer is still to come before either."""
+    """Sequence 0 has a row in each of two plans in flight, and one answer is still to come before
+    either."""
     sequence = engine.scheduler.table.sequences[0]
     while len(sequence.in_flight) < 2:
         for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
@@ -66,7 +72,8 @@ def step_until_two_are_in_flight(engine: Engine) -> None:
                 engine.scheduler.apply(result, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------- worked out by hand
+# ----------------------------------------------------------------------------------------------
+# worked out by hand
 
 
 def test_decodes_enter_the_next_plan_while_their_token_is_sampled() -> None:
@@ -95,7 +102,12 @@ def test_decodes_enter_the_next_plan_while_their_token_is_sampled() -> None:
 
 
 def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer() -> None:
-    assert play(ChunkedPrefill(8), [Prompt((1, 2), 7), Prompt((3, 4), 6)], num_blocks=4, async_scheduling=True) == [
+    assert play(
+        ChunkedPrefill(8),
+        [Prompt((1, 2), 7), Prompt((3, 4), 6)],
+        num_blocks=4,
+        async_scheduling=True,
+    ) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",
@@ -105,7 +117,8 @@ def test_a_victim_in_flight_is_not_planned_ahead_and_gives_way_with_its_answer()
         "step 2:",
         "  0 at 3: placeholder *",
         "  1 at 3: placeholder *",
-        "step 3: end 1",  # planned when step 2 has ended: 0 needed a block, and 1 was in flight with it
+        # planned when step 2 has ended: 0 needed a block, and 1 was in flight with it
+        "step 3: end 1",
         "  0 at 4: 104 +[3] *",
         "step 4:",
         "  0 at 5: placeholder *",
@@ -129,7 +142,8 @@ def test_a_prompt_whose_chunk_is_in_flight_gives_way_before_its_next_one() -> No
         "step 3:",
         "  0 at 3: placeholder *",
         "  1 at 2: 2 +[3]",
-        "step 4: end 1",  # planned when step 3 has ended: 0 needed a block, and 1 had room for its last token
+        # planned when step 3 has ended: 0 needed a block, and 1 had room for its last token
+        "step 4: end 1",
         "  0 at 4: 104 +[3] *",
     ]
 
@@ -139,7 +153,10 @@ def test_a_long_prompt_has_a_chunk_in_every_plan_and_comes_before_a_later_one() 
     for name, token in (("first", 7), ("second", 8)):
         engine.add(request(name, *[token] * 12, max_tokens=2))
     finish(engine)
-    rows = [[(row.sequence, row.start, len(row.tokens)) for row in plan.rows] for plan in plans_of(engine)]
+    rows = [
+        [(row.sequence, row.start, len(row.tokens)) for row in plan.rows]
+        for plan in plans_of(engine)
+    ]
     assert rows[:4] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 4)], [(1, 0, 4)]]
 
 
@@ -167,7 +184,9 @@ def test_an_error_in_the_first_of_two_chunks_ends_the_prompt_once() -> None:
     for plan in iter(lambda: engine.scheduler.schedule(0.0), None):
         engine.executor.submit(plan)
     first, second = plans_of(engine)[-2:]
-    (update,) = engine.scheduler.apply(StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0)
+    (update,) = engine.scheduler.apply(
+        StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0
+    )
     assert update.sequence.finish_reason is FinishReason.ERROR
     check_integrity(engine.scheduler)
     assert engine.scheduler.apply(StepResult(second.step), 2.0) == []
@@ -183,7 +202,8 @@ def test_a_prompt_that_is_scored_has_one_chunk_in_flight() -> None:
     assert engine.scheduler.schedule(0.0) is None
 
 
-# -------------------------------------------------------------------------------------------------- how it may end
+# --------------------------------------------------------------------------------------------------
+# how it may end
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, None])
@@ -202,9 +222,12 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert [token for update in updates for token in update.new_tokens] == [103, 104, 105, 106, END]
     assert updates[-1].sequence.finish_reason is FinishReason.STOP
     (*_, last) = rows_of(engine)
-    assert (last.placeholder, last.start) == (True, 7), "the row behind the end token was planned before it was known"
+    assert (last.placeholder, last.start) == (True, 7), (
+        "the row behind the end token was planned before it was known"
+    )
     assert engine.scheduler.pool.free_blocks == 16
-    # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
+    # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may
+    # find.
     assert len(engine.scheduler.pool.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
 
 
@@ -233,7 +256,9 @@ def test_a_stop_string_at_any_step_ends_a_sequence_and_harms_no_other(step: int)
     updates += engine.stop("stops", reason=FinishReason.STOP)
     updates += finish(engine)
     by_name = {
-        name: [token for update in updates if update.request_id == name for token in update.new_tokens]
+        name: [
+            token for update in updates if update.request_id == name for token in update.new_tokens
+        ]
         for name in ("stops", "goes on")
     }
     assert by_name["goes on"] == list(range(103, 115))
@@ -246,8 +271,13 @@ def test_an_error_ends_a_sequence_whatever_its_fed_row_says() -> None:
     engine.add(request("r", 1, 2, 3))
     step_until_two_are_in_flight(engine)
     first, second = plans_of(engine)[-2:]
-    (update,) = engine.scheduler.apply(StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0)
-    assert (update.sequence.finish_reason, update.sequence.error) == (FinishReason.ERROR, "not numbers")
+    (update,) = engine.scheduler.apply(
+        StepResult(first.step, (Answer(0, error="not numbers"),)), 1.0
+    )
+    assert (update.sequence.finish_reason, update.sequence.error) == (
+        FinishReason.ERROR,
+        "not numbers",
+    )
     check_integrity(engine.scheduler)
     assert engine.scheduler.apply(StepResult(second.step, (Answer(0, (5,)),)), 2.0) == []
     assert engine.scheduler.pool.free_blocks == 16
@@ -264,12 +294,16 @@ def test_a_failure_ends_everything_in_flight_once() -> None:
 
     engine.executor.collect = fail  # type: ignore[method-assign]
     (update,) = engine.step()
-    assert (update.sequence.finish_reason, update.sequence.error) == (FinishReason.ERROR, "out of memory")
+    assert (update.sequence.finish_reason, update.sequence.error) == (
+        FinishReason.ERROR,
+        "out of memory",
+    )
     assert not engine.has_work
     assert engine.scheduler.pool.free_blocks == 16
 
 
-# ------------------------------------------------------------------------------------------------- without placeholders
+# -------------------------------------------------------------------------------------------------
+# without placeholders
 
 
 @pytest.mark.parametrize(
@@ -317,7 +351,8 @@ def test_decodes_that_cannot_be_fed_run_in_every_other_plan() -> None:
     ]
 
 
-# --------------------------------------------------------------------------------------------------- with two tiers
+# --------------------------------------------------------------------------------------------------
+# with two tiers
 
 
 def two_tiers(decision: Decision, num_blocks: int) -> tuple[Engine, Remote]:
@@ -331,7 +366,11 @@ def two_tiers(decision: Decision, num_blocks: int) -> tuple[Engine, Remote]:
         async_scheduling=True,
     )
     executor = MemoryCheckingExecutor(
-        num_blocks, BLOCK_SIZE, host_blocks=16, async_scheduling=True, model=lambda prefix, begin: 100 + len(prefix)
+        num_blocks,
+        BLOCK_SIZE,
+        host_blocks=16,
+        async_scheduling=True,
+        model=lambda prefix, begin: 100 + len(prefix),
     )
     return Engine(scheduler, executor, vocab_size=200), policy
 
@@ -348,43 +387,80 @@ def test_a_decode_that_is_to_move_to_the_host_is_not_fed_until_it_can() -> None:
     engine.step()
     policy.decision = Decision(64, 64, host=HostDecision(swap_in=1))
     assert [row.sequence for row in plans_of(engine)[before].rows] == [0]
-    assert [swap.sequence for plan in plans_of(engine)[before : before + 2] for swap in plan.host.swaps] == [1]
+    assert [
+        swap.sequence for plan in plans_of(engine)[before : before + 2] for swap in plan.host.swaps
+    ] == [1]
     finish(engine)
 
 
 def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_gives_way() -> None:
-    engine, _ = two_tiers(Decision(64, 64, host=HostDecision(preempt=True, swap_in=1)), num_blocks=5)
+    engine, _ = two_tiers(
+        Decision(64, 64, host=HostDecision(preempt=True, swap_in=1)), num_blocks=5
+    )
     for name, tokens in (("old", (1, 2)), ("new", (3, 4, 5))):
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)
     assert engine.scheduler.table.preemptions == 0
-    moves = [plan.step for plan in plans_of(engine) for swap in plan.host.swaps if swap.direction == "out"]
-    before = [row.start for plan in plans_of(engine) if plan.step < moves[0] for row in plan.rows if row.sequence == 1]
+    moves = [
+        plan.step
+        for plan in plans_of(engine)
+        for swap in plan.host.swaps
+        if swap.direction == "out"
+    ]
+    before = [
+        row.start
+        for plan in plans_of(engine)
+        if plan.step < moves[0]
+        for row in plan.rows
+        if row.sequence == 1
+    ]
     assert before == [0, 3, 4]  # it had room for 5, but the old one had none for 4
 
 
-# ------------------------------------------------------------------------------------------------------- agreement
+# --------------------------------------------------------------------------------------------------
+# agreement
 
 
 def test_tokens_are_fed_within_one_stage() -> None:
-    for depths in ({"pipeline_depth": 2}, {"extensions": make_extensions(other_layouts=[LayoutCapacity(4, 2)])}):
+    for depths in (
+        {"pipeline_depth": 2},
+        {"extensions": make_extensions(other_layouts=[LayoutCapacity(4, 2)])},
+    ):
         with pytest.raises(ValueError, match="pipeline_depth must be 1"):
-            Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, async_scheduling=True, **depths)
+            Scheduler(
+                ChunkedPrefill(8),
+                num_blocks=4,
+                block_size=2,
+                max_model_len=8,
+                async_scheduling=True,
+                **depths,
+            )
 
 
 def test_an_executor_that_takes_no_fed_rows_gets_none() -> None:
-    scheduler = Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, async_scheduling=True)
+    scheduler = Scheduler(
+        ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, async_scheduling=True
+    )
     with pytest.raises(ValueError, match="the executor does not"):
         Engine(scheduler, MemoryCheckingExecutor(4, 2), vocab_size=50)
 
 
 def test_a_policy_is_told_that_what_may_be_fed_is_ready() -> None:
     remote = Remote(Decision(64, 64))
-    scheduler = Scheduler(remote, num_blocks=16, block_size=BLOCK_SIZE, max_model_len=20, async_scheduling=True)
-    engine = Engine(scheduler, MemoryCheckingExecutor(16, BLOCK_SIZE, async_scheduling=True), vocab_size=50)
+    scheduler = Scheduler(
+        remote, num_blocks=16, block_size=BLOCK_SIZE, max_model_len=20, async_scheduling=True
+    )
+    engine = Engine(
+        scheduler, MemoryCheckingExecutor(16, BLOCK_SIZE, async_scheduling=True), vocab_size=50
+    )
     for name, params in (("a", {}), ("b", {"min_tokens": 1})):
         engine.add(request(name, 1, 2, 3, max_tokens=9, ignore_eos=True, **params))
     step_until_two_are_in_flight(engine)
     load = remote.loads[-1]
-    assert (load.running_decodes, load.ready_decodes, load.steps_in_flight, load.pipeline_depth) == (2, 1, 1, 1)
+    assert (
+        load.running_decodes,
+        load.ready_decodes,
+        load.steps_in_flight,
+        load.pipeline_depth,
+    ) == (2, 1, 1, 1)
     assert load.context_tokens == 8

@@ -13,11 +13,14 @@ from tests.fakes.integrity import check_pool
 
 
 def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
-    """Allocate, fill and cache all blocks of a prompt whose length is a multiple of the block size."""
+    """Allocate, fill and cache all blocks of a prompt whose length is a multiple of the block
+    size."""
     blocks = pool.allocate(len(tokens) // pool.block_size)
     link: CachedColumn | str = salt
     for index, block in enumerate(blocks):
-        link = pool.insert([block], link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
+        link = pool.insert(
+            [block], link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size])
+        )
     return blocks
 
 

@@ -1,4 +1,5 @@
-"""Cache groups: how layers are cut, what a sequence holds in them, and which prefixes they still have."""
+"""Cache groups: how layers are cut, what a sequence holds in them, and which prefixes they still
+have."""
 
 from itertools import accumulate, chain, combinations_with_replacement, pairwise
 
@@ -19,7 +20,10 @@ CUTS = st.sampled_from([(0,), (1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1)])
 
 
 def cut(
-    windows: list[int], sources: tuple[int, ...] = (), longest: int = 1 << 17, numbers: list[int] | None = None
+    windows: list[int],
+    sources: tuple[int, ...] = (),
+    longest: int = 1 << 17,
+    numbers: list[int] | None = None,
 ) -> CacheGroups:
     return CacheGroups.cut(tuple(windows), sources, longest, tuple(numbers or [1] * len(windows)))
 
@@ -35,9 +39,15 @@ def cut(
         ("olmo-3-7b", [4096, 4096, 4096, 0] * 8, [4096] * 3 + [0], 8, 0.0),
     ],
 )
-def test_groups_of_real_models(name: str, windows: list[int], groups: list[int], tensors: int, padding: float) -> None:
+def test_groups_of_real_models(
+    name: str, windows: list[int], groups: list[int], tensors: int, padding: float
+) -> None:
     found = cut(windows)
-    assert (list(found.windows), found.num_tensors, found.padding) == (groups, tensors, pytest.approx(padding))
+    assert (list(found.windows), found.num_tensors, found.padding) == (
+        groups,
+        tensors,
+        pytest.approx(padding),
+    )
     assert len(set(found.places)) == len(windows), "each layer has a tensor of its own in its group"
     assert [found.windows[group] for group, _ in found.places] == windows
 
@@ -61,7 +71,9 @@ def test_a_stage_of_a_pipeline_has_every_group_and_its_own_layers_tensors() -> N
     for first, end in pairwise([0, 7, 13, 19, 26]):
         stage = whole.of_layers(range(first, end), (1,) * 26)
         assert stage.windows == whole.windows
-        assert [group for group, _ in stage.places] == [group for group, _ in whole.places[first:end]]
+        assert [group for group, _ in stage.places] == [
+            group for group, _ in whole.places[first:end]
+        ]
         assert len(set(stage.places)) == end - first and stage.num_tensors <= 3
     assert whole.of_layers(range(26), (1,) * 26) == whole
 
@@ -99,16 +111,27 @@ def test_stages_have_tensors_of_their_own_which_whatever_pipeline_of_them_finds(
     ],
 )
 def test_layers_that_cache_other_numbers_share_tensors(
-    name: str, kinds: list[int], local: int, whole: int, groups: list[int], tensors: int, padding: float
+    name: str,
+    kinds: list[int],
+    local: int,
+    whole: int,
+    groups: list[int],
+    tensors: int,
+    padding: float,
 ) -> None:
     numbers = [local if window else whole for window in kinds]
     found = cut(kinds, numbers=numbers)
-    assert (list(found.windows), found.num_tensors, found.padding) == (groups, tensors, pytest.approx(padding))
+    assert (list(found.windows), found.num_tensors, found.padding) == (
+        groups,
+        tensors,
+        pytest.approx(padding),
+    )
     parts = [(found.places[layer][0], *found.tensor_of(layer)) for layer in range(len(kinds))]
     assert len(set(parts)) == len(kinds), "each layer has a place of its own in its group's blocks"
     for layer, (group, _, part) in enumerate(parts):
         assert part < found.shares[group] == max(local, whole) // numbers[layer]
-    # Ranks that hold fewer heads, and stages without some groups, have other shares of the same groups.
+    # Ranks that hold fewer heads, and stages without some groups, have other shares of the same
+    # groups.
     halves = found.of_layers(range(len(kinds)), tuple(max(number // 4, 1024) for number in numbers))
     assert (halves.windows, halves.places) == (found.windows, found.places)
     only = found.of_layers(range(5, 6), tuple(numbers))
@@ -120,13 +143,20 @@ def test_what_a_sequence_holds_at_most_is_what_some_chunks_need(
     windows: tuple[int, ...], size: int, tokens: int, chunk: int
 ) -> None:
     """Against counting the blocks of every chunk that there may be."""
-    chunks = [(at, min(tokens, at + length)) for at in range(tokens) for length in range(1, chunk + 1)]
-    held = [sum(-(-end // size) - first_seen(start, window) // size for window in windows) for start, end in chunks]
+    chunks = [
+        (at, min(tokens, at + length)) for at in range(tokens) for length in range(1, chunk + 1)
+    ]
+    held = [
+        sum(-(-end // size) - first_seen(start, window) // size for window in windows)
+        for start, end in chunks
+    ]
     assert max(held) <= most_blocks(windows, tokens, size, chunk) <= max(held) + len(windows)
 
 
 @given(windows=CUTS, size=st.integers(1, 4), blocks=st.integers(3, 40), longest=st.integers(1, 60))
-def test_the_longest_sequence_fits(windows: tuple[int, ...], size: int, blocks: int, longest: int) -> None:
+def test_the_longest_sequence_fits(
+    windows: tuple[int, ...], size: int, blocks: int, longest: int
+) -> None:
     tokens = most_tokens(windows, blocks, size, longest)
     assert tokens == 0 or most_blocks(windows, tokens, size) <= blocks
     if not any(windows):
@@ -172,7 +202,9 @@ def test_a_hit_is_the_longest_prefix_that_every_group_still_has(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(*, async_scheduling: bool) -> None:
+def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(
+    *, async_scheduling: bool
+) -> None:
     """Of a window group: 60 tokens pass through a pool in which not half of them would fit."""
     window, chunk, size = 8, 6, 2
     most = (window - 1 + chunk + size - 2) // size + 1
@@ -180,9 +212,13 @@ def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(*, async_
         ChunkedPrefill(chunk), num_blocks=most, block_size=size, max_model_len=80, windows=(window,),
         async_scheduling=async_scheduling,
     )  # fmt: skip
-    executor = MemoryCheckingExecutor(most, size, windows=(window,), async_scheduling=async_scheduling)
+    executor = MemoryCheckingExecutor(
+        most, size, windows=(window,), async_scheduling=async_scheduling
+    )
     engine = Engine(scheduler, executor, vocab_size=50)
-    engine.add(Request("r", tuple(range(20)) * 3, SamplingParams(max_tokens=15, ignore_eos=True), seed=0))
+    engine.add(
+        Request("r", tuple(range(20)) * 3, SamplingParams(max_tokens=15, ignore_eos=True), seed=0)
+    )
     updates = [update for _ in range(60) for update in engine.step()]
     assert sum(len(update.new_tokens) for update in updates) == 15 and not engine.has_work
     assert len(executor.plans[0].rows[0].tokens) == chunk, "chunks are not cut for want of blocks"
@@ -191,7 +227,9 @@ def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(*, async_
 
 def test_the_end_of_an_answer_is_a_prefix_though_its_beginning_is_gone() -> None:
     """A chat's next turn: the window's last tokens are enough, and nothing before them is kept."""
-    scheduler = Scheduler(ChunkedPrefill(8), num_blocks=8, block_size=2, max_model_len=64, windows=(4,))
+    scheduler = Scheduler(
+        ChunkedPrefill(8), num_blocks=8, block_size=2, max_model_len=64, windows=(4,)
+    )
     engine = Engine(scheduler, MemoryCheckingExecutor(8, 2, windows=(4,)), vocab_size=50)
     prompt = tuple(range(1, 31))
     for name, tokens in (("a", prompt), ("b", (*prompt, 40, 41, 42))):

@@ -1,4 +1,5 @@
-"""Draft tokens on the scheduler's floor: whatever is drafted, every request gets the tokens of plain decoding."""
+"""Draft tokens on the scheduler's floor: whatever is drafted, every request gets the tokens of
+plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.optional import DraftRow, draft_of
 from nanoserve.scheduler.plan import Begin, Row
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.draft_lengths import COUNTS, Acceptance, choose_counts, expected_tokens
+from nanoserve.scheduler.speculation.draft_lengths import (
+    COUNTS,
+    Acceptance,
+    choose_counts,
+    expected_tokens,
+)
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.work import StepWork, work_of
@@ -44,7 +50,9 @@ def test_draft_tokens_change_no_answer(
     """Beside preemption by swaps, too, and where workers die."""
     drafter, depth = DRAFTERS[name], life["depth"]
     proposer = DraftProposer(
-        looks_up=name == "ngram", token_budget=life["token_budget"] + 8, async_scheduling=life["async_scheduling"]
+        looks_up=name == "ngram",
+        token_budget=life["token_budget"] + 8,
+        async_scheduling=life["async_scheduling"],
     )
     executor = DyingExecutor(
         life["num_blocks"],
@@ -83,8 +91,14 @@ def test_draft_tokens_change_no_answer(
 
 
 def test_a_row_with_draft_tokens_is_one_decode_that_samples_every_position() -> None:
-    rows = [Row(1, 9, (4, 5, 6), True, draft=DraftRow(verify=2)), Row(2, 7, (4,), True), Row(3, 0, (1, 2), False)]
-    assert work_of(rows) == StepWork(decodes=2, decode_context=12 + 8, chunks=((0, 2),), sampled=4, draft_tokens=2)
+    rows = [
+        Row(1, 9, (4, 5, 6), True, draft=DraftRow(verify=2)),
+        Row(2, 7, (4,), True),
+        Row(3, 0, (1, 2), False),
+    ]
+    assert work_of(rows) == StepWork(
+        decodes=2, decode_context=12 + 8, chunks=((0, 2),), sampled=4, draft_tokens=2
+    )
     assert work_of(rows).tokens == 6
 
 
@@ -118,13 +132,16 @@ def test_no_other_counts_are_predicted_faster(
         return 1.0 + slope * draft_tokens + each * longest
 
     def tokens_per_second(counts: Sequence[int]) -> float:
-        expected = sum(expected_tokens(rate, count) for rate, count in zip(rates, counts, strict=True))
+        expected = sum(
+            expected_tokens(rate, count) for rate, count in zip(rates, counts, strict=True)
+        )
         return (expected + prompts) / seconds(sum(counts), max(counts))
 
     chosen = choose_counts(rates, [most] * len(rates), seconds, budget, prompts)
     assert sum(chosen) <= budget
     assert max(chosen) <= most
-    if each == 0.0 and budget == 100:  # else the likeliest draft tokens first is a good way, and perhaps not the best
+    # else the likeliest draft tokens first is a good way, and perhaps not the best
+    if each == 0.0 and budget == 100:
         allowed = [count for count in COUNTS if count <= most]
         best = max(map(tokens_per_second, product(allowed, repeat=len(rates))))
         assert tokens_per_second(chosen) >= best / 1.02 - 1e-9
@@ -155,7 +172,9 @@ def _plan(proposer: DraftProposer, sequence: Sequence_, row: float) -> tuple[tup
 
 
 @pytest.mark.parametrize("draft", [(), (9,) * 7])
-def test_a_drafter_that_is_never_right_is_asked_more_and_more_seldom(draft: tuple[int, ...]) -> None:
+def test_a_drafter_that_is_never_right_is_asked_more_and_more_seldom(
+    draft: tuple[int, ...],
+) -> None:
     """Nor one that answers nothing."""
     proposer, sequence = _alone(looks_up=False)
     asked = []
@@ -169,7 +188,8 @@ def test_a_drafter_that_is_never_right_is_asked_more_and_more_seldom(draft: tupl
 
 
 def test_what_was_drafted_is_compared_with_what_follows_though_no_step_checks_it() -> None:
-    """Words of four tokens come back: what is drafted is wrong at first and no longer checked, then right."""
+    """Words of four tokens come back: what is drafted is wrong at first and no longer checked, then
+    right."""
     proposer, sequence = _alone(looks_up=True)
     random, checked = Random(0), []
     for step in range(400):
@@ -184,7 +204,9 @@ def test_what_was_drafted_is_compared_with_what_follows_though_no_step_checks_it
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_now_and_then_a_plan_has_no_draft_tokens_so_that_it_is_timed(*, async_scheduling: bool) -> None:
+def test_now_and_then_a_plan_has_no_draft_tokens_so_that_it_is_timed(
+    *, async_scheduling: bool
+) -> None:
     """And the next one has some again: the sequence is not scheduled asynchronously meanwhile."""
     _, sequence = _alone(looks_up=True, tokens=[7, 8] * 20)
     sequence.placeholders = Placeholders(limit=1000, wait=True)  # as every sequence does at first
@@ -229,11 +251,19 @@ def _decoding(**settings: object) -> tuple[Scheduler, DraftProposer, MemoryCheck
 def test_a_rejection_moves_nothing_but_the_count_of_computed_tokens() -> None:
     scheduler, proposer, executor = _decoding()
     engine = Engine(scheduler, executor, vocab_size=50)
-    engine.add(Request("r", (1, 2, 3), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0))
+    engine.add(
+        Request(
+            "r", (1, 2, 3), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0
+        )
+    )
     engine.step()
     (sequence,) = scheduler.running
     for _ in range(3):
-        known, blocks, chain = list(sequence.tokens), list(sequence.block_table), list(sequence.cached_columns)
+        known, blocks, chain = (
+            list(sequence.tokens),
+            list(sequence.block_table),
+            list(sequence.cached_columns),
+        )
         engine.step()
         row = executor.plans[-1].rows[0]
         assert (draft_of(row).verify, row.start) == (7, len(known) - 1)
@@ -260,7 +290,8 @@ def test_a_draft_token_that_was_wrong_is_never_found_in_the_prefix_cache() -> No
     engine.add(Request("s", (*known, *wrong.tokens[1:], 5), params, seed=0))
     engine.step()
     assert executor.plans[-1].begin[0].sequence != 0
-    assert executor.plans[-1].rows[0].start == len(known) // 2 * 2  # the blocks of known tokens, and no other
+    # the blocks of known tokens, and no other
+    assert executor.plans[-1].rows[0].start == len(known) // 2 * 2
 
 
 @dataclass
@@ -275,22 +306,33 @@ class Setting(Policy):
 
 @pytest.mark.parametrize(("wanted", "most"), [(0, 0), (1, 1), (4, 4), (50, 7), (-1, 0)])
 def test_a_policy_may_set_how_many_draft_tokens_there_are(wanted: int, most: int) -> None:
-    scheduler, proposer, executor = _decoding(policy=Setting(wanted), predictors=(LinearPredictor(row=9.0),))
+    scheduler, proposer, executor = _decoding(
+        policy=Setting(wanted), predictors=(LinearPredictor(row=9.0),)
+    )
     engine = Engine(scheduler, executor, vocab_size=50)
-    engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), seed=0))
+    engine.add(
+        Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), seed=0)
+    )
     while engine.has_work:
         engine.step()
-    draft_tokens = [draft_of(plan.rows[0]).verify for plan in executor.plans if plan.rows and plan.rows[0].start >= 2]
+    draft_tokens = [
+        draft_of(plan.rows[0]).verify
+        for plan in executor.plans
+        if plan.rows and plan.rows[0].start >= 2
+    ]
     assert max(draft_tokens) == most
     assert all(each == most for each in draft_tokens[:5])
     assert proposer.counts.rows == sum(map(bool, draft_tokens))
 
 
 def test_draft_tokens_are_drafted_beside_those_that_are_checked() -> None:
-    """A row of 7 draft tokens asks for the next 7: one that checked its draft would have none behind it otherwise."""
+    """A row of 7 draft tokens asks for the next 7: one that checked its draft would have none
+    behind it otherwise."""
     scheduler, _, executor = _decoding(drafter=knows)
     engine = Engine(scheduler, executor, vocab_size=50)
-    engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0))
+    engine.add(
+        Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0)
+    )
     while engine.has_work:
         engine.step()
     assert [draft_of(plan.rows[0]).verify for plan in executor.plans if plan.rows] == [0, 7, 7, 7]
@@ -317,6 +359,8 @@ def test_throttling_counts_sequences_however_many_draft_tokens_they_have() -> No
             engine.add(Request(f"r{number}", (1, number), params, seed=0))
         while engine.has_work:
             engine.step()
-        rows[name] = {plan.decodes for plan in executor.plans if plan.rows and not plan.prompt_tokens}
+        rows[name] = {
+            plan.decodes for plan in executor.plans if plan.rows and not plan.prompt_tokens
+        }
         assert bool(proposer.counts.draft_tokens) == (name == "speculative")
     assert max(rows["speculative"]) == max(rows["plain"])

@@ -1,4 +1,5 @@
-"""What is expected of plans, what is learned from their results, and that a replay expects and learns the same."""
+"""What is expected of plans, what is learned from their results, and that a replay expects and
+learns the same."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,14 @@ from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Policy
-from nanoserve.scheduler.optional import Alternative, CohortProgress, HostPlan, HostResult, HostRow, HostWork
+from nanoserve.scheduler.optional import (
+    Alternative,
+    CohortProgress,
+    HostPlan,
+    HostResult,
+    HostRow,
+    HostWork,
+)
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
@@ -73,11 +81,14 @@ DEVICE_ROWS = (Row(0, 41, (1,), True), Row(1, 0, (1, 1, 1), True), Row(2, 8, (1,
 DEVICE_WORK = StepWork(decodes=1, decode_context=42, chunks=((0, 3), (8, 2)), sampled=2)
 BEGAN = StepPlan(3, rows=(on_host(5, 8), on_host(6, 8)), host=HostPlan(strategy="overlap"))
 
-# ---------------------------------------------------------------------------------------------------- features
+# --------------------------------------------------------------------------------------------------
+# features
 
 
 def test_a_step_of_the_device_is_its_rows() -> None:
-    assert features_of(StepPlan(0, rows=DEVICE_ROWS)) == StepFeatures(strategy="device", device=DEVICE_WORK)
+    assert features_of(StepPlan(0, rows=DEVICE_ROWS)) == StepFeatures(
+        strategy="device", device=DEVICE_WORK
+    )
 
 
 def test_cohorts_under_way_are_expected_to_join_beside_those_that_begin() -> None:
@@ -85,20 +96,29 @@ def test_cohorts_under_way_are_expected_to_join_beside_those_that_begin() -> Non
     cohorts.advance(3, 2)
     plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), host=HostPlan(strategy="overlap"))
     expected = (HostBatch(1, 5, 0), HostBatch(2, 18, 3))
-    assert features_of(plan, cohorts) == StepFeatures(strategy="overlap", device=DEVICE_WORK, host=expected)
+    assert features_of(plan, cohorts) == StepFeatures(
+        strategy="overlap", device=DEVICE_WORK, host=expected
+    )
 
 
 def test_an_asymmetric_step_takes_rows_out_of_their_cohorts_by_how_far_they_are() -> None:
     cohorts = cohorts_with(BEGAN)
     cohorts.advance(3, 1)
-    rows = (on_host(5, 9, going_on=True), on_host(6, 9, going_on=True, sub_batch=1), on_host(7, 4, sub_batch=1))
-    features = features_of(StepPlan(4, rows=(*DEVICE_ROWS, *rows), host=HostPlan(strategy="asymmetric")), cohorts)
+    rows = (
+        on_host(5, 9, going_on=True),
+        on_host(6, 9, going_on=True, sub_batch=1),
+        on_host(7, 4, sub_batch=1),
+    )
+    features = features_of(
+        StepPlan(4, rows=(*DEVICE_ROWS, *rows), host=HostPlan(strategy="asymmetric")), cohorts
+    )
     assert features.host == (HostBatch(1, 9, 2),)
     assert features.host_second == (HostBatch(1, 9, 2), HostBatch(1, 5, 0))
     assert features.sampled == 5
 
 
-# ---------------------------------------------------------------------------------------------------- learning
+# --------------------------------------------------------------------------------------------------
+# learning
 
 
 @pytest.mark.parametrize("of_all", [False, True])
@@ -108,7 +128,9 @@ def test_once_many_results_were_learned_from_one_in_seventeen_is(of_all: bool) -
     forecasts.of_all = of_all
     for step in range(296):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1))
-        forecasts.on_result(StepResult(step, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=3.0))
+        forecasts.on_result(
+            StepResult(step, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=3.0)
+        )
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 17
     measured = [one.step for one in shown if isinstance(one, Forecast) and one.measured is not None]
     assert measured[256:258] == ([256, 257] if of_all else [271, 288])
@@ -137,7 +159,9 @@ def test_a_forecast_is_told_when_its_step_is_planned_and_again_when_it_is_measur
         ([(4, 0)], [HostBatch(2, 18, 3)]),  # through: their tokens are answered
     ],
 )
-def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], joined: list[HostBatch]) -> None:
+def test_who_joined_is_known_behind_the_step(
+    progress: list[tuple[int, int]], joined: list[HostBatch]
+) -> None:
     learner, cohorts = Learner(), cohorts_with(BEGAN)
     cohorts.advance(3, 2)
     forecasts = Forecasts([learner], cohorts=cohorts)
@@ -148,7 +172,9 @@ def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], jo
         StepPlan(5, rows=(on_host(8, 4),), host=HostPlan(strategy="overlap")), {8: sequence(8)}
     )  # in flight behind it
     forecasts.on_result(
-        StepResult(4, host=HostResult(cohorts=tuple(CohortProgress(*one) for one in progress)), seconds=1.0)
+        StepResult(
+            4, host=HostResult(cohorts=tuple(CohortProgress(*one) for one in progress)), seconds=1.0
+        )
     )
     assert learner.steps[0][0].host == (HostBatch(1, 5, 0), *joined)
 
@@ -179,7 +205,9 @@ def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None
     for predictors in ([], [LinearPredictor()]):
         forecasts = Forecasts(predictors, shown.append)
         forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1))
-        forecasts.on_result(StepResult(0, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=9.0))
+        forecasts.on_result(
+            StepResult(0, host=HostResult(work=(HostWork(1, 5, 3.0),)), seconds=9.0)
+        )
     forecasts = Forecasts([Learner()], shown.append)
     forecasts.on_plan(StepPlan(0, host=HostPlan(strategy="overlap")), None, Decision(5, 1))
     assert not shown
@@ -205,10 +233,13 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
         assert learner.steps == []
 
 
-# -------------------------------------------------------------------------------------------------- alternatives
+# --------------------------------------------------------------------------------------------------
+# alternatives
 
 
-@pytest.mark.parametrize("policy", [AsymmetricPipelining(512), ApexAlgorithm1(512, 0.0), HybridByPrediction(512)])
+@pytest.mark.parametrize(
+    "policy", [AsymmetricPipelining(512), ApexAlgorithm1(512, 0.0), HybridByPrediction(512)]
+)
 def test_decisions_tell_what_was_weighed(policy: Policy) -> None:
     for load in (hosting(DECODES, 100), hosting(DECODES, 5)):
         decision = policy.decide(load)
@@ -216,7 +247,10 @@ def test_decisions_tell_what_was_weighed(policy: Policy) -> None:
         alone = by_strategy["device"]  # 10 decodes in four layers of 2 s
         assert (alone.seconds, alone.per_second) == pytest.approx((8.0, 10 / 8))
         if not isinstance(policy, ApexAlgorithm1):  # which overlaps what does not pay otherwise
-            assert max(decision.host.alternatives, key=lambda one: one.per_second).strategy == decision.host.strategy
+            assert (
+                max(decision.host.alternatives, key=lambda one: one.per_second).strategy
+                == decision.host.strategy
+            )
     assert policy.decide(DECODES).host.alternatives == ()  # nobody is on the host
 
 
@@ -226,10 +260,14 @@ def test_neos_alternative_is_worked_out_by_hand() -> None:
 
 
 def test_decisions_are_equal_whatever_was_weighed() -> None:
-    assert replace(PLAN, host=replace(PLAN.host, alternatives=(Alternative("overlap", 1.0, 2.0),))) == PLAN
+    assert (
+        replace(PLAN, host=replace(PLAN.host, alternatives=(Alternative("overlap", 1.0, 2.0),)))
+        == PLAN
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- replay
+# --------------------------------------------------------------------------------------------------
+# replay
 
 
 def requests() -> Iterator[Request]:
@@ -247,7 +285,9 @@ def requests() -> Iterator[Request]:
 @pytest.mark.parametrize("policy", ["neo", "overlap", "apex", "hybrid"])
 def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
     times = TierTimes(layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01, sample=0.01)
-    wrong = LinearPredictor(num_layers=3, linear=0.3, row=0.01, key=0.003, prompt_token=0.02, host_key=0.02)
+    wrong = LinearPredictor(
+        num_layers=3, linear=0.3, row=0.01, key=0.003, prompt_token=0.02, host_key=0.02
+    )
     made: list[Scheduler] = []
 
     def scheduler() -> Scheduler:

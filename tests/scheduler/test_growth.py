@@ -1,4 +1,5 @@
-"""What running sequences are expected to grow by, worked out by hand, and that the policy is told."""
+"""What running sequences are expected to grow by, worked out by hand, and that the policy is
+told."""
 
 import statistics
 from typing import ClassVar
@@ -42,9 +43,9 @@ def test_what_ends_early_makes_room_for_what_ends_late() -> None:
 def test_draft_tokens_are_spread_over_the_known_lengths_that_are_longer() -> None:
     known = _known(2, 20, 40, 30, 10)
     fresh = [known.remaining(_sequence(number, prompt=5, produced=0)) for number in range(1000)]
-    assert {length: round(fresh.count(length) / 1000, 1) for length in (2, 10, 20, 30, 40)} == dict.fromkeys(
-        (2, 10, 20, 30, 40), 0.2
-    )
+    assert {
+        length: round(fresh.count(length) / 1000, 1) for length in (2, 10, 20, 30, 40)
+    } == dict.fromkeys((2, 10, 20, 30, 40), 0.2)
     late = {known.remaining(_sequence(number, prompt=5, produced=25)) for number in range(10)}
     assert late == {5, 15}
 
@@ -61,19 +62,20 @@ def test_with_no_answer_known_one_is_taken_to_be_as_long_as_its_prompt() -> None
 
 def test_those_that_still_run_say_that_the_first_to_end_were_the_short_ones() -> None:
     known = _known(10, 10, 30, running=(20, 20, 50))
-    # Of six, two end with 10: a third. Of the two that are seen to come to 30, one does: half of what is left. The
-    # other third is beyond: 50 is half way.
+    # Of six, two end with 10: a third. Of the two that are seen to come to 30, one does: half of
+    # what is left. The other third is beyond: 50 is half way.
     fresh = [known.remaining(_sequence(number, prompt=5, produced=0)) for number in range(900)]
-    assert {length: round(fresh.count(length) / 900, 2) for length in (10, 30, 100)} == dict.fromkeys(
-        (10, 30, 100), 0.33
-    )
+    assert {
+        length: round(fresh.count(length) / 900, 2) for length in (10, 30, 100)
+    } == dict.fromkeys((10, 30, 100), 0.33)
     late = {known.remaining(_sequence(number, prompt=5, produced=20)) for number in range(10)}
     assert late == {30 - 20, 100 - 20}
     assert known.deviation() == pytest.approx(statistics.pstdev([10, 30, 100]))
 
 
 def test_lengths_that_differ_ask_for_one_and_a_half_deviations_on_top() -> None:
-    running = [_sequence(number, prompt=5, produced=30) for number in range(4)]  # all go on to 40, the only longer one
+    # all go on to 40, the only longer one
+    running = [_sequence(number, prompt=5, produced=30) for number in range(4)]
     assert _known(20, 40).expected_growth(running) == 4 * 10 + round(1.5 * 10 * 4**0.5)
 
 
@@ -114,10 +116,11 @@ class _Listener(_Deaf):
 def test_the_scheduler_learns_from_answers_that_ended_by_themselves_and_tells_the_policy() -> None:
     policy = _Listener()
     _aborted_then_two_answers(policy)
-    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its limit.
+    # Steps 1 to 21 are the first answer: after 15 tokens it is half way, but only 6 are left to its
+    # limit.
     assert policy.growth[16:22] == [2] * 6
-    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way, give
-    # or take 1.5 * 15.5: it is one of two that came to 21, where the other ended.
+    # From step 22 on the second: after 10 tokens 11 of 21 are to come, after 26 it is half way,
+    # give or take 1.5 * 15.5: it is one of two that came to 21, where the other ended.
     assert [policy.growth[step] for step in (32, 47, 48)] == [3, 3, 13]
     assert [policy.longest[step] for step in (16, 32, 48)] == [6, 11, 26]
 
@@ -135,6 +138,8 @@ def _aborted_then_two_answers(policy: _Deaf) -> None:
     engine.step()
     engine.stop("aborted")
     for name, limit in (("first", 21), ("second", 60)):
-        engine.add(Request(name, (1, 2, 3, 4), SamplingParams(temperature=0, max_tokens=limit), seed=0))
+        engine.add(
+            Request(name, (1, 2, 3, 4), SamplingParams(temperature=0, max_tokens=limit), seed=0)
+        )
         while engine.has_work:
             engine.step()

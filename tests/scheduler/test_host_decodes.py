@@ -29,7 +29,10 @@ def test_the_policy_sees_the_cohorts_under_way_the_most_advanced_first() -> None
     bench.step(OVERLAP)
     bench.step()
     bench.step()
-    assert bench.load.host.cohorts == (Cohort(layers=1, sequences=1, context_tokens=5), Cohort(0, 1, 5))
+    assert bench.load.host.cohorts == (
+        Cohort(layers=1, sequences=1, context_tokens=5),
+        Cohort(0, 1, 5),
+    )
     assert (bench.load.host.decodes, bench.load.host.ready) == (2, 0)
     bench.finish()
 
@@ -74,12 +77,16 @@ def test_a_drain_waits_for_the_host_sequences_under_way() -> None:
     bench.step(OVERLAP)
     bench.finish(Decision(64, 64, host=HostDecision(swap_in=2), layout=1))
     kinds = [
-        (plan.host.strategy, plan.layouts.transition) for plan in bench.plans if not plan.rows and not plan.host.swaps
+        (plan.host.strategy, plan.layouts.transition)
+        for plan in bench.plans
+        if not plan.rows and not plan.host.swaps
     ]
     assert kinds == [("overlap", None), ("overlap", None), ("device", 1)]
 
 
-def test_a_host_sequence_given_up_while_its_token_is_under_way_keeps_its_blocks_until_the_answer() -> None:
+def test_a_host_sequence_given_up_while_its_token_is_under_way_keeps_its_blocks_until_the_answer() -> (
+    None
+):
     bench = _on_host(1)
     bench.step(OVERLAP)
     bench.give_up("a")
@@ -154,9 +161,15 @@ def test_what_a_plan_in_flight_may_be_finishing_is_not_told_to_end_in_another() 
     bench.step(Decision(64, 1, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
     bench.step()
     bench.step()
-    assert [plan.host.strategy for plan in bench.plans[before:]] == ["overlap", "overlap", "asymmetric"]
+    assert [plan.host.strategy for plan in bench.plans[before:]] == [
+        "overlap",
+        "overlap",
+        "asymmetric",
+    ]
     on_host = [row for plan in bench.plans[before:] for row in plan.rows if row.host is not None]
-    assert [(row.sequence, row.start) for row in on_host if row.tokens] == [(0, 5)], "its next token"
+    assert [(row.sequence, row.start) for row in on_host if row.tokens] == [(0, 5)], (
+        "its next token"
+    )
     bench.finish()
 
 

@@ -1,4 +1,5 @@
-"""Attention on the CPU dies at any moment: nobody who listens to a sequence can tell, and no block is lost."""
+"""Attention on the CPU dies at any moment: nobody who listens to a sequence can tell, and no block
+is lost."""
 
 from typing import Any
 
@@ -20,7 +21,8 @@ CALLS = st.one_of(st.integers(1, 12), st.integers(1, 60))
 LOSSES = st.frozensets(CALLS, min_size=1, max_size=6)
 OVERLAP = Decision(64, 64, host=HostDecision(strategy="overlap", decodes=(1, 0)))
 
-# ---------------------------------------------------------------------------------------------- random lives
+# ----------------------------------------------------------------------------------------------
+# random lives
 
 
 @settings(max_examples=50, deadline=None)
@@ -40,19 +42,30 @@ def test_whatever_is_decided_every_request_gets_its_tokens(
     deaths=st.frozensets(CALLS, min_size=1, max_size=3),
 )
 def test_the_host_and_whole_workers_may_be_lost_in_turn(
-    life: dict, memory: dict, decided: list[Decision], losses: frozenset[int], deaths: frozenset[int]
+    life: dict,
+    memory: dict,
+    decided: list[Decision],
+    losses: frozenset[int],
+    deaths: frozenset[int],
 ) -> None:
     check(AtRandom(decided), life, memory, deaths, losses)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].attends_on_host] + ["seesaw", "sarathi"])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if POLICIES[name].attends_on_host] + ["seesaw", "sarathi"]
+)
 @settings(max_examples=10, deadline=None)
 @given(life=lives(), memory=TIERS, losses=LOSSES)
-def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict, losses: frozenset[int]) -> None:
-    check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory, host_losses=losses)
+def test_every_policy_with_host_decodes_beside_it(
+    name: str, life: dict, memory: dict, losses: frozenset[int]
+) -> None:
+    check(
+        AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory, host_losses=losses
+    )
 
 
-# ------------------------------------------------------------------------------------------------- one by one
+# -------------------------------------------------------------------------------------------------
+# one by one
 
 
 def _on_host(names: str, **settings: Any) -> Bench:
@@ -65,7 +78,9 @@ def _on_host(names: str, **settings: Any) -> Bench:
     return bench
 
 
-def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_device_goes_on() -> None:
+def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_device_goes_on() -> (
+    None
+):
     bench = _on_host("ab", num_blocks=16)
     bench.add("z", 4, 8)
     bench.step(OVERLAP)
@@ -76,13 +91,20 @@ def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_devi
     assert [sequence.sequence_id for sequence in bench.scheduler.waiting] == [0, 1]
     assert [sequence.request.request_id for sequence in bench.scheduler.running] == ["z"]
     bench.step(Decision(64, 64))
-    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.host.total_blocks) == ((), 0, 8)
+    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.host.total_blocks) == (
+        (),
+        0,
+        8,
+    )
     assert bench.plans[-1].end == (0, 1)
     begins = {begin.sequence: begin.tokens for begin in bench.plans[-1].begin}
     assert all(begins[index][:4] == bench.requests[name].prompt for index, name in enumerate("ab"))
     assert [len(begins[index]) for index in range(2)] == [5, 5], "with the token that was answered"
     bench.finish()
-    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (1, 2)
+    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (
+        1,
+        2,
+    )
 
 
 def test_an_asymmetric_step_ends_without_the_tokens_of_its_host_sequences() -> None:
@@ -90,7 +112,9 @@ def test_an_asymmetric_step_ends_without_the_tokens_of_its_host_sequences() -> N
     bench.add("z", 4, 8)
     bench.step(Decision(64, 0))
     bench.executor.host_dies()
-    (update,) = bench.step(Decision(0, 64, host=HostDecision(strategy="asymmetric", decodes=(1, 1))))
+    (update,) = bench.step(
+        Decision(0, 64, host=HostDecision(strategy="asymmetric", decodes=(1, 1)))
+    )
     assert [row.sequence for row in bench.plans[-1].rows] == [2, 0, 1]
     assert update.request_id == "z"
     assert len(bench.scheduler.waiting) == 2
@@ -120,13 +144,17 @@ def test_what_is_on_its_way_arrives_whole(direction: str) -> None:
     bench.step()
     assert bench.load.host.moving == 1
     bench.finish(Decision(0, 64, host=HostDecision(strategy="overlap", decodes=(1, 0))))
-    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (1, 0)
+    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (
+        1,
+        0,
+    )
 
 
 def test_after_three_losses_there_is_no_host_tier() -> None:
     bench = _on_host("a")
     bench.add("c", 5, 3)
-    bench.step(Decision(3, 0, host=HostDecision(park=True)))  # a place on the host is reserved for it
+    # a place on the host is reserved for it
+    bench.step(Decision(3, 0, host=HostDecision(park=True)))
     bench.add("b", 4, 4)
     for _ in range(MOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host=HostResult(lost="killed")), 0.0)
@@ -134,7 +162,11 @@ def test_after_three_losses_there_is_no_host_tier() -> None:
     bench.executor.host_dies()  # for the memory's sake; nobody is there to be lost
     swaps = len(bench.swapped())
     bench.step(Decision(64, 64, host=HostDecision(park=True, preempt=True, swap_out=9)))
-    assert (bench.load.host.total_blocks, bench.load.host.free_blocks, bench.load.host.decodes) == (0, 0, 0)
+    assert (bench.load.host.total_blocks, bench.load.host.free_blocks, bench.load.host.decodes) == (
+        0,
+        0,
+        0,
+    )
     assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.finish()
     assert len(bench.swapped()) == swaps

@@ -1,4 +1,5 @@
-"""Hybrid policies where several plans are in flight: equal shares of the decodes, and of the CPU's time."""
+"""Hybrid policies where several plans are in flight: equal shares of the decodes, and of the CPU's
+time."""
 
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ def test_decodes_are_divided_among_the_plans_in_flight(policy: Policy) -> None:
 
 
 def test_the_cpu_is_asked_for_no_more_than_it_serves_until_the_next_plan_ends() -> None:
-    # Five decodes with half of the keys: 4 (1 + 0.5) = 6 s from stage to stage, but a plan ends every 3 s, in which the
-    # CPU serves six sequences of half a second each. A cohort gets a quarter of that, so that others begin behind it.
+    # Five decodes with half of the keys: 4 (1 + 0.5) = 6 s from stage to stage, but a plan ends
+    # every 3 s, in which the CPU serves six sequences of half a second each. A cohort gets a
+    # quarter of that, so that others begin behind it.
     decision = HybridByPrediction(512).decide(hosting(STAGES, 40))
     assert (decision.host.strategy, decision.host.decodes) == ("overlap", (1, 0))

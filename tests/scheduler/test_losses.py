@@ -26,13 +26,16 @@ from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRando
 DEATHS = st.frozensets(st.one_of(st.integers(1, 12), st.integers(1, 60)), min_size=1, max_size=6)
 NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 16, 4, 40
 
-# ---------------------------------------------------------------------------------------------- random lives
+# ----------------------------------------------------------------------------------------------
+# random lives
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(life=lives(), deaths=DEATHS)
-def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict, deaths: frozenset[int]) -> None:
+def test_every_request_gets_the_tokens_it_would_get_alone(
+    policy: str, life: dict, deaths: frozenset[int]
+) -> None:
     executor = DyingExecutor(
         life["num_blocks"],
         life["block_size"],
@@ -67,18 +70,23 @@ def test_host_memory_and_layouts_are_lost_too(
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=10, deadline=None)
 @given(life=lives(), memory=TIERS, deaths=DEATHS)
-def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict, deaths: frozenset[int]) -> None:
+def test_every_policy_with_host_decodes_beside_it(
+    name: str, life: dict, memory: dict, deaths: frozenset[int]
+) -> None:
     check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory, deaths)
 
 
-# ------------------------------------------------------------------------------------------------- one by one
+# -------------------------------------------------------------------------------------------------
+# one by one
 
 
 class _Bench:
     """An engine of so many stages, whose workers die at these calls of its executor."""
 
     def __init__(self, *deaths: int, depth: int = 2, executor: Any = None, **settings: Any) -> None:
-        self.executor = executor or DyingExecutor(NUM_BLOCKS, BLOCK_SIZE, depth=depth, deaths=deaths)
+        self.executor = executor or DyingExecutor(
+            NUM_BLOCKS, BLOCK_SIZE, depth=depth, deaths=deaths
+        )
         self.scheduler = Scheduler(
             ChunkedPrefill(64),
             num_blocks=NUM_BLOCKS,
@@ -90,7 +98,9 @@ class _Bench:
         self.engine = Engine(self.scheduler, self.executor, vocab_size=1000)
 
     def add(self, name: str, length: int = 9, **params: Any) -> Request:
-        settings = SamplingParams(**({"temperature": 0, "max_tokens": 8, "ignore_eos": True} | params))
+        settings = SamplingParams(
+            **({"temperature": 0, "max_tokens": 8, "ignore_eos": True} | params)
+        )
         request = Request(name, tuple(range(length)), settings, seed=0)
         self.engine.add(request)
         return request
@@ -130,7 +140,8 @@ def test_no_block_is_found_by_what_it_held_before() -> None:
     bench.add("third", max_tokens=1)
     (update,) = bench.finish()
     rows = [row for plan in bench.executor.plans for row in plan.rows]
-    # The second found the first one's blocks; then it was computed whole, and the third finds what it left.
+    # The second found the first one's blocks; then it was computed whole, and the third finds what
+    # it left.
     assert [(row.start, len(row.tokens)) for row in rows] == [(0, 9), (8, 1), (0, 9), (8, 1)]
     assert update.sequence.cached_tokens == 8
 
@@ -154,7 +165,10 @@ def test_siblings_fork_again_or_are_computed_alone() -> None:
         updates = bench.finish()
         assert bench.executor.losses == 1
         for index in range(3):
-            assert _tokens(updates, index) == expected_tokens(request, index=index, max_model_len=CONTEXT)[0]
+            assert (
+                _tokens(updates, index)
+                == expected_tokens(request, index=index, max_model_len=CONTEXT)[0]
+            )
 
 
 def test_a_request_given_up_while_in_flight_is_gone_with_the_workers() -> None:
@@ -183,13 +197,18 @@ def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
     bench.step()
     assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.step()
-    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.running_decodes) == ((), 0, 0)
+    assert (bench.load.host.cohorts, bench.load.host.decodes, bench.load.running_decodes) == (
+        (),
+        0,
+        0,
+    )
     bench.finish()
 
 
 @pytest.mark.parametrize("target", [0, 1])
 def test_a_transition_that_was_lost_is_decided_anew(target: int) -> None:
-    """Else the policy would go on wanting it, and who waits be computed in forced steps, a block at a time."""
+    """Else the policy would go on wanting it, and who waits be computed in forced steps, a block at
+    a time."""
     bench = tiered.Bench()
     bench.scheduler.policy = TransitionMinimizing(64)
     for name in "abcdef":
@@ -206,7 +225,8 @@ def test_a_transition_that_was_lost_is_decided_anew(target: int) -> None:
     assert bench.scheduler.forced_steps == 0
 
 
-# ----------------------------------------------------------------------------------------- no workers any more
+# ----------------------------------------------------------------------------------------- no
+# workers any more
 
 
 class _GivingUp(DyingExecutor):
@@ -242,7 +262,9 @@ def test_everything_ends_with_an_error_when_no_workers_come_any_more(steps: int)
     ended = [(update.request_id, update.index) for update in updates]
     assert ended == [("a", 0), ("family", 0), ("family", 1), ("family", 2), ("waits", 0)]
     for update in updates:
-        assert update.sequence.finish_reason is FinishReason.ERROR and update.sequence.error == CAUSE
+        assert (
+            update.sequence.finish_reason is FinishReason.ERROR and update.sequence.error == CAUSE
+        )
     assert bench.engine.failure == CAUSE
     assert not bench.engine.has_work and bench.scheduler.pool.free_blocks == NUM_BLOCKS
     check_integrity(bench.scheduler)

@@ -26,7 +26,8 @@ def request(name: str, length: int = 4, *, tokens: int = 2, **fields) -> Request
 
 
 class Bench:
-    """An engine for one sequence at a time unless told otherwise, and the order in which its requests begin."""
+    """An engine for one sequence at a time unless told otherwise, and the order in which its
+    requests begin."""
 
     def __init__(self, policy: Policy, *, num_blocks: int = 64, max_num_seqs: int = 1) -> None:
         self.scheduler = Scheduler(
@@ -103,7 +104,9 @@ def test_the_one_behind_gives_way_when_blocks_run_out() -> None:
 
 
 def test_a_priority_without_an_order_is_refused() -> None:
-    with pytest.raises(UsageError, match="priority 3 has no effect here: start with --policy NAME:order=priority"):
+    with pytest.raises(
+        UsageError, match="priority 3 has no effect here: start with --policy NAME:order=priority"
+    ):
         Bench(make_policy("sarathi", 64)).engine.add(request("a", priority=3))
 
 
@@ -154,10 +157,15 @@ def _scheduler(policy: Policy, life: dict) -> Scheduler:
 
 @settings(max_examples=60, deadline=None)
 @given(life=lives(), seed=st.integers(0, 1000), aging=st.sampled_from([1, 3, 10, 1000]))
-def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: dict, seed: int, aging: int) -> None:
+def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(
+    life: dict, seed: int, aging: int
+) -> None:
     scheduler = _scheduler(ByLot(life["token_budget"], seed, aging), life)
     executor = MemoryCheckingExecutor(
-        life["num_blocks"], life["block_size"], depth=life["depth"], async_scheduling=life["async_scheduling"]
+        life["num_blocks"],
+        life["block_size"],
+        depth=life["depth"],
+        async_scheduling=life["async_scheduling"],
     )
     arrived: dict[int, int] = {}  # step of each sequence's arrival
 
@@ -169,9 +177,13 @@ def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: 
             assert ranks == sorted(ranks)
         for sequence in table.sequences.values():
             arrived.setdefault(sequence.sequence_id, scheduler.steps)
-        overdue = [one for one in table.waiting if scheduler.steps - arrived[one.sequence_id] > aging]
+        overdue = [
+            one for one in table.waiting if scheduler.steps - arrived[one.sequence_id] > aging
+        ]
         assert overdue == sorted(overdue, key=lambda one: one.sequence_id)
-        assert overdue == list(table.waiting)[: len(overdue)], "nobody may pass those who have waited long enough"
+        assert overdue == list(table.waiting)[: len(overdue)], (
+            "nobody may pass those who have waited long enough"
+        )
 
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), life["arrivals"], check)
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons)
@@ -180,7 +192,9 @@ def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: 
 
 @settings(max_examples=30, deadline=None)
 @given(life=lives(), memory=TIERS, decided=DECIDED)
-def test_orders_with_two_tiers_and_several_layouts(life: dict, memory: dict, decided: list[Decision]) -> None:
+def test_orders_with_two_tiers_and_several_layouts(
+    life: dict, memory: dict, decided: list[Decision]
+) -> None:
     check_on_two_tiers(RankedAtRandom(decided), life, memory)
 
 

@@ -1,5 +1,5 @@
-"""Random lives in which two mechanisms meet, for every pair of them: each request gets the tokens that it would get
-alone, and all blocks come back."""
+"""Random lives in which two mechanisms meet, for every pair of them: each request gets the tokens
+that it would get alone, and all blocks come back."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,24 +40,31 @@ USES_HOST = {"swap", "parked", "cohorts", "host lost"}
 
 
 def _arrivals(pair: Sequence[str], arrivals: list[Arrival]) -> list[Arrival]:
-    """The requests, of which the first goes on as long as it may, so that there is time to meet. For a preemption all
-    do so and come at once."""
+    """The requests, of which the first goes on as long as it may, so that there is time to meet.
+    For a preemption all do so and come at once."""
     changed = list[Arrival]()
     for one in arrivals:
         request = one.request
         if one is arrivals[0] or "preemption" in pair:
-            lasting = with_params(request.params, max_tokens=None, ignore_eos=True, stop_token_ids=())
+            lasting = with_params(
+                request.params, max_tokens=None, ignore_eos=True, stop_token_ids=()
+            )
             one, request = replace(one, step=0, abort_step=None), replace(request, params=lasting)
         if "fork" in pair:  # only a prompt of more than a token is shared
-            request = replace(request, params=with_params(request.params, n=2), prompt=(*request.prompt, 1))
+            request = replace(
+                request, params=with_params(request.params, n=2), prompt=(*request.prompt, 1)
+            )
         if "async" in pair:
-            request = replace(request, params=with_params(request.params, presence_penalty=0.0, min_tokens=0))
+            request = replace(
+                request, params=with_params(request.params, presence_penalty=0.0, min_tokens=0)
+            )
         changed.append(replace(one, request=request))
     return changed
 
 
 def _decided(pair: Sequence[str], number: int, decision: Decision) -> Decision:
-    """The decision, with what the mechanisms of a pair need: something moves at each, and all of it at every second."""
+    """The decision, with what the mechanisms of a pair need: something moves at each, and all of it
+    at every second."""
     is_even = number % 2 == 0
     host = replace(decision.host, decodes=(0, 0) if "window" in pair else decision.host.decodes)
     if "swap" in pair or "host lost" in pair:
@@ -66,7 +73,9 @@ def _decided(pair: Sequence[str], number: int, decision: Decision) -> Decision:
         host = replace(host, park=True)
     if "cohorts" in pair:
         host = replace(host, strategy="overlap", decodes=(9, 0), swap_out=2 if is_even else 0)
-    decision = replace(decision, host=host, prefill_tokens=max(3, decision.prefill_tokens), decodes=9)
+    decision = replace(
+        decision, host=host, prefill_tokens=max(3, decision.prefill_tokens), decodes=9
+    )
     if "preemption" in pair:
         decision = replace(decision, admission_reserve=False)
     if "drain" in pair:
@@ -89,7 +98,11 @@ def _met(pair: Sequence[str], engine: Engine) -> set[str]:
         "preemption": scheduler.table.preemptions > 0,
         "swap": any(not swap.after_row for swap in swaps),
         "parked": any(swap.after_row for swap in swaps),
-        "cohorts": any(row.host is not None and plan.host.strategy == "overlap" for plan in plans for row in plan.rows),
+        "cohorts": any(
+            row.host is not None and plan.host.strategy == "overlap"
+            for plan in plans
+            for row in plan.rows
+        ),
         "drain": any(plan.layouts.transition is not None for plan in plans),
         "drafts": any(draft_of(row).verify for row in rows),
         "host lost": executor.times_host_was_lost > 0,  # type: ignore[attr-defined]
@@ -100,12 +113,20 @@ def _met(pair: Sequence[str], engine: Engine) -> set[str]:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_every_request_gets_its_tokens_where_two_mechanisms_meet(pair: tuple[str, str]) -> None:
-    """Ten lives are lived, and ten more if the two mechanisms have met in none of them, up to a hundred."""
+    """Ten lives are lived, and ten more if the two mechanisms have met in none of them, up to a
+    hundred."""
     together = 0
 
     @settings(max_examples=10)
-    @given(life=lives(CUT) if "window" in pair else lives(), tiers=TIERS, decided=DECIDED, data=st.data())
-    def live(life: dict[str, Any], tiers: dict[str, Any], decided: list[Decision], data: st.DataObject) -> None:
+    @given(
+        life=lives(CUT) if "window" in pair else lives(),
+        tiers=TIERS,
+        decided=DECIDED,
+        data=st.data(),
+    )
+    def live(
+        life: dict[str, Any], tiers: dict[str, Any], decided: list[Decision], data: st.DataObject
+    ) -> None:
         nonlocal together
         life["arrivals"] = _arrivals(pair, life["arrivals"])
         if "async" in pair:
@@ -120,7 +141,9 @@ def test_every_request_gets_its_tokens_where_two_mechanisms_meet(pair: tuple[str
             tiers["drafter"] = data.draw(st.sampled_from(["knows", "sometimes", "errs"]))
         deaths = data.draw(DEATHS) if "workers lost" in pair else ()
         losses = data.draw(LOSSES) if "host lost" in pair else ()
-        policy = AtRandom([_decided(pair, number, decision) for number, decision in enumerate(decided * 8)])
+        policy = AtRandom(
+            [_decided(pair, number, decision) for number, decision in enumerate(decided * 8)]
+        )
         engines = list[Engine]()
         check(policy, life, tiers, deaths, losses, engines.append)
         together += any(len(_met(pair, engine)) == 2 for engine in engines)

@@ -1,4 +1,5 @@
-"""The plain path: a scheduler without mechanisms makes the same plans where none of their folders can be imported."""
+"""The plain path: a scheduler without mechanisms makes the same plans where none of their folders
+can be imported."""
 
 import ast
 import subprocess
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 SCHEDULER = ROOT / "nanoserve/scheduler"
 MECHANISMS = ("host_tier", "cpu_attention", "layout_change", "speculation")
 PUT_TOGETHER = {"scheduler/assembly.py", "engine/extensions.py"}
-"""The files that import the mechanisms' folders, beside these and the laboratory, which looks into everything."""
+"""The files that import the mechanisms' folders, beside these and the laboratory, which looks into
+everything."""
 
 PROGRAM = """
 import sys
@@ -73,7 +75,12 @@ def test_a_plain_sequence_has_no_part_of_a_mechanism() -> None:
         sequences = list(scheduler.table.sequences.values())
         engine.step()
         for sequence in sequences:
-            parts = (sequence.fork, sequence.placeholders, sequence.window_start, sequence.host_table)
+            parts = (
+                sequence.fork,
+                sequence.placeholders,
+                sequence.window_start,
+                sequence.host_table,
+            )
             assert parts == (None, None, None, None)
     assert scheduler.table.preemptions > 0
 
@@ -83,7 +90,11 @@ def test_no_plain_file_imports_a_mechanism() -> None:
     for path in (ROOT / "nanoserve").rglob("*.py"):
         name = path.relative_to(ROOT / "nanoserve").as_posix()
         is_theirs = name.startswith(tuple(f"scheduler/{folder}/" for folder in MECHANISMS))
-        if not is_theirs and not name.startswith("lab/") and any(map(_is_of_a_mechanism, _imported(path))):
+        if (
+            not is_theirs
+            and not name.startswith("lab/")
+            and any(map(_is_of_a_mechanism, _imported(path)))
+        ):
             importing.add(name)
     assert importing == PUT_TOGETHER
 

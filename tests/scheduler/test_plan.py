@@ -15,21 +15,30 @@ def test_a_plan_crosses_to_another_process_as_typed_msgpack() -> None:
 
 
 def test_a_row_names_a_block_of_every_cache_group_and_costs_nothing_more_with_one() -> None:
-    grouped = Row(3, 32, (1,), True, (-1, 4, 7))  # of the first group, all before lies behind its window
+    # of the first group, all before lies behind its window
+    grouped = Row(3, 32, (1,), True, (-1, 4, 7))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(grouped), type=Row) == grouped
     single = msgspec.msgpack.encode(Row(3, 32, (1,), True, (4,)))
     assert len(msgspec.msgpack.encode(grouped)) == len(single) + 2, "a byte for each more block"
 
 
 def test_a_plain_row_has_a_byte_for_each_mechanism() -> None:
-    """By the specification of msgpack: an array of 8, small integers, true, an empty array, false, nil and nil."""
+    """By the specification of msgpack: an array of 8, small integers, true, an empty array, false,
+    nil and nil."""
     encoded = bytes([0x98, 3, 7, 0x91, 5, 0xC3, 0x90, 0xC2, 0xC0, 0xC0])
     assert msgspec.msgpack.encode(Row(3, 7, (5,), True)) == encoded
 
 
 def test_a_swap_says_whether_it_follows_its_row() -> None:
     out = Swap(swap=1, sequence=3, direction="out", device_blocks=(4,), host_blocks=(0,))
-    parked = Swap(swap=2, sequence=5, direction="out", device_blocks=(6, 7), host_blocks=(1, 2), after_row=True)
+    parked = Swap(
+        swap=2,
+        sequence=5,
+        direction="out",
+        device_blocks=(6, 7),
+        host_blocks=(1, 2),
+        after_row=True,
+    )
     plan = StepPlan(8, rows=(Row(5, 0, (1, 2), True, (6, 7)),), host=HostPlan(swaps=(out, parked)))
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
     assert decoded == plan

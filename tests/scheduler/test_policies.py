@@ -18,7 +18,12 @@ from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
 
 BUSY = replace(
-    IDLE, waiting_tokens=5000, first_waiting_tokens=300, running_decodes=40, ready_decodes=40, free_blocks=60
+    IDLE,
+    waiting_tokens=5000,
+    first_waiting_tokens=300,
+    running_decodes=40,
+    ready_decodes=40,
+    free_blocks=60,
 )
 
 
@@ -28,8 +33,11 @@ def test_sarathi_fills_its_budget_with_decodes_first() -> None:
 
 
 def test_prefill_first_stalls_decodes_while_a_prompt_fits() -> None:
-    assert PrefillFirst(512).decide(BUSY) == Decision(prefill_tokens=512, decodes=0, whole_prompts=True)
-    too_long = replace(BUSY, first_waiting_tokens=321)  # 21 blocks, and one for each of 40 decodes to grow into
+    assert PrefillFirst(512).decide(BUSY) == Decision(
+        prefill_tokens=512, decodes=0, whole_prompts=True
+    )
+    # 21 blocks, and one for each of 40 decodes to grow into
+    too_long = replace(BUSY, first_waiting_tokens=321)
     assert PrefillFirst(512).decide(too_long) == Decision(prefill_tokens=0, decodes=40)
 
 
@@ -43,7 +51,14 @@ def test_decode_first_takes_no_prompt_until_the_batch_has_ended() -> None:
     assert policy.decide(forming) == Decision(prefill_tokens=512, decodes=0, whole_prompts=True)
 
 
-FREE = replace(IDLE, waiting_tokens=8192, first_waiting_tokens=800, free_slots=9, total_blocks=1000, block_size=16)
+FREE = replace(
+    IDLE,
+    waiting_tokens=8192,
+    first_waiting_tokens=800,
+    free_slots=9,
+    total_blocks=1000,
+    block_size=16,
+)
 """Deep enough a pipeline and pool; the tables below vary one thing each."""
 
 
@@ -64,7 +79,9 @@ FREE = replace(IDLE, waiting_tokens=8192, first_waiting_tokens=800, free_slots=9
         (99999, 49, 0),  # below: suspended, where equation 3 as printed would say MinP
     ],
 )
-def test_token_throttling_counts_prompt_tokens_by_equation_3(waiting: int, free: int, tokens: int) -> None:
+def test_token_throttling_counts_prompt_tokens_by_equation_3(
+    waiting: int, free: int, tokens: int
+) -> None:
     load = replace(FREE, waiting_tokens=waiting, free_blocks=free, running_decodes=1)
     assert TokenThrottling().decide(load).prefill_tokens == tokens
 
@@ -80,7 +97,9 @@ def test_token_throttling_counts_prompt_tokens_by_equation_3(waiting: int, free:
         (5, 0, 4, 0),
     ],
 )
-def test_token_throttling_counts_decodes_by_equation_4(running: int, ready: int, depth: int, decodes: int) -> None:
+def test_token_throttling_counts_decodes_by_equation_4(
+    running: int, ready: int, depth: int, decodes: int
+) -> None:
     load = replace(FREE, running_decodes=running, ready_decodes=ready, pipeline_depth=depth)
     assert TokenThrottling().decide(load).decodes == decodes
     assert AdaptiveThrottling().decide(load).decodes == decodes
@@ -90,17 +109,26 @@ def test_the_ablations_of_token_throttling_each_switch_one_term_off() -> None:
     load = replace(FREE, free_blocks=525, running_decodes=40, ready_decodes=40, pipeline_depth=4)
     assert TokenThrottling().decide(load) == Decision(prefill_tokens=1024, decodes=10)
     assert TokenThrottling().decide(replace(load, waiting_tokens=800)).prefill_tokens == 100
-    assert TokenThrottling(without_wt=True).decide(replace(load, waiting_tokens=800)).prefill_tokens == 800
+    assert (
+        TokenThrottling(without_wt=True).decide(replace(load, waiting_tokens=800)).prefill_tokens
+        == 800
+    )
     assert TokenThrottling(without_wt=True).decide(load).prefill_tokens == 1024
     tight = replace(load, waiting_tokens=99999, free_blocks=145)
     assert TokenThrottling().decide(tight).prefill_tokens == 204
     assert TokenThrottling(without_ut=True).decide(tight).prefill_tokens == 2048
-    assert TokenThrottling(without_ut=True).decide(replace(tight, free_blocks=49)).prefill_tokens == 0
-    assert TokenThrottling(without_decode_throttling=True).decide(load) == Decision(prefill_tokens=1024, decodes=40)
+    assert (
+        TokenThrottling(without_ut=True).decide(replace(tight, free_blocks=49)).prefill_tokens == 0
+    )
+    assert TokenThrottling(without_decode_throttling=True).decide(load) == Decision(
+        prefill_tokens=1024, decodes=40
+    )
 
 
 def test_a_prompt_that_alone_holds_blocks_is_let_past_the_reserve() -> None:
-    alone = replace(FREE, free_blocks=49, ready_prefills=1, first_waiting_tokens=500, expected_growth=60)
+    alone = replace(
+        FREE, free_blocks=49, ready_prefills=1, first_waiting_tokens=500, expected_growth=60
+    )
     for policy in (TokenThrottling(), AdaptiveThrottling()):
         assert policy.decide(alone).prefill_tokens == 500
         for others in ({"ready_prefills": 2}, {"running_decodes": 1}, {"steps_in_flight": 1}):
@@ -109,10 +137,13 @@ def test_a_prompt_that_alone_holds_blocks_is_let_past_the_reserve() -> None:
 
 @pytest.mark.parametrize(
     ("waiting", "free", "growth", "decodes", "tokens"),
-    [  # T = 8, MaxP = 2048, MinP = 32, KVthresh = 0.05, fill = 128, at most a tenth reserved; 1000 blocks of 16
+    # T = 8, MaxP = 2048, MinP = 32, KVthresh = 0.05, fill = 128, at most a tenth reserved; 1000
+    # blocks of 16
+    [
         (99999, 1000, 0, 8, 2048),
         (99999, 525, 20, 8, 1024),  # equation 3 as in gLLM: 2048 * (0.525 - 0.05) / 0.95
-        (99999, 80, 20, 8, 120),  # by equation 3: 64; but 128 - 8 delay nobody, and (80 - 20) * 16 / 8 are 120 as well
+        # by equation 3: 64; but 128 - 8 delay nobody, and (80 - 20) * 16 / 8 are 120 as well
+        (99999, 80, 20, 8, 120),
         (99999, 80, 20, 90, 64),  # decodes fill the step: equation 3 again
         (99999, 40, 20, 8, 40),  # below KVthresh, where gLLM suspends: (40 - 20) * 16 / 8
         (99999, 24, 20, 8, 32),  # 8, raised to MinP
@@ -142,7 +173,8 @@ def test_adaptive_throttling_fills_steps_up_and_stops_at_the_reserve(
 @pytest.mark.parametrize(
     ("waiting", "decodes", "row", "tokens"),
     [  # t = 100 + row a token; P = 4. Time is (k + 3) t(WP / k)
-        (1200, 0, 1.0, 200),  # k = 5: 8 * 340, 6: 9 * 300, 7: 10 * 272; the square root of 3 * 1200 / 100
+        # k = 5: 8 * 340, 6: 9 * 300, 7: 10 * 272; the square root of 3 * 1200 / 100
+        (1200, 0, 1.0, 200),
         (1200, 40, 1.0, 190),  # beside 40 / 4 decodes
         (1200, 0, 0.0, 1200),  # bound by the weights: all at once
         (1200, 0, 9.0, 150),  # k would be 18, but gLLM's T is 8
@@ -154,14 +186,18 @@ def test_adaptive_throttling_computes_what_waits_in_the_predicted_number_of_step
     waiting: int, decodes: int, row: float, tokens: int
 ) -> None:
     predictor = LinearPredictor(num_layers=1, linear=100.0, row=row)
-    load = replace(FREE, waiting_tokens=waiting, free_blocks=1000, pipeline_depth=4, predictor=predictor)
+    load = replace(
+        FREE, waiting_tokens=waiting, free_blocks=1000, pipeline_depth=4, predictor=predictor
+    )
     load = replace(load, running_decodes=decodes, ready_decodes=decodes)
     assert AdaptiveThrottling().decide(load).prefill_tokens == tokens
 
 
 @pytest.mark.parametrize(
     ("slowest", "row", "lone", "ready", "decodes"),
-    [  # 40 decodes, P = 4. Between two tokens: max(1, m slowest) (lone + (1 - lone) (m - 1) / 3) t(40 / m)
+    # 40 decodes, P = 4. Between two tokens: max(1, m slowest) (lone + (1 - lone) (m - 1) / 3) t(40
+    # / m)
+    [
         (0.25, 0.0, 1.0, 10, 10),  # as many micro-batches as stages cost nothing: gLLM's equation 4
         (0.25, 0.0, 1.0, 6, 6),
         (0.3, 0.0, 1.0, 40, 14),  # 1.2 * 100 for four; three come round in 100
@@ -179,11 +215,16 @@ def test_adaptive_throttling_computes_what_waits_in_the_predicted_number_of_step
 def test_adaptive_throttling_gathers_decodes_where_micro_batches_pay_the_weights_again(
     slowest: float, row: float, lone: float, ready: int, decodes: int
 ) -> None:
-    predictor = LinearPredictor(num_layers=1, linear=100.0, row=row, key=0.0, slowest_share=slowest, lone_share=lone)
-    load = replace(FREE, waiting_tokens=0, running_decodes=40, ready_decodes=ready, pipeline_depth=4)
+    predictor = LinearPredictor(
+        num_layers=1, linear=100.0, row=row, key=0.0, slowest_share=slowest, lone_share=lone
+    )
+    load = replace(
+        FREE, waiting_tokens=0, running_decodes=40, ready_decodes=ready, pipeline_depth=4
+    )
     load = replace(load, predictor=predictor)
     assert AdaptiveThrottling().decide(load).decodes == decodes
-    assert AdaptiveThrottling().decide(replace(load, waiting_tokens=9)).decodes == min(10, ready)  # equation 4
+    # equation 4
+    assert AdaptiveThrottling().decide(replace(load, waiting_tokens=9)).decodes == min(10, ready)
 
 
 @st.composite
@@ -211,7 +252,9 @@ def _loads(draw: st.DrawFn) -> Load:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(load=_loads(), budget=st.integers(1, 4096))
-def test_budgets_are_never_negative_and_never_above_what_there_is(name: str, load: Load, budget: int) -> None:
+def test_budgets_are_never_negative_and_never_above_what_there_is(
+    name: str, load: Load, budget: int
+) -> None:
     policy = make_policy(name, budget)
     decision = policy.decide(load)
     assert 0 <= decision.prefill_tokens <= budget
@@ -223,53 +266,84 @@ class _Foretold(Load):
     """Tells that the forecast was read."""
 
     def __getattribute__(self, name: str) -> object:
-        assert name not in ("expected_growth", "longest_remaining"), f"reads {name} without reads_forecast"
+        assert name not in ("expected_growth", "longest_remaining"), (
+            f"reads {name} without reads_forecast"
+        )
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in POLICIES.items() if not entry.kind.reads_forecast])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in POLICIES.items() if not entry.kind.reads_forecast]
+)
 @given(load=_loads())
 def test_whoever_reads_the_forecast_says_so(name: str, load: Load) -> None:
-    make_policy(name, 512).decide(_Foretold(**{field.name: getattr(load, field.name) for field in fields(load)}))
+    make_policy(name, 512).decide(
+        _Foretold(**{field.name: getattr(load, field.name) for field in fields(load)})
+    )
 
 
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
         ({"iterations": 0}, "iterations must be at least 1, not 0"),
-        ({"min_prefill": 4096}, r"min_prefill must be at least 1 and at most max_prefill \(2048\), not 4096"),
+        (
+            {"min_prefill": 4096},
+            r"min_prefill must be at least 1 and at most max_prefill \(2048\), not 4096",
+        ),
         ({"threshold": 1.0}, "threshold must be at least 0 and below 1, not 1.0"),
         ({"threshold": float("nan")}, "threshold must be"),
-        ({"patience": 3}, "no parameter 'patience'; it has iterations, min_prefill, threshold, without_wt"),
+        (
+            {"patience": 3},
+            "no parameter 'patience'; it has iterations, min_prefill, threshold, without_wt",
+        ),
     ],
 )
-def test_parameters_out_of_range_are_refused_by_name(parameters: dict[str, float], says: str) -> None:
+def test_parameters_out_of_range_are_refused_by_name(
+    parameters: dict[str, float], says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
         make_policy("throttling", 2048, parameters)
 
 
-@pytest.mark.parametrize("parameters", [{"fill": -1}, {"most_reserved": 1}, {"threshold": -0.1}, {"iterations": 0}])
-def test_parameters_of_adaptive_out_of_range_are_refused_by_name(parameters: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "parameters", [{"fill": -1}, {"most_reserved": 1}, {"threshold": -0.1}, {"iterations": 0}]
+)
+def test_parameters_of_adaptive_out_of_range_are_refused_by_name(
+    parameters: dict[str, float],
+) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(parameters))} must be at least"):
         make_policy("adaptive", 2048, parameters)
 
 
 def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:
     assert make_policy("throttling", 8) == TokenThrottling(max_prefill=8, min_prefill=8)
-    assert make_policy("adaptive", 100, {"iterations": 2}) == AdaptiveThrottling(max_prefill=100, iterations=2)
+    assert make_policy("adaptive", 100, {"iterations": 2}) == AdaptiveThrottling(
+        max_prefill=100, iterations=2
+    )
 
 
 def test_policies_import_nothing_but_the_load() -> None:
     folder = Path(nanoserve.scheduler.policies.__file__).parent
     placement, predictor = "nanoserve.scheduler.policies.placement", "nanoserve.scheduler.predictor"
     for path in folder.glob("[a-z]*.py"):
-        modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        modules = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
         modules -= {"abc", "bisect", "dataclasses", "functools", "typing"}
-        assert modules <= {"nanoserve.scheduler.load", "nanoserve.scheduler.optional", placement, predictor}
+        assert modules <= {
+            "nanoserve.scheduler.load",
+            "nanoserve.scheduler.optional",
+            placement,
+            predictor,
+        }
 
 
 def test_unknown_policies_and_empty_budgets_are_refused() -> None:
-    with pytest.raises(UsageError, match="throttling, adaptive, seesaw, neo, overlap, apex, hybrid"):
+    with pytest.raises(
+        UsageError, match="throttling, adaptive, seesaw, neo, overlap, apex, hybrid"
+    ):
         make_policy("fifo", 2048)
     with pytest.raises(UsageError, match="at least 1"):
         make_policy("sarathi", 0)

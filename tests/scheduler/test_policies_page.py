@@ -12,7 +12,10 @@ from nanoserve.scheduler.load import ORDERS
 from tests.scheduler.golden import TRACE, play
 
 PAGE = (Path(__file__).parents[2] / "docs/policies.md").read_text()
-BLOCKS = {re.findall(r"class (\w+)", block)[0]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+BLOCKS = {
+    re.findall(r"class (\w+)", block)[0]: block
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+}
 
 
 @pytest.fixture
@@ -24,7 +27,9 @@ def policies(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_each_policy_of_the_page_brings_the_trace_to_its_end(name: str, policies: dict[str, str]) -> None:
+def test_each_policy_of_the_page_brings_the_trace_to_its_end(
+    name: str, policies: dict[str, str]
+) -> None:
     plans = play(make_policy(policies[name], 8), TRACE, num_blocks=7)
     assert plans[0].startswith("step 0: begin 0")
 
@@ -37,7 +42,12 @@ def test_the_parameters_and_ranks_of_the_page(policies: dict[str, str]) -> None:
     assert (policy.aging, policy.ranks) == (300, True)
     requests = [
         Request(name, (1,), SamplingParams(max_tokens=tokens), seed=0, priority=priority)
-        for name, tokens, priority in (("long", None, 0), ("short", 9, 0), ("late", 1, 1), ("urgent", 4096, -1))
+        for name, tokens, priority in (
+            ("long", None, 0),
+            ("short", 9, 0),
+            ("late", 1, 1),
+            ("urgent", 4096, -1),
+        )
     ]
     ranked = sorted(requests, key=lambda request: policy.rank(request, 0.0))
     assert [request.request_id for request in ranked] == ["urgent", "short", "long", "late"]

@@ -1,4 +1,5 @@
-"""Policies of a user's own, in a file that --policy names: what is taken, and what each mistake is told."""
+"""Policies of a user's own, in a file that --policy names: what is taken, and what each mistake is
+told."""
 
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
-HEAD = "from dataclasses import dataclass\nfrom nanoserve.scheduler import Decision, Load, Policy, parameter\n"
+HEAD = (
+    "from dataclasses import dataclass\nfrom nanoserve.scheduler import Decision, Load, Policy, "
+    "parameter\n"
+)
 HEAD += "from nanoserve.scheduler.optional import HostDecision\n"
 MINE = f"""{HEAD}
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ PLAIN = f"{HEAD}class Mine(Policy):\n    def decide(self, load):\n        return
 
 @pytest.fixture
 def written(tmp_path: Path):
-    """Writes a file and returns its path; each has another name, as a file is executed once in a process."""
+    """Writes a file and returns its path; each has another name, as a file is executed once in a
+    process."""
 
     def write(source: str) -> str:
         path = tmp_path / "mine.py"
@@ -55,7 +60,9 @@ def test_a_class_has_the_budget_and_the_parameters_that_it_names(written) -> Non
 
 
 def test_a_plain_class_will_do(written) -> None:
-    policy = make_policy(written(f"{PLAIN}Decision(8, load.ready_decodes)\n") + ":Mine", 64, swaps=True)
+    policy = make_policy(
+        written(f"{PLAIN}Decision(8, load.ready_decodes)\n") + ":Mine", 64, swaps=True
+    )
     assert isinstance(policy, PreemptingBySwap)
     assert not policy.ranking.ranks
 
@@ -67,17 +74,34 @@ def test_a_plain_class_will_do(written) -> None:
         ("class Mine:\n", "Mine", "mine.py: IndentationError: expected an indented block"),
         ("1 / 0\n", "Mine", "mine.py: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", "Mine", "mine.py: SystemExit: 3"),
-        ("class Mine: ...\nclass Other: ...\n", "Mine", "no such subclass of Policy; it has Mine, Other"),
+        (
+            "class Mine: ...\nclass Other: ...\n",
+            "Mine",
+            "no such subclass of Policy; it has Mine, Other",
+        ),
         (MINE, "Yours", "mine.py:Yours: the file has no such subclass of Policy; it has Mine"),
         (MINE, "", "mine.py:NAME: the file has no such subclass of Policy; it has Mine"),
         (f"{PLAIN}1\n    aging = order = []\n", "Mine", "order must be one of first-come"),
         (f"{PLAIN}1\n    aging = '1'\n", "Mine", "and aging at least 1"),
-        (f"{PLAIN}1\n    def __init_subclass__(cls): 1 / 0\n", "Mine", "mine.py: ZeroDivisionError: division"),
-        (f"{HEAD}class Mine(Policy):\n    def __init__(self, x): ...\n", "Mine", "policy Mine: TypeError"),
+        (
+            f"{PLAIN}1\n    def __init_subclass__(cls): 1 / 0\n",
+            "Mine",
+            "mine.py: ZeroDivisionError: division",
+        ),
+        (
+            f"{HEAD}class Mine(Policy):\n    def __init__(self, x): ...\n",
+            "Mine",
+            "policy Mine: TypeError",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_line_before_anything_runs(
-    source: str | None, name: str, says: str, tmp_path: Path, written, capsys: pytest.CaptureFixture[str]
+    source: str | None,
+    name: str,
+    says: str,
+    tmp_path: Path,
+    written,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = str(tmp_path / "mine.py") if source is None else written(source)
     assert main(["simulate", "--policy", f"{path}:{name}"]) == 2
@@ -94,12 +118,27 @@ def test_a_mistake_is_told_in_one_line_before_anything_runs(
         (f"{PLAIN}Decision(0, float('nan'))\n", "decodes must be a whole number from 0, not nan"),
         (f"{PLAIN}Decision(1.5, 1)\n", "prefill_tokens must be a whole number from 0, not 1.5"),
         (f"{PLAIN}{OVERLAP}\n", "only policies of nanoserve have the CPU attend"),
-        (f"{PLAIN}Decision(1, 1, host=3)\n", "policy Mine.decide: ValueError: host must be a HostDecision, not 3"),
-        (f"{PLAIN}Decision(10**30, 1)\n", "prefill_tokens must be a whole number from 0, not 1000000"),
-        (f"{PLAIN}Decision(1, 1, bound=7)\n", "policy Mine.decide: ValueError: bound must be text, not 7"),
+        (
+            f"{PLAIN}Decision(1, 1, host=3)\n",
+            "policy Mine.decide: ValueError: host must be a HostDecision, not 3",
+        ),
+        (
+            f"{PLAIN}Decision(10**30, 1)\n",
+            "prefill_tokens must be a whole number from 0, not 1000000",
+        ),
+        (
+            f"{PLAIN}Decision(1, 1, bound=7)\n",
+            "policy Mine.decide: ValueError: bound must be text, not 7",
+        ),
         (f"{PLAIN}exit(0)\n", "policy Mine.decide: SystemExit: 0"),
-        (f"{PLAIN}load.nothing\n", "policy Mine.decide: AttributeError: 'Load' object has no attribute"),
-        (f"{PLAIN}Decision(1, 1)\n    rank = lambda *_: 'x'\n", "Mine.rank: ValueError: a rank is a number"),
+        (
+            f"{PLAIN}load.nothing\n",
+            "policy Mine.decide: AttributeError: 'Load' object has no attribute",
+        ),
+        (
+            f"{PLAIN}Decision(1, 1)\n    rank = lambda *_: 'x'\n",
+            "Mine.rank: ValueError: a rank is a number",
+        ),
     ],
 )
 def test_a_simulation_ends_with_one_line_about_its_policy(
@@ -126,7 +165,9 @@ class Mine(Policy):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_policy_that_fails_ends_its_requests_and_the_engine_goes_on(depth: int, written) -> None:
     policy = make_policy(written(FAILING) + ":Mine", 64)
-    scheduler = Scheduler(policy, num_blocks=8, block_size=4, max_model_len=32, pipeline_depth=depth)
+    scheduler = Scheduler(
+        policy, num_blocks=8, block_size=4, max_model_len=32, pipeline_depth=depth
+    )
     engine = Engine(scheduler, MemoryCheckingExecutor(8, 4, depth=depth), vocab_size=50)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     ended = {}
@@ -146,7 +187,9 @@ def test_a_policy_that_fails_ends_its_requests_and_the_engine_goes_on(depth: int
     assert ended == dict.fromkeys(("good", "bad"), (FinishReason.ERROR, error))
     assert not engine.has_work
     assert scheduler.pool.free_blocks == 8
-    with pytest.raises(PolicyFailed, match=r"policy Mine.rank: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        PolicyFailed, match=r"policy Mine.rank: ZeroDivisionError: division by zero"
+    ):
         engine.add(Request("unranked", (1, 2), params, seed=0, priority=-1))
     engine.add(Request("later", (1,) * 5, params, seed=0))
     run(10)

@@ -1,4 +1,5 @@
-"""Preemption by swap: what is cheaper is done, what has moved comes back first, and nothing starves."""
+"""Preemption by swap: what is cheaper is done, what has moved comes back first, and nothing
+starves."""
 
 from dataclasses import dataclass, replace
 
@@ -35,17 +36,29 @@ def swapping(name: str, budget: int) -> PreemptingBySwap:
 
 
 def test_who_attends_on_the_host_is_left_alone() -> None:
-    assert ORDINARY == ["prefill-first", "decode-first", "sarathi", "throttling", "adaptive", "seesaw"]
+    assert ORDINARY == [
+        "prefill-first",
+        "decode-first",
+        "sarathi",
+        "throttling",
+        "adaptive",
+        "seesaw",
+    ]
     for name in set(POLICIES) - set(ORDINARY):
         assert make_policy(name, 64, swaps=True) == make_policy(name, 64)
 
 
 @pytest.mark.parametrize(
     ("swap_token", "way"),
-    [(0.19, "moves"), (0.21, "is computed again")],  # 2 x 100 tokens; 4 layers x (2 + 100 x (0.03 + 0.0475)) + 1
+    # 2 x 100 tokens; 4 layers x (2 + 100 x (0.03 + 0.0475)) + 1
+    [(0.19, "moves"), (0.21, "is computed again")],
 )
-def test_it_moves_where_that_is_cheaper_than_one_step_that_computes_it_again(swap_token: float, way: str) -> None:
-    predictor = LinearPredictor(linear=2.0, row=0.03, prompt_token=0.0475, overhead=1.0, swap_token=swap_token)
+def test_it_moves_where_that_is_cheaper_than_one_step_that_computes_it_again(
+    swap_token: float, way: str
+) -> None:
+    predictor = LinearPredictor(
+        linear=2.0, row=0.03, prompt_token=0.0475, overhead=1.0, swap_token=swap_token
+    )
     decision = swapping("sarathi", 64).decide(replace(FULL, predictor=predictor))
     assert decision.host.preempt is (way == "moves")
 
@@ -78,25 +91,39 @@ def test_no_new_prompt_while_sequences_are_on_the_host_or_on_their_way() -> None
 
 
 def test_a_policy_that_would_stop_for_a_prompt_decodes_instead() -> None:
-    load = replace(FULL, free_blocks=50, waiting_tokens=90, first_waiting_tokens=30, host=replace(FULL.host, moving=1))
+    load = replace(
+        FULL,
+        free_blocks=50,
+        waiting_tokens=90,
+        first_waiting_tokens=30,
+        host=replace(FULL.host, moving=1),
+    )
     assert swapping("prefill-first", 64).decide(load) == Decision(0, 4, whole_prompts=False)
 
 
 def test_as_many_come_back_as_fit_beside_the_growth_expected() -> None:
     load = replace(
-        FULL, free_blocks=20, host=replace(FULL.host, decodes=3, ready=3, context_tokens=3 * 80), expected_growth=9
+        FULL,
+        free_blocks=20,
+        host=replace(FULL.host, decodes=3, ready=3, context_tokens=3 * 80),
+        expected_growth=9,
     )
-    assert swapping("throttling", 64).decide(load).host.swap_in == 2, "five blocks each, eleven to be had"
+    assert swapping("throttling", 64).decide(load).host.swap_in == 2, (
+        "five blocks each, eleven to be had"
+    )
 
 
 @pytest.mark.parametrize(
-    ("swap_token", "swaps", "begun"), [(0.001, ["1 out", "1 in"], [0, 1, 1, 2]), (9.0, [], [0, 1, 1, 2, 2])]
+    ("swap_token", "swaps", "begun"),
+    [(0.001, ["1 out", "1 in"], [0, 1, 1, 2]), (9.0, [], [0, 1, 1, 2, 2])],
 )
 def test_what_gave_way_comes_back_before_a_new_prompt_begins(
     swap_token: float, swaps: list[str], begun: list[int]
 ) -> None:
     """Two grow until the device is full, and a third waits all the while."""
-    bench = Bench(num_blocks=8, host_blocks=8, predictors=[LinearPredictor(swap_token=swap_token)] * 2)
+    bench = Bench(
+        num_blocks=8, host_blocks=8, predictors=[LinearPredictor(swap_token=swap_token)] * 2
+    )
     bench.scheduler.policy = swapping("sarathi", 64)
     bench.add("a", 6, 9)
     bench.add("b", 6, 6)
@@ -105,10 +132,13 @@ def test_what_gave_way_comes_back_before_a_new_prompt_begins(
     bench.finish()
     assert bench.swapped() == swaps
     assert (bench.scheduler.table.preemptions == 0) is bool(swaps)
-    assert [begin.sequence for plan in bench.plans for begin in plan.begin] == begun, "the second one twice in any case"
+    assert [begin.sequence for plan in bench.plans for begin in plan.begin] == begun, (
+        "the second one twice in any case"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- random lives
+# --------------------------------------------------------------------------------------------------
+# random lives
 
 
 @st.composite
@@ -122,7 +152,9 @@ def _memory(draw: st.DrawFn) -> dict:
 @pytest.mark.parametrize("name", ORDINARY)
 @settings(max_examples=15, deadline=None)
 @given(life=lives(), memory=_memory())
-def test_every_request_gets_the_tokens_it_would_get_alone(name: str, life: dict, memory: dict) -> None:
+def test_every_request_gets_the_tokens_it_would_get_alone(
+    name: str, life: dict, memory: dict
+) -> None:
     check(swapping(name, life["token_budget"]), life, memory)
 
 

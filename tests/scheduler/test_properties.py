@@ -1,4 +1,5 @@
-"""Random lives of an engine on tiny pools: preempt x prefix cache x chunk x length x abort x fork x policy."""
+"""Random lives of an engine on tiny pools: preempt x prefix cache x chunk x length x abort x fork x
+policy."""
 
 from collections.abc import Callable
 from functools import partial

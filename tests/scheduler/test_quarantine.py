@@ -1,4 +1,5 @@
-"""Requests that kill workers fail alone, innocent ones get their tokens, and a machine at fault is given up."""
+"""Requests that kill workers fail alone, innocent ones get their tokens, and a machine at fault is
+given up."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,9 @@ def kills_at(position: int) -> Any:
     poisoned=st.sets(st.integers(0, 6), min_size=1, max_size=3),
     position=st.integers(0, 8),
 )
-def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], position: int) -> None:
+def test_no_innocent_request_fails(
+    policy: str, life: dict, poisoned: set[int], position: int
+) -> None:
     arrivals = [
         replace(one, request=replace(one.request, prompt=(POISON, *one.request.prompt[1:])))
         if number in poisoned
@@ -74,7 +77,8 @@ def test_no_innocent_request_fails(policy: str, life: dict, poisoned: set[int], 
     assert scheduler.pool.free_blocks == life["num_blocks"] and not scheduler.waiting
 
 
-# ------------------------------------------------------------------------------------------------- one by one
+# -------------------------------------------------------------------------------------------------
+# one by one
 
 
 class Bench:
@@ -133,11 +137,16 @@ def test_suspects_run_one_at_a_time_and_the_one_that_kills_alone_fails_alone() -
         assert bench.engine.losses == 3 or len(bench.running()) <= 1
     assert bench.engine.losses == 3
     assert bench.errors == {
-        "killer": f"the workers died whenever this request ran, and at last when it ran alone: {CAUSE}"
+        "killer": (
+            f"the workers died whenever this request ran, and at last when it ran alone: {CAUSE}"
+        )
     }
     assert bench.ended[:3] == ["a", "b", "killer"], "the others wait until nobody is suspected"
     for request in (*requests, late):
-        assert bench.got[request.request_id] == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
+        assert (
+            bench.got[request.request_id]
+            == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
+        )
 
 
 def test_two_deaths_cost_a_request_nothing() -> None:
@@ -199,7 +208,8 @@ def test_culprits_that_are_far_apart_are_only_that() -> None:
 
 
 def test_workers_that_die_without_a_culprit_three_times_are_given_up() -> None:
-    """While they are starting, say: plans have not reached them, and whoever waits is not suspected."""
+    """While they are starting, say: plans have not reached them, and whoever waits is not
+    suspected."""
     bench = Bench(ran=0.0)
     executor = DyingExecutor(NUM_BLOCKS, BLOCK_SIZE, deaths=[1, 3, 5], ran=0.0)
     bench.engine = Engine(bench.scheduler, executor, vocab_size=1000)
@@ -213,11 +223,13 @@ def test_workers_that_die_without_a_culprit_three_times_are_given_up() -> None:
     assert str(bench.engine.failure).endswith(f"the last time {CAUSE}")
 
 
-# --------------------------------------------------------------------------------------------------- the limit
+# --------------------------------------------------------------------------------------------------
+# the limit
 
 
 def test_the_limit_counts_running_and_tells_the_whole_time() -> None:
-    """Large models take longer to start than three deaths may take, and the message says how long it really was."""
+    """Large models take longer to start than three deaths may take, and the message says how long
+    it really was."""
     deaths = Quarantine()
     for now, ran in ((100.0, 5000.0), (190.0, 5.0)):
         assert deaths.on_death(("a", "b"), now, ran=ran) is None

@@ -1,4 +1,5 @@
-"""A request whose engine died goes on in another engine: the tokens it has already are computed, not sampled again."""
+"""A request whose engine died goes on in another engine: the tokens it has already are computed,
+not sampled again."""
 
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ CONTEXT = 32
 
 
 def _engine(budget: int = 64) -> Engine:
-    scheduler = Scheduler(ChunkedPrefill(budget), num_blocks=24, block_size=BLOCK_SIZE, max_model_len=CONTEXT)
+    scheduler = Scheduler(
+        ChunkedPrefill(budget), num_blocks=24, block_size=BLOCK_SIZE, max_model_len=CONTEXT
+    )
     return Engine(scheduler, MemoryCheckingExecutor(24, BLOCK_SIZE), vocab_size=1000)
 
 
@@ -36,12 +39,16 @@ def _tokens(updates: list[SequenceUpdate], index: int) -> list[int]:
 
 @pytest.mark.parametrize("budget", [3, 64])
 @pytest.mark.parametrize("lengths", [(0, 0), (5, 2), (0, 6), (9, 9)])
-def test_every_sample_goes_on_behind_the_tokens_it_has(budget: int, lengths: tuple[int, int]) -> None:
+def test_every_sample_goes_on_behind_the_tokens_it_has(
+    budget: int, lengths: tuple[int, int]
+) -> None:
     params = SamplingParams(temperature=1, n=2, max_tokens=10, ignore_eos=True)
     request = Request("r", tuple(range(7)), params, seed=5)
     whole = [expected_tokens(request, index=index, max_model_len=CONTEXT)[0] for index in range(2)]
     engine = _engine(budget)
-    engine.add(replace(request, resumed=tuple(tuple(whole[index][: lengths[index]]) for index in range(2))))
+    engine.add(
+        replace(request, resumed=tuple(tuple(whole[index][: lengths[index]]) for index in range(2)))
+    )
     updates = _finish(engine)
     for index in range(2):
         assert _tokens(updates, index) == whole[index][lengths[index] :]
@@ -50,7 +57,9 @@ def test_every_sample_goes_on_behind_the_tokens_it_has(budget: int, lengths: tup
 def test_a_sample_that_had_ended_is_stopped_and_its_sibling_computes_the_prompt() -> None:
     params = SamplingParams(temperature=1, n=2, max_tokens=10, ignore_eos=True)
     request = Request("r", tuple(range(7)), params, seed=5)
-    whole = [tuple(expected_tokens(request, index=index, max_model_len=CONTEXT)[0]) for index in range(2)]
+    whole = [
+        tuple(expected_tokens(request, index=index, max_model_len=CONTEXT)[0]) for index in range(2)
+    ]
     for steps in range(3):  # stopped while it waits, and while its prompt is computed
         engine = _engine(budget=4)
         engine.add(replace(request, resumed=(whole[0][:9], whole[1][:3])))

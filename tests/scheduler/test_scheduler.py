@@ -1,4 +1,5 @@
-"""Single situations: admission, forks, prefix sharing within a plan, failures, several plans in flight."""
+"""Single situations: admission, forks, prefix sharing within a plan, failures, several plans in
+flight."""
 
 import pytest
 
@@ -17,7 +18,12 @@ BLOCK_SIZE = 4
 
 
 def _engine(
-    num_blocks: int = 16, *, depth: int = 1, budget: int = 64, max_num_seqs: int = 256, prefix_caching: bool = True
+    num_blocks: int = 16,
+    *,
+    depth: int = 1,
+    budget: int = 64,
+    max_num_seqs: int = 256,
+    prefix_caching: bool = True,
 ) -> Engine:
     scheduler = Scheduler(
         ChunkedPrefill(budget),
@@ -28,11 +34,15 @@ def _engine(
         prefix_caching=prefix_caching,
         pipeline_depth=depth,
     )
-    return Engine(scheduler, MemoryCheckingExecutor(num_blocks, BLOCK_SIZE, depth=depth), vocab_size=50)
+    return Engine(
+        scheduler, MemoryCheckingExecutor(num_blocks, BLOCK_SIZE, depth=depth), vocab_size=50
+    )
 
 
 def _request(name: str, length: int, **params: object) -> Request:
-    return Request(name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1)
+    return Request(
+        name, tuple(range(1, length + 1)), SamplingParams(temperature=0, **params), seed=1
+    )
 
 
 def _finish(engine: Engine) -> list[SequenceUpdate]:
@@ -63,10 +73,16 @@ def _plans_until(engine: Engine, count: int) -> list[StepPlan]:
             Request("r", (1,) * 30, SamplingParams(min_tokens=3), seed=0),
             "min_tokens 3 can never be reached: .* 30 tokens the context of 32 has room for 2",
         ),
-        (Request("r", (1, 50), SamplingParams(), seed=0), "token id 50 is not in the vocabulary of 50"),
+        (
+            Request("r", (1, 50), SamplingParams(), seed=0),
+            "token id 50 is not in the vocabulary of 50",
+        ),
         (Request("r", (1, -1), SamplingParams(), seed=0), "token id -1"),
         (Request("r", (1,), SamplingParams(logit_bias={50: 1}), seed=0), "logit_bias: token id 50"),
-        (Request("r", (1,), SamplingParams(stop_token_ids=(50,)), seed=0), "stop_token_ids: token id 50"),
+        (
+            Request("r", (1,), SamplingParams(stop_token_ids=(50,)), seed=0),
+            "stop_token_ids: token id 50",
+        ),
     ],
 )
 def test_what_can_never_run_is_refused_at_admission(request_: Request, said: str) -> None:
@@ -76,12 +92,17 @@ def test_what_can_never_run_is_refused_at_admission(request_: Request, said: str
 
 def test_a_request_that_outgrows_the_whole_cache_is_refused() -> None:
     engine = _engine(num_blocks=4)
-    with pytest.raises(UsageError, match="may grow to 32 tokens, which take 8 KV blocks, but there are 4"):
+    with pytest.raises(
+        UsageError, match="may grow to 32 tokens, which take 8 KV blocks, but there are 4"
+    ):
         engine.add(_request("r", 10))
     engine.add(_request("r", 10, max_tokens=7))  # 17 tokens, of which the last is never attended to
     assert len(_finish(engine)) == 7
-    with pytest.raises(UsageError, match="may grow to 17 tokens, which take 5 KV blocks, but there are 4"):
-        engine.add(_request("r", 17, max_tokens=0, prompt_logprobs=0))  # a prompt is computed to its end
+    with pytest.raises(
+        UsageError, match="may grow to 17 tokens, which take 5 KV blocks, but there are 4"
+    ):
+        # a prompt is computed to its end
+        engine.add(_request("r", 17, max_tokens=0, prompt_logprobs=0))
     engine.add(_request("r", 16, max_tokens=0, prompt_logprobs=0))
     (update,) = _finish(engine)
     assert (update.new_tokens, update.sequence.finish_reason) == ((), FinishReason.LENGTH)
@@ -136,7 +157,9 @@ def test_siblings_share_the_prompt_and_copy_the_block_it_ends_in() -> None:
     assert len(_plans(engine)[1].copies) == 2
     assert [row.start for row in _plans(engine)[1].rows if row.sequence > 0] == [9, 9]
     for index in range(3):
-        tokens = [token for update in updates if update.index == index for token in update.new_tokens]
+        tokens = [
+            token for update in updates if update.index == index for token in update.new_tokens
+        ]
         assert tokens == expected_tokens(request, index=index, max_model_len=32)[0]
 
 
@@ -172,7 +195,9 @@ def test_a_block_taken_over_is_not_found_by_what_its_last_owner_wrote() -> None:
     _finish(engine)  # the executor notices if it is given the sibling's block
 
 
-def test_a_parent_given_up_before_its_prompt_is_computed_leaves_its_siblings_to_compute_it() -> None:
+def test_a_parent_given_up_before_its_prompt_is_computed_leaves_its_siblings_to_compute_it() -> (
+    None
+):
     engine = _engine(budget=4)
     request = _request("r", 10, n=2, max_tokens=3)
     engine.add(request)
@@ -196,14 +221,19 @@ def test_what_was_taken_from_the_newest_is_not_given_back_to_it_in_the_same_plan
 
 
 def test_a_preemption_takes_no_row_from_those_before() -> None:
-    """The first has room in its block, the second needs one and takes it from the third; all get their tokens."""
+    """The first has room in its block, the second needs one and takes it from the third; all get
+    their tokens."""
     engine = _engine(num_blocks=3, prefix_caching=False)
     for name, length in (("a", 1), ("b", 3), ("c", 2)):
         engine.add(_request(name, length, max_tokens=3, ignore_eos=True))
     sequences = list(engine.scheduler.table.sequences.values())
     _plans_until(engine, 3)
     prompts, decodes, taken = _plans(engine)
-    assert [row.sequence for row in prompts.rows] == [row.sequence for row in decodes.rows] == [0, 1, 2]
+    assert (
+        [row.sequence for row in prompts.rows]
+        == [row.sequence for row in decodes.rows]
+        == [0, 1, 2]
+    )
     assert [row.sequence for row in taken.rows] == [0, 1]
     assert (taken.end, engine.scheduler.table.preemptions) == ((2,), 1)
     _finish(engine)
@@ -221,8 +251,16 @@ def test_a_preempted_sequence_keeps_the_times_of_its_first_life() -> None:
 
 def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
     engine = _engine(num_blocks=4, depth=2, budget=4)
-    engine.add(Request("old", (1,) * 4, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), seed=0))
-    engine.add(Request("new", (2,) * 4, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), seed=0))
+    engine.add(
+        Request(
+            "old", (1,) * 4, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), seed=0
+        )
+    )
+    engine.add(
+        Request(
+            "new", (2,) * 4, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), seed=0
+        )
+    )
     while engine.has_work:
         engine.step()
         check_integrity(engine.scheduler)
@@ -232,7 +270,9 @@ def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
 def test_as_many_plans_as_the_pipeline_is_deep_are_in_flight() -> None:
     engine = _engine(depth=3, budget=4)
     for name in "abc":
-        engine.add(Request(name, (int(name, 16),) * 4, SamplingParams(temperature=0, max_tokens=3), seed=0))
+        engine.add(
+            Request(name, (int(name, 16),) * 4, SamplingParams(temperature=0, max_tokens=3), seed=0)
+        )
     engine.step()
     assert [len(plan.rows) for plan in _plans(engine)] == [1, 1, 1]
     _finish(engine)
@@ -267,7 +307,8 @@ class _FailsOnce(MemoryCheckingExecutor):
 def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
     engine = Engine(_engine(budget=8).scheduler, _FailsOnce(16, BLOCK_SIZE), vocab_size=50)
     for name in ("fails", "waits"):
-        engine.add(_request(name, 16, max_tokens=2))  # two chunks each; the second of the first fails
+        # two chunks each; the second of the first fails
+        engine.add(_request(name, 16, max_tokens=2))
     updates = _finish(engine)
     assert [update.request_id for update in updates] == ["fails", "waits", "waits"]
     failed = updates[0].sequence
@@ -277,12 +318,15 @@ def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "begun"), [(6, 2), (7, 3)])
-def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_into(num_blocks: int, begun: int) -> None:
+def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_into(
+    num_blocks: int, begun: int
+) -> None:
     engine = _engine(num_blocks, prefix_caching=False)
     for name, length in (("first", 4), ("second", 4)):
         engine.add(_request(name, length, max_tokens=4, ignore_eos=True))
     engine.step()
-    engine.add(_request("late", 4, max_tokens=4, ignore_eos=True))  # beside two decodes with two blocks each
+    # beside two decodes with two blocks each
+    engine.add(_request("late", 4, max_tokens=4, ignore_eos=True))
     engine.step()
     assert len([entry for plan in _plans(engine) for entry in plan.begin]) == begun
     _finish(engine)
@@ -290,9 +334,15 @@ def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_int
 
 
 def test_no_policy_is_told_of_a_prompt_that_may_not_begin_before_an_owed_decode() -> None:
-    """Prefill-first waits for no decode while a prompt fits: if that prompt were refused, nothing would move."""
+    """Prefill-first waits for no decode while a prompt fits: if that prompt were refused, nothing
+    would move."""
     scheduler = Scheduler(
-        PrefillFirst(64), num_blocks=5, block_size=2, max_model_len=10, prefix_caching=False, pipeline_depth=2
+        PrefillFirst(64),
+        num_blocks=5,
+        block_size=2,
+        max_model_len=10,
+        prefix_caching=False,
+        pipeline_depth=2,
     )
     engine = Engine(scheduler, MemoryCheckingExecutor(5, 2, depth=2), vocab_size=50)
     prompts = [("a", 1, 5), ("b", 3, 4), ("c", 4, 1)]
@@ -306,7 +356,9 @@ def test_no_policy_is_told_of_a_prompt_that_may_not_begin_before_an_owed_decode(
 
 
 @pytest.mark.parametrize("policy", [ChunkedPrefill, PrefillFirst])
-def test_without_the_admission_reserve_a_prompt_takes_the_block_that_a_decode_grows_into(policy: type[Policy]) -> None:
+def test_without_the_admission_reserve_a_prompt_takes_the_block_that_a_decode_grows_into(
+    policy: type[Policy],
+) -> None:
     def preemptions(*, admission_reserve: bool) -> int:
         scheduler = Scheduler(
             policy(64, admission_reserve=admission_reserve),  # type: ignore[call-arg]
@@ -345,24 +397,32 @@ BIAS = dict.fromkeys(range(2, 8), 1.0)
         (8, {"frequency_penalty": 1.0}, 32 // 8),
         (8, {"logit_bias": BIAS, "repetition_penalty": 2.0}, 32 // 14),
         (20, {"logit_bias": BIAS, "presence_penalty": 1.0}, 1),
-        (31, {"logit_bias": BIAS, "presence_penalty": 1.0}, 1),  # lists more than a plan may, but one always begins
+        # lists more than a plan may, but one always begins
+        (31, {"logit_bias": BIAS, "presence_penalty": 1.0}, 1),
     ],
 )
 def test_the_tables_of_many_samples_are_made_some_a_plan(
     monkeypatch: pytest.MonkeyPatch, length: int, params: dict[str, object], most: int
 ) -> None:
     monkeypatch.setattr("nanoserve.scheduler.plan_builder.MOST_LISTED", 32)
-    begun = _begins_by_plan([_request(f"r{number}", length, n=8, max_tokens=1, **params) for number in range(5)])
+    begun = _begins_by_plan(
+        [_request(f"r{number}", length, n=8, max_tokens=1, **params) for number in range(5)]
+    )
     assert sum(begun) == 40 and max(begun) == most
 
 
 def test_samples_that_list_nothing_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.scheduler.plan_builder.MOST_LISTED", 32)
-    assert _begins_by_plan([_request(f"r{number}", 4, n=16, max_tokens=1) for number in range(8)]) == [8, 120]
+    assert _begins_by_plan(
+        [_request(f"r{number}", 4, n=16, max_tokens=1) for number in range(8)]
+    ) == [8, 120]
 
 
-def test_only_an_answer_that_fills_a_block_costs_the_prefix_cache_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt of 5 and an answer of 9: the chunk of the prompt fills one block of 4, and answers fill two more."""
+def test_only_an_answer_that_fills_a_block_costs_the_prefix_cache_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a prompt of 5 and an answer of 9: the chunk of the prompt fills one block of 4, and
+    answers fill two more."""
     shared = list[int]()
 
     def share_full(sequence: Sequence, computed: int) -> None:

@@ -1,4 +1,5 @@
-"""Speculative decoding of real models: token for token what plain decoding answers, in float32, whatever is drafted."""
+"""Speculative decoding of real models: token for token what plain decoding answers, in float32,
+whatever is drafted."""
 
 import json
 from collections.abc import Iterator
@@ -21,17 +22,31 @@ from nanoserve.request import RequestOutput, SamplingParams, Sequence
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from tests.executor.small_model import mechanism_of
 
-PROMPTS = ["Once upon a time", "The dog the dog the dog the", "Tom said: I like red, I like blue, I like"]
+PROMPTS = [
+    "Once upon a time",
+    "The dog the dog the dog the",
+    "Tom said: I like red, I like blue, I like",
+]
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}'
 SETTINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=40),
     "random": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40),
-    "cut": SamplingParams(temperature=1, top_k=20, min_p=0.02, seed=6, max_tokens=23, ignore_eos=True, n=2),
-    "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=7, max_tokens=30),
-    "counts": SamplingParams(temperature=0, frequency_penalty=0.7, max_tokens=30, logit_bias={5: 4.0}),
+    "cut": SamplingParams(
+        temperature=1, top_k=20, min_p=0.02, seed=6, max_tokens=23, ignore_eos=True, n=2
+    ),
+    "penalties": SamplingParams(
+        temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=7, max_tokens=30
+    ),
+    "counts": SamplingParams(
+        temperature=0, frequency_penalty=0.7, max_tokens=30, logit_bias={5: 4.0}
+    ),
     "late end": SamplingParams(temperature=1.2, min_tokens=25, seed=8, max_tokens=40),
-    "stops": SamplingParams(temperature=0, stop=(" was", "the"), stop_token_ids=(20, 21), max_tokens=40),
-    "log probabilities": SamplingParams(temperature=0, logprobs=3, prompt_logprobs=1, max_tokens=12),
+    "stops": SamplingParams(
+        temperature=0, stop=(" was", "the"), stop_token_ids=(20, 21), max_tokens=40
+    ),
+    "log probabilities": SamplingParams(
+        temperature=0, logprobs=3, prompt_logprobs=1, max_tokens=12
+    ),
     "grammar": SamplingParams(temperature=0.9, json_schema=SCHEMA, seed=9, max_tokens=40),
     "grammar with counts": SamplingParams(
         temperature=0.5, json_schema=SCHEMA, presence_penalty=0.5, seed=9, max_tokens=40
@@ -40,8 +55,8 @@ SETTINGS = {
 
 
 class Scripted(DraftProposer):
-    """Draft tokens what plain decoding answers, with an error in each place that ``errs`` has, counted round and
-    round."""
+    """Draft tokens what plain decoding answers, with an error in each place that ``errs`` has,
+    counted round and round."""
 
     def __init__(self, answers: list[tuple[int, ...]], errs: tuple[bool, ...]) -> None:
         super().__init__(looks_up=True, token_budget=512)
@@ -51,7 +66,10 @@ class Scripted(DraftProposer):
         output = tuple(sequence.output_tokens)
         known = next((one for one in self._answers if one[: len(output)] == output), ())
         draft_tokens = known[len(output) : len(output) + max(0, most)]
-        wrong = [self._errs[place % len(self._errs)] for place in range(len(output), len(output) + len(draft_tokens))]
+        wrong = [
+            self._errs[place % len(self._errs)]
+            for place in range(len(output), len(output) + len(draft_tokens))
+        ]
         return tuple((token + err) % 1000 for token, err in zip(draft_tokens, wrong, strict=True))
 
 
@@ -64,7 +82,9 @@ def plain() -> Iterator[nanoserve.LLM]:
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[nanoserve.LLM]:
     """Prompts are cut, and run beside draft tokens."""
-    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram", max_num_batched_tokens=24) as llm:
+    with nanoserve.LLM(
+        dtype="float32", eager=True, seed=0, speculate="ngram", max_num_batched_tokens=24
+    ) as llm:
         yield llm
 
 
@@ -75,7 +95,10 @@ def _facts(outputs: list[RequestOutput]) -> list[object]:
         for completion in completions
     ]
     return [
-        [(one.text, one.token_ids, one.finish_reason, one.stop_reason, one.error) for one in completions],
+        [
+            (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.error)
+            for one in completions
+        ],
         told,
         [len(output.prompt_logprobs or ()) for output in outputs],
     ]
@@ -88,16 +111,27 @@ DRAFTS = {"itself": "draft:storyteller", "a smaller one": "draft:storyteller-dra
 def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_model(
     draft: str, plain: nanoserve.LLM
 ) -> None:
-    settings = {"dtype": "float32", "eager": True, "seed": 0, "kv_cache_memory": 2**20, "max_model_len": 96}
+    settings = {
+        "dtype": "float32",
+        "eager": True,
+        "seed": 0,
+        "kv_cache_memory": 2**20,
+        "max_model_len": 96,
+    }
     with nanoserve.LLM(
         speculate=DRAFTS[draft], max_num_batched_tokens=24, **settings
     ) as speculating:  # sequences are preempted
-        table, drafts = speculating.engine.scheduler.table, speculating.engine.scheduler.extensions.drafts
+        table, drafts = (
+            speculating.engine.scheduler.table,
+            speculating.engine.scheduler.extensions.drafts,
+        )
         speculating.engine.scheduler.predictors = ()  # so that all that may be is drafted
         for name in ("greedy", "random", "cut", "penalties", "grammar"):
             before = sum(drafts.proposer.counts.accepted), drafts.proposer.counts.draft_tokens
             params = SETTINGS[name]
-            assert _facts(speculating.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params)), name
+            assert _facts(speculating.generate(PROMPTS, params)) == _facts(
+                plain.generate(PROMPTS, params)
+            ), name
             accepted, draft_tokens = (
                 sum(drafts.proposer.counts.accepted) - before[0],
                 drafts.proposer.counts.draft_tokens - before[1],
@@ -108,11 +142,17 @@ def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_
         assert table.preemptions > 0
 
 
-def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
-    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft") as speculating:
+def test_a_drafter_that_raises_ends_nothing(
+    plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nanoserve.LLM(
+        dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft"
+    ) as speculating:
         mechanism_of(speculating.engine.executor, Drafting).drafter._decoder = None
         params = SETTINGS["greedy"]
-        assert _facts(speculating.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params))
+        assert _facts(speculating.generate(PROMPTS, params)) == _facts(
+            plain.generate(PROMPTS, params)
+        )
     (told,) = [record.message for record in caplog.records if "drafted" in record.message]  # once
     assert "nothing is drafted any more: 'NoneType'" in told
 
@@ -135,17 +175,26 @@ def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest
         ),
     ],
 )
-def test_what_cannot_draft_token_is_refused_in_one_line(settings: dict[str, str], told: str) -> None:
+def test_what_cannot_draft_token_is_refused_in_one_line(
+    settings: dict[str, str], told: str
+) -> None:
     with pytest.raises(UsageError, match=told) as refused:
         nanoserve.LLM(**settings)
     assert "\n" not in str(refused.value)
 
 
 def test_a_draft_with_more_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     draft = tmp_path / "config.json"
     draft.write_text(json.dumps({"model_type": "llama", "vocab_size": 4097, **shape}))
-    with pytest.raises(UsageError, match="it has 4097 tokens and the model 4096; choose a draft with") as refused:
+    with pytest.raises(
+        UsageError, match="it has 4097 tokens and the model 4096; choose a draft with"
+    ) as refused:
         nanoserve.LLM(speculate=f"draft:dummy:{draft}", eager=True)
     assert "\n" not in str(refused.value)
 
@@ -174,8 +223,12 @@ def test_draft_tokens_are_told_as_draft_tokens(tmp_path: Path) -> None:
         engine, path = speculating.engine, tmp_path / "trace.json"
         engine.scheduler.predictors = ()  # so that all there is is drafted
         file, record = ChromeTraceFile(path), RunRecord(1, keeps_tables=True)
-        recorder_of(engine).add(record, RunTrace(file, engine.now(), reports_times=False, close=file.close))
-        *_, answer = stream_answer(speculating, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
+        recorder_of(engine).add(
+            record, RunTrace(file, engine.now(), reports_times=False, close=file.close)
+        )
+        *_, answer = stream_answer(
+            speculating, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+        )
         counts = engine.status.drafts
     checked, accepted = counts.draft_tokens, sum(counts.accepted)
     assert checked > 0
@@ -187,7 +240,9 @@ def test_draft_tokens_are_told_as_draft_tokens(tmp_path: Path) -> None:
         checked,
     )
     assert all(row.count == 1 + row.draft_tokens for row in found if row.kind == "decode")
-    bars = [event for event in json.loads(path.read_text()) if "draft_tokens" in event.get("args", {})]
+    bars = [
+        event for event in json.loads(path.read_text()) if "draft_tokens" in event.get("args", {})
+    ]
     assert sum(bar["args"]["draft_tokens"] for bar in bars) == checked
     assert all(f"+ {bar['args']['draft_tokens']} draft tokens" in bar["name"] for bar in bars)
     assert answer.usage.steps == 40 - accepted

@@ -14,18 +14,26 @@ class PrefillHereDecodeThere(Policy):
     """The outline of Seesaw: prompts in layout 0, parked; when none waits, decodes in layout 1."""
 
     def decide(self, load: Load) -> Decision:
-        if load.waiting_tokens or (load.layouts.current == 0 and load.running_decodes + load.host.moving):
+        if load.waiting_tokens or (
+            load.layouts.current == 0 and load.running_decodes + load.host.moving
+        ):
             return Decision(prefill_tokens=4, decodes=0, host=HostDecision(park=True))
         return Decision(
-            prefill_tokens=0, decodes=load.ready_decodes, host=HostDecision(swap_in=load.host.ready), layout=1
+            prefill_tokens=0,
+            decodes=load.ready_decodes,
+            host=HostDecision(swap_in=load.host.ready),
+            layout=1,
         )
 
 
 def test_prompts_are_parked_and_come_back_in_another_layout() -> None:
     prompts = [Prompt((1, 2, 3), 3), Prompt((4, 5), 2)]
-    assert play(PrefillHereDecodeThere(), prompts, num_blocks=4, host_blocks=4, other_layouts=(4,)) == [
+    assert play(
+        PrefillHereDecodeThere(), prompts, num_blocks=4, host_blocks=4, other_layouts=(4,)
+    ) == [
         "step 0: begin 0 begin 1",
-        "  0 at 0: 1 2 3 +[0, 1] *",  # two host blocks are reserved for 1 2 3 103, two for the other
+        # two host blocks are reserved for 1 2 3 103, two for the other
+        "  0 at 0: 1 2 3 +[0, 1] *",
         "  1 at 0: 4 +[2]",
         "  0 [0, 1]>[0, 1]",
         "step 1: end 0",
@@ -57,7 +65,13 @@ class Then(Policy):
 
 def test_a_host_sequence_takes_as_many_overlapped_steps_as_there_are_layers_and_one() -> None:
     go_on = Decision(0, 0, host=HostDecision(strategy="overlap", decodes=(1, 0)))
-    assert play(Then([go_on]), [Prompt((1, 2), 2), Prompt((3, 4), 2)], num_blocks=4, host_blocks=4, num_layers=3) == [
+    assert play(
+        Then([go_on]),
+        [Prompt((1, 2), 2), Prompt((3, 4), 2)],
+        num_blocks=4,
+        host_blocks=4,
+        num_layers=3,
+    ) == [
         "step 0: begin 0 begin 1",
         "  0 at 0: 1 2 +[0] *",
         "  1 at 0: 3 4 +[1] *",

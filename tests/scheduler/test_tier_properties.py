@@ -1,4 +1,5 @@
-"""Random lives with a host tier and several parallel layouts, under every policy and under ones nobody would write."""
+"""Random lives with a host tier and several parallel layouts, under every policy and under ones
+nobody would write."""
 
 from dataclasses import replace
 
@@ -14,16 +15,24 @@ from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRando
 
 @settings(max_examples=100, deadline=None)
 @given(life=lives(), memory=TIERS, decided=DECIDED)
-def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, memory: dict, decided: list[Decision]) -> None:
+def test_whatever_is_decided_every_request_gets_its_tokens(
+    life: dict, memory: dict, decided: list[Decision]
+) -> None:
     check(AtRandom(decided), life, memory)
 
 
 @settings(max_examples=100, deadline=None)
 @given(life=lives(WINDOWS), memory=TIERS, decided=DECIDED)
-def test_windows_are_parked_and_swapped_and_change_layouts(life: dict, memory: dict, decided: list[Decision]) -> None:
+def test_windows_are_parked_and_swapped_and_change_layouts(
+    life: dict, memory: dict, decided: list[Decision]
+) -> None:
     """Attention on the CPU takes no cache groups, so the host only keeps."""
     check(
-        AtRandom([replace(decision, host=replace(decision.host, decodes=(0, 0))) for decision in decided]), life, memory
+        AtRandom(
+            [replace(decision, host=replace(decision.host, decodes=(0, 0))) for decision in decided]
+        ),
+        life,
+        memory,
     )
 
 
@@ -34,4 +43,8 @@ def test_every_policy_with_two_tiers_and_several_layouts(
     name: str, life: dict, memory: dict, data: st.DataObject
 ) -> None:
     policy = make_policy(name, life["token_budget"])
-    check(AlsoUsingTheHost(policy) if data.draw(st.booleans(), label="uses the host") else policy, life, memory)
+    check(
+        AlsoUsingTheHost(policy) if data.draw(st.booleans(), label="uses the host") else policy,
+        life,
+        memory,
+    )

@@ -55,8 +55,10 @@ def test_a_swapped_sequence_keeps_its_blocks_on_both_tiers_until_the_answer() ->
 
 def test_a_sequence_comes_back_only_to_a_device_with_a_free_block_for_each_decode() -> None:
     bench = _two_decodes(num_blocks=5)
-    bench.step(Decision(0, 64, host=HostDecision(swap_out=1)))  # the other decodes, and takes its third block
-    bench.step(Decision(0, 0, host=HostDecision(swap_in=1)))  # two blocks are free, but one is to stay so
+    # the other decodes, and takes its third block
+    bench.step(Decision(0, 64, host=HostDecision(swap_out=1)))
+    # two blocks are free, but one is to stay so
+    bench.step(Decision(0, 0, host=HostDecision(swap_in=1)))
     assert bench.swapped() == ["1 out"]
     bench.give_up("a")
     bench.step()
@@ -73,9 +75,12 @@ def test_a_policy_that_sends_everything_away_still_lets_it_come_to_an_end() -> N
 
 
 @pytest.mark.parametrize(
-    "decision", [Decision(0, 0, host=HostDecision(swap_out=1)), Decision(0, 0, host=HostDecision(swap_in=1))]
+    "decision",
+    [Decision(0, 0, host=HostDecision(swap_out=1)), Decision(0, 0, host=HostDecision(swap_in=1))],
 )
-def test_a_sequence_given_up_while_it_moves_returns_its_blocks_when_it_has_moved(decision: Decision) -> None:
+def test_a_sequence_given_up_while_it_moves_returns_its_blocks_when_it_has_moved(
+    decision: Decision,
+) -> None:
     bench = _two_decodes(swap_delay=1)
     if decision.host.swap_in:
         for _ in range(3):

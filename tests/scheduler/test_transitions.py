@@ -1,4 +1,5 @@
-"""Changing the parallel layout: the drain, what it costs, and that no policy can make it endless."""
+"""Changing the parallel layout: the drain, what it costs, and that no policy can make it
+endless."""
 
 from collections.abc import Callable
 
@@ -34,7 +35,11 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
     bench.step()
     assert bench.plans[-1] == StepPlan(2, end=bench.plans[-1].end, layouts=LayoutPlan(transition=1))
     bench.step()
-    assert (bench.load.layouts.current, bench.load.total_blocks, bench.scheduler.extensions.layouts.current) == (
+    assert (
+        bench.load.layouts.current,
+        bench.load.total_blocks,
+        bench.scheduler.extensions.layouts.current,
+    ) == (
         1,
         5,
         1,
@@ -72,7 +77,9 @@ def test_a_transition_forgets_the_prefix_cache() -> None:
     bench.step()
     bench.add("b", 4, 2)
     bench.step(Decision(64, 64, layout=1))
-    again = Request("again", bench.requests["a"].prompt, SamplingParams(temperature=0, max_tokens=1), seed=0)
+    again = Request(
+        "again", bench.requests["a"].prompt, SamplingParams(temperature=0, max_tokens=1), seed=0
+    )
     bench.requests["again"], bench.outputs["again"] = again, []
     bench.engine.add(again)
     (update,) = [one for one in bench.step() if one.request_id == "again"]
@@ -82,10 +89,16 @@ def test_a_transition_forgets_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [lambda load, asked: asked % 2, lambda load, asked: 1 - load.layouts.current, lambda load, asked: asked // 3 % 2],
+    [
+        lambda load, asked: asked % 2,
+        lambda load, asked: 1 - load.layouts.current,
+        lambda load, asked: asked // 3 % 2,
+    ],
     ids=["by turns", "always the other", "three and three"],
 )
-@pytest.mark.parametrize("moves", [Decision(64, 64), Decision(1, 1, host=HostDecision(park=True)), Decision(0, 0)])
+@pytest.mark.parametrize(
+    "moves", [Decision(64, 64), Decision(1, 1, host=HostDecision(park=True)), Decision(0, 0)]
+)
 @pytest.mark.parametrize("host_blocks", [0, 3, 16])
 def test_a_policy_that_keeps_changing_its_layout_lets_everything_finish(
     wanted: Callable[[Load, int], int], moves: Decision, host_blocks: int
@@ -97,7 +110,10 @@ def test_a_policy_that_keeps_changing_its_layout_lets_everything_finish(
             bench.policy.loads.append(load)
             layout = wanted(load, len(bench.policy.loads))
             return Decision(
-                moves.prefill_tokens, moves.decodes, host=HostDecision(park=moves.host.park, swap_in=1), layout=layout
+                moves.prefill_tokens,
+                moves.decodes,
+                host=HostDecision(park=moves.host.park, swap_in=1),
+                layout=layout,
             )
 
     bench.scheduler.policy = Restless()
@@ -116,7 +132,9 @@ def test_a_layout_there_is_not_is_passed_over() -> None:
 
 def test_what_does_not_fit_the_smallest_layout_is_refused() -> None:
     bench = Bench(other=3)
-    with pytest.raises(UsageError, match="may grow to 8 tokens, which take 4 KV blocks, but there are 3"):
+    with pytest.raises(
+        UsageError, match="may grow to 8 tokens, which take 4 KV blocks, but there are 3"
+    ):
         bench.add("a", 4, 4)
 
 
@@ -144,4 +162,6 @@ def test_a_prompt_that_is_given_up_while_the_device_drains_delays_nothing() -> N
     bench.give_up("c")
     bench.finish(Decision(64, 64, layout=1, host=HostDecision(swap_in=1)))
     assert _transitions(bench) == [1]
-    assert FinishReason.ABORT not in {sequence.finish_reason for sequence in bench.scheduler.running}
+    assert FinishReason.ABORT not in {
+        sequence.finish_reason for sequence in bench.scheduler.running
+    }

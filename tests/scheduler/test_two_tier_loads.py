@@ -1,4 +1,5 @@
-"""Policies as pure functions of loads with two tiers and two layouts: nothing is asked for that is not there."""
+"""Policies as pure functions of loads with two tiers and two layouts: nothing is asked for that is
+not there."""
 
 from dataclasses import replace
 
@@ -12,7 +13,10 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.optional import Cohort, HostLoad, LayoutsLoad
 from tests.fakes.linear_predictor import LinearPredictor
 
-RESHARDING = {"prefill-prioritizing": PrefillPrioritizing, "decode-prioritizing": DecodePrioritizing}
+RESHARDING = {
+    "prefill-prioritizing": PrefillPrioritizing,
+    "decode-prioritizing": DecodePrioritizing,
+}
 """Policies of Seesaw's figure 2, which no --policy offers."""
 
 
@@ -103,7 +107,11 @@ def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int
     if decision.host.strategy == "device":
         assert decision.host.decodes == (0, 0)
     if not load.host.total_blocks:
-        assert not decision.host.park and not decision.host.preempt and decision.host.strategy == "device"
+        assert (
+            not decision.host.park
+            and not decision.host.preempt
+            and decision.host.strategy == "device"
+        )
     if load.predictor is None:
         assert decision.host.strategy == "device"
 
@@ -112,10 +120,13 @@ def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int
 @settings(deadline=None, max_examples=25)
 @given(load=_loads(), hosted=st.integers(1, 300))
 def test_an_idle_device_is_given_something_to_do(name: str, load: Load, hosted: int) -> None:
-    """Host sequences come back to an idle device, or go on where they are, whatever is predicted."""
+    """Host sequences come back to an idle device, or go on where they are, whatever is
+    predicted."""
     idle = replace(
         load,
-        **dict.fromkeys(("running_decodes", "ready_decodes", "ready_prefills", "context_tokens"), 0),
+        **dict.fromkeys(
+            ("running_decodes", "ready_decodes", "ready_prefills", "context_tokens"), 0
+        ),
         **dict.fromkeys(("steps_in_flight", "expected_growth"), 0),
         host=replace(
             load.host,

@@ -1,5 +1,5 @@
-"""Random lives with a host tier, several parallel layouts and draft tokens, perhaps of workers that die, and policies
-for them."""
+"""Random lives with a host tier, several parallel layouts and draft tokens, perhaps of workers that
+die, and policies for them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -56,7 +56,8 @@ class AtRandom(Policy):
 
 @dataclass(frozen=True)
 class AlsoUsingTheHost(Policy):
-    """A policy's decision, and what two tiers add to it: prompts are parked, half of the host sequences decode."""
+    """A policy's decision, and what two tiers add to it: prompts are parked, half of the host
+    sequences decode."""
 
     inner: Policy
 
@@ -120,7 +121,9 @@ SECONDS = st.sampled_from([0.01, 1.0, 30.0])
 TIERS = st.fixed_dictionaries(
     {
         "host_blocks": st.sampled_from([0, 1, 3, 8, 40]),
-        "other_layouts": st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2),
+        "other_layouts": st.lists(
+            st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2
+        ),
         "swap_delay": st.integers(0, 3),
         "num_layers": st.integers(1, 3),
         "cpu_is_done": st.lists(st.booleans(), max_size=4).map(lambda later: [True, *later]),
@@ -138,8 +141,8 @@ def check(
     host_losses: Collection[int] = (),
     watch: Callable[[Engine], None] = lambda engine: None,
 ) -> None:
-    """Every request gets the tokens that it would get alone, and all blocks come back. ``watch`` gets the engine before
-    it runs."""
+    """Every request gets the tokens that it would get alone, and all blocks come back. ``watch``
+    gets the engine before it runs."""
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
     if life["async_scheduling"]:
         layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
@@ -168,8 +171,13 @@ def check(
     )
     fewest = min(layout.num_blocks for layout in layouts)
     longest = most_tokens(life["windows"], fewest, life["block_size"], life["max_model_len"])
-    longest = min(life["max_model_len"], longest + (life["windows"] == (0,)))  # the last token's KV is never needed
-    arrivals = [one for one in life["arrivals"] if len(one.request.prompt) + one.request.params.min_tokens <= longest]
+    # the last token's KV is never needed
+    longest = min(life["max_model_len"], longest + (life["windows"] == (0,)))
+    arrivals = [
+        one
+        for one in life["arrivals"]
+        if len(one.request.prompt) + one.request.params.min_tokens <= longest
+    ]
     arrivals = [one for one in arrivals if len(one.request.prompt) < longest]
     scheduler = Scheduler(
         policy,
@@ -179,7 +187,9 @@ def check(
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        extensions=make_extensions(host_blocks=tiers["host_blocks"], other_layouts=layouts[1:], proposer=proposer),
+        extensions=make_extensions(
+            host_blocks=tiers["host_blocks"], other_layouts=layouts[1:], proposer=proposer
+        ),
         async_scheduling=life["async_scheduling"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
         windows=life["windows"],

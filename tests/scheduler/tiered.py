@@ -45,7 +45,12 @@ class Bench:
     ) -> None:
         self.policy = Remote(Decision(64, 64))
         self.executor = HostLosingExecutor(
-            num_blocks, BLOCK_SIZE, host_blocks=host_blocks, depth=depth, other_layouts=[other], swap_delay=swap_delay
+            num_blocks,
+            BLOCK_SIZE,
+            host_blocks=host_blocks,
+            depth=depth,
+            other_layouts=[other],
+            swap_delay=swap_delay,
         )
         self.scheduler = Scheduler(
             self.policy,
@@ -53,7 +58,9 @@ class Bench:
             block_size=BLOCK_SIZE,
             max_model_len=CONTEXT,
             pipeline_depth=depth,
-            extensions=make_extensions(host_blocks=host_blocks, other_layouts=[LayoutCapacity(other, depth)]),
+            extensions=make_extensions(
+                host_blocks=host_blocks, other_layouts=[LayoutCapacity(other, depth)]
+            ),
             **scheduler,
         )
         self.engine = Engine(self.scheduler, self.executor, vocab_size=50)
@@ -108,4 +115,6 @@ class Bench:
 
     def swapped(self) -> list[str]:
         """All swaps so far, as "0 out"."""
-        return [f"{swap.sequence} {swap.direction}" for plan in self.plans for swap in plan.host.swaps]
+        return [
+            f"{swap.sequence} {swap.direction}" for plan in self.plans for swap in plan.host.swaps
+        ]

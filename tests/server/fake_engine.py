@@ -1,4 +1,5 @@
-"""An engine process without a model: it starts in a moment, answers fast, and dies when it is told to."""
+"""An engine process without a model: it starts in a moment, answers fast, and dies when it is told
+to."""
 
 import time
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from tests.fakes.memory_checking_executor import next_token
 BROKEN = "broken"
 """A file of this name in the model's directory keeps the engine from starting."""
 POISON_TOKEN = 4094
-"""A prompt that begins with it kills the engine. No prompt that is drawn by lot does: those end at 4000."""
+"""A prompt that begins with it kills the engine. No prompt that is drawn by lot does: those end at
+4000."""
 WORKER_POISON_TOKEN = 4095
-"""A prompt that begins with it kills workers as often as its second token says; at the third time none come again."""
+"""A prompt that begins with it kills workers as often as its second token says; at the third time
+none come again."""
 MAX_LOSSES = 3
 WORKER_START_SECONDS = 0.5
 CONTEXT = 512
@@ -70,7 +73,8 @@ def build(start: EngineStart, mailbox: Mailbox[Command]) -> Engine:
     if start.model.directory is not None and (start.model.directory / BROKEN).exists():
         raise ModelError("the weights are broken")
     config = start.config
-    num_blocks = (config.kv_cache_memory or 256 * BLOCK_SIZE) // BLOCK_SIZE  # a token counts as a byte
+    # a token counts as a byte
+    num_blocks = (config.kv_cache_memory or 256 * BLOCK_SIZE) // BLOCK_SIZE
     scheduler = Scheduler(
         ChunkedPrefill(256),
         num_blocks=num_blocks,
@@ -79,7 +83,9 @@ def build(start: EngineStart, mailbox: Mailbox[Command]) -> Engine:
         max_num_seqs=config.max_num_seqs,
     )
     executor = PacedExecutor(num_blocks, BLOCK_SIZE, model=word)
-    mailbox.send(EngineFacts(CONTEXT, VOCAB_SIZE, END_TOKENS, SamplingParams(), config.max_num_seqs))
+    mailbox.send(
+        EngineFacts(CONTEXT, VOCAB_SIZE, END_TOKENS, SamplingParams(), config.max_num_seqs)
+    )
     return Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
 
 

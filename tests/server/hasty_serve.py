@@ -1,4 +1,5 @@
-"""``nanoserve serve`` that tries another engine sooner: ``python -m tests.server.hasty_serve OPTIONS``."""
+"""``nanoserve serve`` that tries another engine sooner: ``python -m tests.server.hasty_serve
+OPTIONS``."""
 
 import sys
 

@@ -29,12 +29,17 @@ class Server:
         words = [sys.executable, "-m", module, *arguments]
         if module == "nanoserve":
             words.insert(3, "serve")
-        # Its own place for temporary files, so that what is left of them can be seen. A socket's path would not fit
-        # below it.
+        # Its own place for temporary files, so that what is left of them can be seen. A socket's
+        # path would not fit below it.
         self.directory = Path(tempfile.mkdtemp(prefix="ns" + 90 * "x"))
         variables = os.environ | {"TMPDIR": str(self.directory)} | environment
         self.process = subprocess.Popen(
-            words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            words,
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -48,7 +53,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        wait_until(lambda: any("listening on" in line for line in self.lines) or self.process.poll() is not None)
+        wait_until(
+            lambda: (
+                any("listening on" in line for line in self.lines)
+                or self.process.poll() is not None
+            )
+        )
         line = next((line for line in self.lines if "listening on" in line), None)
         assert line is not None, self.lines
         return line.split()[-1]
@@ -86,12 +96,18 @@ class Server:
 
     def wait_idle(self) -> None:
         """Until nothing runs and every block is back."""
-        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        for name in (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+        ):
             wait_until(lambda name=name: self.metric(name) == 0)  # type: ignore[misc]
 
     def engine_process_id(self) -> int:
         """Process id of the engine: the child that leads a process group."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         leaders = [int(child) for child in children if os.getpgid(int(child)) == int(child)]
         assert len(leaders) == 1, children
         return leaders[0]
@@ -114,11 +130,18 @@ class Server:
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(FileNotFoundError):
                     inodes.add(os.readlink(descriptor))
-        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@nanoserve-" in line]
-        return [line[7] for line in lines if line[3] == "00010000" and f"socket:[{line[6]}]" in inodes]
+        lines = [
+            line.split()
+            for line in Path("/proc/net/unix").read_text().splitlines()
+            if "@nanoserve-" in line
+        ]
+        return [
+            line[7] for line in lines if line[3] == "00010000" and f"socket:[{line[6]}]" in inodes
+        ]
 
     def left_behind(self) -> list[str]:
-        """Files in its directory for temporary ones, but for the cache that torch makes there when it is imported."""
+        """Files in its directory for temporary ones, but for the cache that torch makes there when
+        it is imported."""
         return [str(path) for path in self.directory.rglob("*") if "torchinductor" not in str(path)]
 
     def end(self) -> int:
@@ -147,7 +170,8 @@ def shared_memory(process_id: int) -> list[str]:
 
 
 def process_state(process_id: int) -> str:
-    """The system's letter for it: R runs, S sleeps, T is stopped, Z is a zombie; empty if there is none."""
+    """The system's letter for it: R runs, S sleeps, T is stopped, Z is a zombie; empty if there is
+    none."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,5 @@
-"""What must not be answered, and how it is not: 4xx with OpenAI's error body, and everyone else unharmed.
+"""What must not be answered, and how it is not: 4xx with OpenAI's error body, and everyone else
+unharmed.
 
 The cases are the list of bad inputs in the project's notes on what users expect.
 """
@@ -53,9 +54,26 @@ def _chat(server: Server, **fields: Any) -> httpx.Response:
 
 
 # Bodies that are no request, in any of the requests.
-BODIES = [b"", b"{", b"[]", b"5", b"null", b"not json", b"\x1f\x8b\x08\x00gzip", b'{"prompt": "a"} trailing']
-BODIES += [b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud83d"}', b'{"prompt": "a\\u0000b"}', b'{"prompt": "a\x01b"}']
-BODIES += [b'{"prompt": "a", "temperature": ' + number + b"}" for number in (b"NaN", b"1e999", b"-Infinity")]
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"5",
+    b"null",
+    b"not json",
+    b"\x1f\x8b\x08\x00gzip",
+    b'{"prompt": "a"} trailing',
+]
+BODIES += [
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": "\\ud83d"}',
+    b'{"prompt": "a\\u0000b"}',
+    b'{"prompt": "a\x01b"}',
+]
+BODIES += [
+    b'{"prompt": "a", "temperature": ' + number + b"}"
+    for number in (b"NaN", b"1e999", b"-Infinity")
+]
 BODIES += [b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
 BODIES += [b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}"]
 
@@ -81,7 +99,15 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "seed": [-2, 2**64, 1.0, "a"],
     "stop": [[""], "", ["a"] * 10_000, "a" * 500_000, [5], 5],
     "stop_token_ids": [[-1], [4096], [2**31], ["a"], [5] * 1025],
-    "logit_bias": [{"-1": 1}, {"4096": 1}, {str(2**31): 1}, {"a": 1}, {"5": 200}, [1], dict.fromkeys(MANY_TOKENS, 1)],
+    "logit_bias": [
+        {"-1": 1},
+        {"4096": 1},
+        {str(2**31): 1},
+        {"a": 1},
+        {"5": 200},
+        [1],
+        dict.fromkeys(MANY_TOKENS, 1),
+    ],
     "stream": ["true", 1],
     "stream_options": [{"include_usage": True}, {"other": 1}, 5],
     "user": [5, {}, "x" * 257],
@@ -96,12 +122,26 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     ("field", "value"), [(field, value) for field in OUT_OF_RANGE for value in OUT_OF_RANGE[field]]
 )
 @pytest.mark.parametrize("ask", [_chat, _complete])
-def test_fields_that_are_out_of_range_or_unknown(server: Server, ask: Ask, field: str, value: Any) -> None:
+def test_fields_that_are_out_of_range_or_unknown(
+    server: Server, ask: Ask, field: str, value: Any
+) -> None:
     error = _is_error(ask(server, **{field: value}), 400)
     assert field in error["message"] or field in (error["param"] or ""), error
 
 
-PROMPTS: list[Any] = ["", [], [""], [[]], ["a", ""], ["a", 5], [5, [5]], [-1], [4096], [2**31], [[5, 4096]]]
+PROMPTS: list[Any] = [
+    "",
+    [],
+    [""],
+    [[]],
+    ["a", ""],
+    ["a", 5],
+    [5, [5]],
+    [-1],
+    [4096],
+    [2**31],
+    [[5, 4096]],
+]
 PROMPTS += [[True], [1.5], {}, None, 5, ["a"] * 129, [None], [[["a"]]]]
 
 
@@ -113,7 +153,10 @@ def test_prompts_that_are_none(server: Server, prompt: Any) -> None:
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}
 MESSAGES: list[Any] = [[], {}, "hello", None, [5], [{}], [{"role": "user"}], [{"content": "a"}]]
 MESSAGES += [[{"role": role, "content": "a"}] for role in ("king", 5)]
-MESSAGES += [[{"role": "user", "content": content}] for content in (5, None, [IMAGE], [{"type": "text"}], [5], "a\0b")]
+MESSAGES += [
+    [{"role": "user", "content": content}]
+    for content in (5, None, [IMAGE], [{"type": "text"}], [5], "a\0b")
+]
 MESSAGES += [[{"role": "user", "content": "a", "unknown": 1}]]
 MESSAGES += [[{"role": "assistant", "tool_calls": json.loads("[" * 200 + "]" * 200)}]]
 
@@ -143,7 +186,9 @@ def test_messages_that_are_none(server: Server, messages: Any) -> None:
         (_complete, {"logprobs": -1}, "logprobs"),
     ],
 )
-def test_fields_that_one_of_them_does_not_have(server: Server, ask: Ask, fields: dict[str, Any], param: str) -> None:
+def test_fields_that_one_of_them_does_not_have(
+    server: Server, ask: Ask, fields: dict[str, Any], param: str
+) -> None:
     assert param in (_is_error(ask(server, **fields), 400)["param"] or "")
 
 
@@ -157,7 +202,16 @@ def test_another_model_is_not_found(server: Server) -> None:
 
 
 def test_other_paths_and_methods(server: Server) -> None:
-    for path in ("/", "/v1", "/v1/", "//v1/models", "/v1/models//", "/v1/embeddings", "/%2e%2e/etc/passwd", "/health/"):
+    for path in (
+        "/",
+        "/v1",
+        "/v1/",
+        "//v1/models",
+        "/v1/models//",
+        "/v1/embeddings",
+        "/%2e%2e/etc/passwd",
+        "/health/",
+    ):
         _is_error(server.get(path), 404)
     preflight = httpx.options(server.url + CHAT, headers={"origin": "http://evil.example"})
     _is_error(preflight, 405)
@@ -181,12 +235,15 @@ def test_control_tokens_in_a_message_are_text(server: Server) -> None:
 
 def test_strange_text_comes_back_as_utf8(server: Server) -> None:
     for text in ("\u202egnirts\u202c", "👩‍👩‍👧", "\ufffe", "\x7f\x1b[31m", "é" * 100):
-        answer = _chat(server, messages=[{"role": "user", "content": text}], max_tokens=5, stream=True)
+        answer = _chat(
+            server, messages=[{"role": "user", "content": text}], max_tokens=5, stream=True
+        )
         assert answer.status_code == 200
         answer.content.decode("utf-8")
 
 
-# ------------------------------------------------------------------------------------------ below the requests
+# ------------------------------------------------------------------------------------------ below
+# the requests
 
 
 def _connect(server: Server) -> socket.socket:
@@ -239,9 +296,13 @@ def test_a_prompt_of_ten_megabytes_is_refused(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", COMPLETION])
-def test_a_request_with_two_lengths_is_refused_and_the_connection_closed(server: Server, path: str) -> None:
+def test_a_request_with_two_lengths_is_refused_and_the_connection_closed(
+    server: Server, path: str
+) -> None:
     with _connect(server) as connection:
-        connection.sendall(_head(path, content_length=4, transfer_encoding="chunked") + b"2\r\n{}\r\n0\r\n\r\n")
+        connection.sendall(
+            _head(path, content_length=4, transfer_encoding="chunked") + b"2\r\n{}\r\n0\r\n\r\n"
+        )
         connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = _read_all(connection)
     assert answer.startswith(b"HTTP/1.1 400") and b"Transfer-Encoding" in answer
@@ -250,11 +311,30 @@ def test_a_request_with_two_lengths_is_refused_and_the_connection_closed(server:
 
 def test_only_names_of_the_machine_itself_are_answered(server: Server) -> None:
     url = httpx.URL(server.url)
-    for host in ("evil.example", f"evil.example:{url.port}", "", "localhost.evil.example", "[", "192.168.0.1"):
-        error = _is_error(httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS), 403)
+    for host in (
+        "evil.example",
+        f"evil.example:{url.port}",
+        "",
+        "localhost.evil.example",
+        "[",
+        "192.168.0.1",
+    ):
+        error = _is_error(
+            httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS), 403
+        )
         assert error["code"] == "host_not_allowed" and "--allowed-hosts" in error["message"]
-    for host in ("localhost", f"LOCALHOST:{url.port}", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
-        assert httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS).status_code == 200
+    for host in (
+        "localhost",
+        f"LOCALHOST:{url.port}",
+        "127.0.0.1",
+        "127.0.0.1:80",
+        "[::1]",
+        "[::1]:8000",
+    ):
+        assert (
+            httpx.get(server.url + "/v1/models", headers={"host": host}, **NO_TLS).status_code
+            == 200
+        )
 
 
 def test_slow_clients_are_cut_off(server: Server) -> None:
@@ -308,7 +388,9 @@ def test_a_header_of_a_megabyte_ends_the_connection(server: Server) -> None:
 
 def _drop_connections(server: Server) -> None:
     """Two hundred, at different moments of a request."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    ).encode()
     for number in range(200):
         connection = _connect(server)
         if number % 4 == 1:
@@ -324,7 +406,10 @@ def _send_monsters(server: Server) -> None:
     """What takes a moment to refuse: deep, long, and too long."""
     deep = b'{"prompt": ' + b"[" * 400_000 + b"]" * 400_000 + b"}"
     _is_error(server.post(COMPLETION, content=deep, headers=JSON), 400)
-    assert _is_error(_complete(server, prompt="a" * 1_000_000), 400)["code"] == "context_length_exceeded"
+    assert (
+        _is_error(_complete(server, prompt="a" * 1_000_000), 400)["code"]
+        == "context_length_exceeded"
+    )
     _is_error(_chat(server, messages=[{"role": "user", "content": "a " * 500_000}]), 400)
     _is_error(_chat(server, messages=[{"role": "user", "content": "a"}] * 25_000), 400)
     _is_error(_complete(server, prompt=["a"] * 128, stop_token_ids=list(range(4096)) * 40), 400)
@@ -334,7 +419,9 @@ def _send_monsters(server: Server) -> None:
         _is_error(_complete(server, prompt="a" * 10_000_000), 413)
 
 
-@pytest.mark.parametrize("disturb", [_drop_connections, _send_monsters], ids=["dropped", "monsters"])
+@pytest.mark.parametrize(
+    "disturb", [_drop_connections, _send_monsters], ids=["dropped", "monsters"]
+)
 def test_other_streams_are_unharmed(server: Server, disturb: Callable[[Server], None]) -> None:
     undisturbed = GreedyStream(server)
     undisturbed.join()
@@ -365,7 +452,10 @@ class GreedyStream(threading.Thread):
 
 def test_equal_request_ids_of_two_clients_are_not_mixed_up(server: Server) -> None:
     headers = {"x-request-id": "mine"}
-    answers = [server.post(COMPLETION, CONTROL | {"max_tokens": count}, headers=headers) for count in (3, 9)]
+    answers = [
+        server.post(COMPLETION, CONTROL | {"max_tokens": count}, headers=headers)
+        for count in (3, 9)
+    ]
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [3, 9]
     assert len({answer.headers["x-request-id"] for answer in answers} | {"mine"}) == 3
 
@@ -387,7 +477,14 @@ def test_a_client_that_never_reads_is_cut_off_and_others_go_on(server: Server) -
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((url.host, url.port))
-    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 20}
+    body = {
+        "prompt": "Once",
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+        "n": 4,
+        "logprobs": 20,
+    }
     content = json.dumps(body).encode()
     connection.sendall(_head(content_length=len(content)) + content)
     wait_until(lambda: server.metric("vllm:num_requests_running") == 4)

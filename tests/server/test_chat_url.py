@@ -37,15 +37,32 @@ def session_with(server: Server, **settings: Any) -> ChatSession:
 
 
 def test_the_answer_is_the_one_that_others_get(
-    server: Server, client: openai.OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    client: openai.OpenAI,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    code = main(["chat", QUESTION, "--url", server.url, "--temperature", "0", "--max-tokens", "12", "--json"])
+    code = main(
+        [
+            "chat",
+            QUESTION,
+            "--url",
+            server.url,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "12",
+            "--json",
+        ]
+    )
     captured = capsys.readouterr()
     assert (code, captured.err) == (0, "")
     found = json.loads(captured.out)
     messages: Any = [{"role": "user", "content": QUESTION}]
-    other = client.chat.completions.create(model=found["model"], messages=messages, temperature=0, max_tokens=12)
+    other = client.chat.completions.create(
+        model=found["model"], messages=messages, temperature=0, max_tokens=12
+    )
     assert found["text"] == other.choices[0].message.content
     assert found["finish_reason"] == "length"
     assert other.usage is not None
@@ -57,9 +74,13 @@ def test_the_answer_is_the_one_that_others_get(
 def test_a_conversation_is_counted_and_regenerated(server: Server) -> None:
     session = session_with(server, settings={"temperature": 0, "max_tokens": 6})
     first = "".join(text for _, text in session.ask(QUESTION))
-    assert "".join(text for _, text in session.regenerate()) == first  # pieces come together on a busy machine
+    # pieces come together on a busy machine
+    assert "".join(text for _, text in session.regenerate()) == first
     assert session.last_answer is not None
-    prompt, answer = session.last_answer.usage.prompt_tokens, session.last_answer.usage.completion_tokens
+    prompt, answer = (
+        session.last_answer.usage.prompt_tokens,
+        session.last_answer.usage.completion_tokens,
+    )
     assert answer == 6
     assert prompt is not None and session.context_used() is not None
     assert session.model.context is not None and session.model.context > prompt + answer

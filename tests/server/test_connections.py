@@ -1,4 +1,5 @@
-"""More connections than descriptors: a server that may open very few files stands for a flood of many."""
+"""More connections than descriptors: a server that may open very few files stands for a flood of
+many."""
 
 import os
 import re
@@ -36,7 +37,8 @@ def whole(scarce: Server) -> str:
 
 @contextmanager
 def flooded(server: Server) -> Iterator[list[socket.socket]]:
-    """Connections from someone without a key, most of which send nothing; the others begin a request."""
+    """Connections from someone without a key, most of which send nothing; the others begin a
+    request."""
     with ExitStack() as closing:
         clients = [closing.enter_context(_connect(server)) for _ in range(FLOOD)]
         for client in clients[::4]:
@@ -65,7 +67,9 @@ def _lives(client: socket.socket) -> bool:
         return False
 
 
-def test_a_flood_of_connections_disturbs_nobody_and_is_one_line_in_the_log(scarce: Server, whole: str) -> None:
+def test_a_flood_of_connections_disturbs_nobody_and_is_one_line_in_the_log(
+    scarce: Server, whole: str
+) -> None:
     reader = Reader(scarce, LONG)
     reader.wait_begun()
     with flooded(scarce) as clients:
@@ -76,14 +80,18 @@ def test_a_flood_of_connections_disturbs_nobody_and_is_one_line_in_the_log(scarc
     reader.join()
     assert reader.text == whole
     told = [line for line in scarce.lines if "listening on" not in line and "ready" not in line]
-    assert len(told) == 1 and re.match(r"\d+ connections are open, the most that can be", told[0]), scarce.log[:2000]
+    assert len(told) == 1 and re.match(
+        r"\d+ connections are open, the most that can be", told[0]
+    ), scarce.log[:2000]
 
 
 def test_processes_that_die_during_a_flood_are_started_again(scarce: Server, whole: str) -> None:
     restarts = scarce.metric("nanoserve:engine_restarts_total")
     reader = Reader(scarce, LONG)
     reader.wait_begun()
-    (template,) = [process for process in scarce.descendants() if b"template_process" in _command(process)]
+    (template,) = [
+        process for process in scarce.descendants() if b"template_process" in _command(process)
+    ]
     with flooded(scarce):
         os.kill(scarce.engine_process_id(), signal.SIGKILL)
         os.kill(template, signal.SIGKILL)
@@ -104,12 +112,18 @@ def test_requests_leave_connections_for_who_asks_next(scarce: Server, whole: str
     head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with ExitStack() as closing:
-        clients = [closing.enter_context(_connect(scarce)) for _ in range(OPEN_FILES - RESERVED_DESCRIPTORS)]
+        clients = [
+            closing.enter_context(_connect(scarce))
+            for _ in range(OPEN_FILES - RESERVED_DESCRIPTORS)
+        ]
         for client in clients:
             client.sendall(request)
         wait_until(lambda: scarce.get("/v1/models").status_code == 503)
         refused = scarce.get("/v1/models")
-        assert refused.json()["error"]["code"] == "too_many_connections" and "retry-after" in refused.headers
+        assert (
+            refused.json()["error"]["code"] == "too_many_connections"
+            and "retry-after" in refused.headers
+        )
         for path in ("/health", "/ready", "/metrics"):
             assert scarce.get(path).status_code == 200, "how the server is can be asked in any case"
     wait_until(lambda: scarce.get("/v1/models").status_code == 200)
@@ -119,7 +133,12 @@ def test_requests_leave_connections_for_who_asks_next(scarce: Server, whole: str
 def test_too_few_descriptors_are_one_line() -> None:
     words = [sys.executable, "-m", "tests.server.fake_serve", "--port", "0"]
     variables = os.environ | {"OPEN_FILES": str(OPEN_FILES - 20)}
-    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240
+    )
     (line,) = [line for line in done.stderr.splitlines() if "listening on" not in line]
     assert done.returncode == 1
-    assert re.fullmatch(r"nanoserve: the server may open 44 files, and needs \d+: raise the limit \(ulimit -n\)", line)
+    assert re.fullmatch(
+        r"nanoserve: the server may open 44 files, and needs \d+: raise the limit \(ulimit -n\)",
+        line,
+    )

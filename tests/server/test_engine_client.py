@@ -19,7 +19,13 @@ from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.work import DraftCounts
 from nanoserve.server import endpoints, engine_client
-from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
+from nanoserve.server.engine_client import (
+    EngineChild,
+    EngineClient,
+    EngineState,
+    EngineUnavailable,
+    QueueFull,
+)
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import (
     Add,
@@ -92,7 +98,9 @@ class Front:
 
     def got(self) -> list[str]:
         """The requests that the engine has been given."""
-        return [command.request.request_id for command in self.child.sent if isinstance(command, Add)]
+        return [
+            command.request.request_id for command in self.child.sent if isinstance(command, Add)
+        ]
 
     def ready(self) -> str:
         """What GET /ready says."""
@@ -147,7 +155,12 @@ def test_counters_never_go_back(front: Front) -> None:
     assert front.client.state is EngineState.RESTARTING
     for counted in ((2, 5, 7, 1), (3, 5, 9, 2)):
         text = Metrics("m", front.client).text().decode()
-        names = ("nanoserve:worker_losses", "vllm:num_preemptions", "nanoserve:engine_steps", "nanoserve:host_losses")
+        names = (
+            "nanoserve:worker_losses",
+            "vllm:num_preemptions",
+            "nanoserve:engine_steps",
+            "nanoserve:host_losses",
+        )
         for name, count in zip(names, counted, strict=True):
             assert f'{name}_total{{model_name="m"}} {count}.0' in text
         if counted[0] == 2:
@@ -181,7 +194,9 @@ def test_the_last_steps_of_a_dead_engine_are_logged_and_all_are_counted(
     metrics = Metrics("m", front.client)
     front.hear(*(RecentStep(step, 2, 30, 3, 1, 0.25) for step in range(20)))
     front.die()
-    (line,) = [record.getMessage() for record in caplog.records if "last steps" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "last steps" in record.getMessage()
+    ]
     assert line.endswith("step 19: 2 decodes + 30 prompt tokens in 250 ms, 3 running, 1 waiting")
     assert line.count("decodes") < 20
     front.begin()
@@ -195,7 +210,8 @@ def test_the_last_steps_of_a_dead_engine_are_logged_and_all_are_counted(
     assert caplog.text.count("last steps") == 1, "of the engine that died only"
 
 
-# ----------------------------------------------------------------------------- requests that kill their engine
+# ----------------------------------------------------------------------------- requests that kill
+# their engine
 
 
 def test_requests_that_saw_two_engines_die_run_one_at_a_time(front: Front) -> None:
@@ -225,7 +241,9 @@ def test_a_suspect_whose_client_goes_makes_room_for_the_next(front: Front) -> No
     front.replace()
     front.replace()
     front.client.forget(first)
-    commands = [(type(command), getattr(command, "request_id", None)) for command in front.child.sent[1:]]
+    commands = [
+        (type(command), getattr(command, "request_id", None)) for command in front.child.sent[1:]
+    ]
     assert commands == [(Stop, "first"), (Add, None)] and front.got() == ["first", "second"]
 
 
@@ -249,7 +267,9 @@ def test_engines_that_die_without_a_culprit_are_given_up_for_a_while(
     stream = front.add("a")
     front.die()
     assert front.client.state is EngineState.FAILED
-    with pytest.raises(EngineUnavailable, match=r"engines died 3 times within 1 s; the last one was killed"):
+    with pytest.raises(
+        EngineUnavailable, match=r"engines died 3 times within 1 s; the last one was killed"
+    ):
         stream.whole()
     front.begin()
     assert front.ready() == "200"
@@ -257,10 +277,14 @@ def test_engines_that_die_without_a_culprit_are_given_up_for_a_while(
 
 @pytest.mark.parametrize("turns", range(8))
 def test_whoever_watches_an_engine_can_be_told_to_end_at_any_moment(turns: int) -> None:
-    """Also in the few turns of the event loop that a heartbeat takes to come through: the server could not end."""
+    """Also in the few turns of the event loop that a heartbeat takes to come through: the server
+    could not end."""
     beating, pulse = os.pipe()[::-1]
     child = EngineChild.__new__(EngineChild)
-    child.ready, child._process = True, cast(Any, SimpleNamespace(pulse=pulse, beats=lambda: bool(os.read(pulse, 64))))
+    child.ready, child._process = (
+        True,
+        cast(Any, SimpleNamespace(pulse=pulse, beats=lambda: bool(os.read(pulse, 64)))),
+    )
 
     async def end() -> None:
         watcher = asyncio.create_task(child.death())
@@ -280,7 +304,9 @@ def test_whoever_watches_an_engine_can_be_told_to_end_at_any_moment(turns: int) 
         os.close(pulse)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), zmq.ZMQError(errno.EMFILE)])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), zmq.ZMQError(errno.EMFILE)]
+)
 def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
     front: Front, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +342,9 @@ def test_a_heartbeat_that_came_during_a_long_turn_of_the_loop_counts() -> None:
 
 def test_a_trace_that_ends_is_told_once(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):  # two engines of one file
-        front.client._take(TraceFailed("cannot write t: No space left on device"), cast(EngineChild, front.child))
+        front.client._take(
+            TraceFailed("cannot write t: No space left on device"), cast(EngineChild, front.child)
+        )
     assert [record.getMessage() for record in caplog.records] == [
         "the trace ends here: cannot write t: No space left on device"
     ]

@@ -15,7 +15,14 @@ import zmq
 from nanoserve.engine.dispatcher import Dispatcher
 from nanoserve.engine.engine import Engine
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
+from nanoserve.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    SequenceUpdate,
+    TokenLogprob,
+)
 from nanoserve.scheduler.plan import Executor, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
@@ -134,8 +141,14 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wir
     wire.send(Add(Request("bad", (2000,), SamplingParams(), seed=0)))
     wire.loop.turn()
     refused = wire.hear()
-    assert isinstance(refused, Failed) and refused.request_id == "bad" and "token id 2000" in refused.message
-    assert wire.report() == StepReport(status=EngineStatus(free_blocks=32, total_blocks=32), added=1)
+    assert (
+        isinstance(refused, Failed)
+        and refused.request_id == "bad"
+        and "token id 2000" in refused.message
+    )
+    assert wire.report() == StepReport(
+        status=EngineStatus(free_blocks=32, total_blocks=32), added=1
+    )
     wire.send(Add(_request(max_tokens=2)))
     assert wire.finish()[-1].updates[-1].finish_reason is not None
 
@@ -150,9 +163,13 @@ def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
 
 
 def test_several_engines_are_served_as_one_is(wire: Wire) -> None:
-    dispatcher = Dispatcher([_engine(MemoryCheckingExecutor(32, 4)) for _ in range(2)], wait=lambda until: None)
+    dispatcher = Dispatcher(
+        [_engine(MemoryCheckingExecutor(32, 4)) for _ in range(2)], wait=lambda until: None
+    )
     wire.loop = EngineLoop(dispatcher, wire.mailbox)
-    requests = [replace(_request(max_tokens=4), request_id=f"r{number}", seed=number) for number in range(3)]
+    requests = [
+        replace(_request(max_tokens=4), request_id=f"r{number}", seed=number) for number in range(3)
+    ]
     for request in requests:
         wire.send(Add(request))
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -164,7 +181,9 @@ def test_several_engines_are_served_as_one_is(wire: Wire) -> None:
             for update in report.updates:
                 got[update.request_id] += update.tokens
     for request in requests:
-        assert got[request.request_id] == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
+        assert (
+            got[request.request_id] == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
+        )
     assert min(engine.scheduler.steps for engine in dispatcher.engines) > 0
     assert report.status.free_blocks == report.status.total_blocks == 2 * 32
 
@@ -247,7 +266,10 @@ RUBBISH = [
     msgspec.msgpack.encode({"type": "Add", "request": {"request_id": 5}}),
     b"\x91" * 100_000,
     msgspec.msgpack.encode(
-        {"type": "Add", "request": {"request_id": "x", "prompt": [1], "params": {"temperature": -1}, "seed": 0}}
+        {
+            "type": "Add",
+            "request": {"request_id": "x", "prompt": [1], "params": {"temperature": -1}, "seed": 0},
+        }
     ),
     msgspec.msgpack.encode(
         {
@@ -290,7 +312,9 @@ def test_log_probabilities_of_a_prompt_are_told_in_pieces(wire: Wire) -> None:
     updates = [update for _ in range(5) for update in wire.report().updates]
     lengths = [len(update.prompt_logprobs) for update in updates]
     assert lengths == [PROMPT_PIECE, PROMPT_PIECE, 2499 % PROMPT_PIECE, 0, 0]
-    decoder: Any = SimpleNamespace(special_ids=(), markers=(), vocab_size=9999, is_byte=lambda _token: True)
+    decoder: Any = SimpleNamespace(
+        special_ids=(), markers=(), vocab_size=9999, is_byte=lambda _token: True
+    )
     decoder.decode = lambda ids, **_settings: "".join(map(chr, ids))
     stream = RequestStream(request, decoder, asyncio.Event())
     for update in (*updates[:2], *updates[:3]):  # an engine died, and another began again

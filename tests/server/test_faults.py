@@ -1,4 +1,5 @@
-"""What is done to processes, and what is left of them. The engine is the fake one but where it says otherwise."""
+"""What is done to processes, and what is left of them. The engine is the fake one but where it says
+otherwise."""
 
 import json
 import os
@@ -49,7 +50,10 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 COMPILERS = ("g++", "c++", "clang++")
 LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-DOUBLES = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+DOUBLES = (
+    "{% set ns = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
+    "endfor %}"
+)
 BREAKING = {
     "refuse": "{{ raise_exception('roles must alternate') }}",
     "loop": LOOPS,
@@ -58,9 +62,7 @@ BREAKING = {
 }
 """What a template does with a message that holds a word."""
 PADDING = "[PAD]"
-SLOW_BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-)
+SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -78,14 +80,20 @@ class Reader(threading.Thread):
         url = self._server.url + COMPLETION
         with (
             suppress(httpx.RemoteProtocolError),  # the front end was killed
-            httpx.stream("POST", url, json=self._body, headers=self._server.headers, timeout=240, **NO_TLS) as answer,
+            httpx.stream(
+                "POST", url, json=self._body, headers=self._server.headers, timeout=240, **NO_TLS
+            ) as answer,
         ):
             for piece in answer.iter_text():
                 self.data += piece
 
     @property
     def text(self) -> str:
-        events = [line.removeprefix("data: ") for line in self.data.split("\n\n") if line and "[DONE]" not in line]
+        events = [
+            line.removeprefix("data: ")
+            for line in self.data.split("\n\n")
+            if line and "[DONE]" not in line
+        ]
         objects = [json.loads(event) for event in events]
         assert not any("error" in event for event in objects), objects[-1]
         return "".join(choice["text"] for event in objects for choice in event["choices"])
@@ -111,10 +119,12 @@ def whole_text(server: Server, body: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the model of `fake`, with a template that some messages break, and with a token of padding for which
-    the model has no embedding."""
+    """Directory of the model of `fake`, with a template that some messages break, and with a token
+    of padding for which the model has no embedding."""
     deeds = BREAKING | {"pad this": PADDING}
-    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in deeds.items())
+    branches = "".join(
+        f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in deeds.items()
+    )
     template = "{% for m in messages %}{{ m.content }}" + branches + "{% endfor %}"
     directory = _model_with_template(tmp_path_factory.mktemp("fake") / "model", template)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
@@ -142,17 +152,27 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(fake: Server) -> 
     lacks = f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"
     for path, asked, param in (
         ("/v1/completions", {"prompt": f"Once{PADDING}"}, "prompt"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "pad this"}]}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "pad this"}]},
+            "messages",
+        ),
     ):
         answer = fake.post(path, {**asked, "max_tokens": 1})
         assert answer.status_code == 400, answer.text
-        assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (f"{param}: {lacks}", param)
+        assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (
+            f"{param}: {lacks}",
+            param,
+        )
 
 
-# ------------------------------------------------------------------------------------- the front end dies
+# ------------------------------------------------------------------------------------- the front
+# end dies
 
 
-@pytest.mark.parametrize("state", [pytest.param("idle", marks=pytest.mark.slow), "busy", "with a stopped engine"])
+@pytest.mark.parametrize(
+    "state", [pytest.param("idle", marks=pytest.mark.slow), "busy", "with a stopped engine"]
+)
 def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     server = Server("--port", "0", module="tests.server.fake_serve")
     server.wait_ready()
@@ -164,7 +184,10 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     assert not any(shared_memory(process) for process in [server.process.pid, *processes])
     if state == "with a stopped engine":
         if os.getsid(1) == os.getsid(0):
-            pytest.skip("the system wakes stopped processes only when the one that adopts them is of another session")
+            pytest.skip(
+                "the system wakes stopped processes only when the one that adopts them is of "
+                "another session"
+            )
         os.kill(engine, signal.SIGSTOP)
         wait_until(lambda: process_state(engine) == "T")
     server.process.kill()
@@ -177,7 +200,8 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", [0.6, 2.5, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (0.2, 1.0, 1.6))]
+    "moment",
+    [0.6, 2.5, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (0.2, 1.0, 1.6))],
 )
 def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
     def end_by(number: signal.Signals) -> None:
@@ -229,7 +253,8 @@ def _builders(server: Server) -> list[int]:
     return found
 
 
-# -------------------------------------------------------------------------------------- the engine dies
+# -------------------------------------------------------------------------------------- the engine
+# dies
 
 
 def test_streams_go_on_when_the_engine_is_killed(fake: Server, whole: str) -> None:
@@ -247,7 +272,9 @@ def test_streams_go_on_when_the_engine_is_killed(fake: Server, whole: str) -> No
         reader.join()
     assert readers[0].text == whole
     assert sorted(readers[1].text) == sorted("".join(sampled))
-    assert during.json()["choices"][0]["text"] == whole, "a request of the time between engines is answered too"
+    assert during.json()["choices"][0]["text"] == whole, (
+        "a request of the time between engines is answered too"
+    )
     assert fake.metric("nanoserve:engine_restarts_total") == restarts + 1
     assert "the engine was killed by SIGKILL" in fake.log
     fake.wait_idle()
@@ -263,14 +290,18 @@ def test_a_stopped_engine_is_treated_like_a_dead_one(fake: Server, whole: str) -
     assert not alive(process)
 
 
-def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(fake: Server, whole: str) -> None:
+def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(
+    fake: Server, whole: str
+) -> None:
     answer = fake.post(COMPLETION, {"prompt": [POISON_TOKEN, 5], "max_tokens": 3})
     assert answer.status_code == 500 and "died too often" in answer.json()["error"]["message"]
     assert whole_text(fake, LONG) == whole
     assert fake.get("/health").status_code == 200
 
 
-def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(fake: Server, whole: str, model: Path) -> None:
+def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(
+    fake: Server, whole: str, model: Path
+) -> None:
     reader = Reader(fake, LONG | {"max_tokens": 480})
     reader.wait_begun()
     (model / BROKEN).touch()
@@ -289,7 +320,8 @@ def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(fake: Server
     assert whole_text(fake, LONG) == whole
 
 
-# ------------------------------------------------------------------------------------- its workers die
+# ------------------------------------------------------------------------------------- its workers
+# die
 
 
 def test_streams_go_on_when_workers_die(fake: Server, whole: str) -> None:
@@ -318,10 +350,16 @@ def test_when_no_workers_come_any_more_the_server_stays_up_and_says_so() -> None
         refused = server.post(COMPLETION, LONG)
         for answer in (died, refused, server.get("/health"), server.get("/ready")):
             assert answer.status_code == 503, answer.text
-            assert "the workers died 3 times; the last time worker 1 was killed" in answer.json()["error"]["message"]
+            assert (
+                "the workers died 3 times; the last time worker 1 was killed"
+                in answer.json()["error"]["message"]
+            )
         reader.join()
-        # It was there at two deaths, as the request that kills was. The older of the two is the first to run alone.
-        assert '"finish_reason":"length"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
+        # It was there at two deaths, as the request that kills was. The older of the two is the
+        # first to run alone.
+        assert '"finish_reason":"length"' in reader.data and reader.data.endswith(
+            "data: [DONE]\n\n"
+        )
         wait_until(lambda: server.get("/ready").status_code == 200)
         assert whole_text(server, LONG) == whole
         assert server.get("/health").status_code == 200
@@ -337,12 +375,16 @@ def test_messages_that_break_the_template_are_refused(fake: Server, whole: str) 
         assert refused.status_code == 400 and refused.json()["error"]["message"], refused.text
         plain = fake.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
         assert plain.status_code == 200
-    assert "roles must alternate" in fake.post(CHAT, {"messages": [{"role": "user", "content": "refuse"}]}).text
+    assert (
+        "roles must alternate"
+        in fake.post(CHAT, {"messages": [{"role": "user", "content": "refuse"}]}).text
+    )
     reader.join()
     assert reader.text == whole
 
 
-# ------------------------------------------------------------------------------ someone else at the socket
+# ------------------------------------------------------------------------------ someone else at the
+# socket
 
 
 def test_nobody_else_is_heard_at_the_socket(fake: Server, whole: str) -> None:
@@ -395,7 +437,8 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
         reader.wait_begun()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any("stopping" in line for line in server.lines))
-        while second and server.process.poll() is None:  # until the last moment, which must not change the exit code
+        # until the last moment, which must not change the exit code
+        while second and server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.001)
         assert server.process.wait(PATIENCE_SECONDS) == 0
@@ -406,16 +449,23 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
 def test_neither_a_stopped_template_process_nor_a_slow_client_delays_the_end() -> None:
     server = Server("--port", "0", module="tests.server.fake_serve")
     server.wait_ready()
-    (template,) = [process for process in server.descendants() if process != server.engine_process_id()]
+    (template,) = [
+        process for process in server.descendants() if process != server.engine_process_id()
+    ]
     os.kill(template, signal.SIGSTOP)
     url = httpx.URL(server.url)
     with ThreadPoolExecutor() as threads, socket.create_connection((url.host, url.port)) as slow:
         slow.sendall(SLOW_BODY)
-        chat = threads.submit(server.post, CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+        chat = threads.submit(
+            server.post, CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        )
         wait_until(lambda: _has_unread(template))
         server.process.send_signal(signal.SIGTERM)
         refused = chat.result()
-    assert refused.status_code == 503 and "chat template was ended" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 503
+        and "chat template was ended" in refused.json()["error"]["message"]
+    )
     assert server.end() == 0 and not alive(template)
     assert "Traceback" not in server.log
     shutil.rmtree(server.directory)
@@ -427,13 +477,16 @@ def _has_unread(process: int) -> bool:
         return bool(select.select([pipe], [], [], 0)[0])
 
 
-# ----------------------------------------------------------------------------------------- the queue
+# ----------------------------------------------------------------------------------------- the
+# queue
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
     """Two requests may run and three may wait. Of its 40 blocks, LONG needs 20."""
-    with running_fake("--max-num-seqs", "2", "--max-queue", "3", "--kv-cache-memory", "640") as server:
+    with running_fake(
+        "--max-num-seqs", "2", "--max-queue", "3", "--kv-cache-memory", "640"
+    ) as server:
         yield server
 
 
@@ -450,7 +503,9 @@ def test_more_than_may_wait_are_turned_away(small: Server) -> None:
     assert small.post(COMPLETION, LONG | {"prompt": ["a"] * 4}).status_code == 429
     for reader in running_now + waiting:
         reader.join()
-    (whole,), (beginning,) = ({reader.text for reader in readers} for readers in (running_now, waiting))
+    (whole,), (beginning,) = (
+        {reader.text for reader in readers} for readers in (running_now, waiting)
+    )
     assert beginning and whole.startswith(beginning)
     assert small.metric("vllm:admission_rejections_total") == 3
     small.wait_idle()
@@ -465,7 +520,8 @@ def test_an_answer_that_takes_too_long_is_ended() -> None:
 
 
 def test_streams_that_do_not_fit_together_take_turns(small: Server) -> None:
-    bodies = [LONG | {"prompt": [10 + number] * 300, "max_tokens": 120} for number in range(3)]  # each needs 27 blocks
+    # each needs 27 blocks
+    bodies = [LONG | {"prompt": [10 + number] * 300, "max_tokens": 120} for number in range(3)]
     alone = [whole_text(small, body) for body in bodies]
     preemptions = small.metric("vllm:num_preemptions_total")
     readers = [Reader(small, body) for body in bodies]
@@ -482,7 +538,9 @@ def test_streams_that_do_not_fit_together_take_turns(small: Server) -> None:
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Server]:
     """It has two keys, of which tests may choose one as `keyed.key`."""
-    server = Server("--port", "0", "--api-key", "sécret", "--api-key", "other", module="tests.server.fake_serve")
+    server = Server(
+        "--port", "0", "--api-key", "sécret", "--api-key", "other", module="tests.server.fake_serve"
+    )
     try:
         server.key = "other"
         server.wait_ready()
@@ -493,10 +551,26 @@ def keyed() -> Iterator[Server]:
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health(keyed: Server) -> None:
-    paths = ("/v1/models", "/ready", "/metrics", "/version", "//v1/models", "/%2e/health", "/nothing", "/HEALTH")
+    paths = (
+        "/v1/models",
+        "/ready",
+        "/metrics",
+        "/version",
+        "//v1/models",
+        "/%2e/health",
+        "/nothing",
+        "/HEALTH",
+    )
     with httpx.Client(base_url=keyed.url, **NO_TLS) as client:
         for path in paths:
-            for key in (b"", b"Bearer", b"Bearer wrong", b"Bearer \xff\xfe", b"Basic other", b"other"):
+            for key in (
+                b"",
+                b"Bearer",
+                b"Bearer wrong",
+                b"Bearer \xff\xfe",
+                b"Basic other",
+                b"other",
+            ):
                 answer = client.get(keyed.url + path, headers={"authorization": key})
                 assert answer.status_code == 401, (path, key)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -505,19 +579,25 @@ def test_a_key_is_asked_for_everywhere_but_at_health(keyed: Server) -> None:
         assert client.post(COMPLETION, json=LONG).status_code == 401
         assert client.get("/health").status_code == 200
         for key in ("sécret".encode(), b"other"):
-            assert client.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code == 200
+            assert (
+                client.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code
+                == 200
+            )
 
 
 def test_prefixes_are_shared_only_with_the_same_key(keyed: Server) -> None:
     cached = []
     for key in ("sécret", "other", "sécret"):
         headers = {"authorization": f"Bearer {key}".encode()}
-        usage = keyed.post(COMPLETION, {"prompt": [7] * 100, "max_tokens": 1}, headers=headers).json()["usage"]
+        usage = keyed.post(
+            COMPLETION, {"prompt": [7] * 100, "max_tokens": 1}, headers=headers
+        ).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 96]
 
 
-# ------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------ the
+# command
 
 
 @pytest.fixture
@@ -546,7 +626,11 @@ def test_mistakes_on_the_command_line_are_one_line(
         (("--port", "0", "--max-body-size", "much"), 2, "is not a size"),
         (("--port", "0", "--model", "/no/such/place"), 3, "no such directory"),
         (("--port", "0", "--model", str(broken)), 3, "the weights are broken"),
-        (("--port", "0", "--model", str(_model_with_template(tmp_path / "loops", LOOPS))), 3, "template"),
+        (
+            ("--port", "0", "--model", str(_model_with_template(tmp_path / "loops", LOOPS))),
+            3,
+            "template",
+        ),
     ):
         capfd.readouterr()
         assert main(["serve", *words]) == code, words
@@ -578,5 +662,8 @@ def test_a_trace_that_cannot_be_written_is_told_at_once_and_by_the_exit_code() -
     reason = "cannot write /dev/full: No space left on device"
     wait_until(lambda: f"the trace ends here: {reason}" in server.log)
     assert server.end() == 1
-    assert server.log.count(reason) == 2 and server.lines[-1] == f"nanoserve: the trace is not complete: {reason}"
+    assert (
+        server.log.count(reason) == 2
+        and server.lines[-1] == f"nanoserve: the trace is not complete: {reason}"
+    )
     shutil.rmtree(server.directory)

@@ -1,4 +1,5 @@
-"""Who is protected from pages that call the server by a name of their own, and how names are let in."""
+"""Who is protected from pages that call the server by a name of their own, and how names are let
+in."""
 
 import pytest
 
@@ -24,7 +25,9 @@ def test_names_can_be_let_in() -> None:
     assert not is_allowed(b"evil.box.local", allowed)
 
 
-@pytest.mark.parametrize("options", [{"api_key": ["k"]}, {"host": "0.0.0.0", "insecure": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"api_key": ["k"]}, {"host": "0.0.0.0", "insecure": True}], ids=str
+)
 def test_others_answer_to_every_name_unless_told(options: dict[str, object]) -> None:
     assert HttpOptions(**options).checked_hosts() is None  # type: ignore[arg-type]
     named = HttpOptions(**options, allowed_hosts=["box.local"]).checked_hosts()  # type: ignore[arg-type]

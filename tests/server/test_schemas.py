@@ -1,4 +1,5 @@
-"""What a request may hold that nanoserve does not carry out: values that ask for nothing, and no others."""
+"""What a request may hold that nanoserve does not carry out: values that ask for nothing, and no
+others."""
 
 import json
 from pathlib import Path
@@ -25,14 +26,38 @@ from nanoserve.text.chat_template import check_messages
 
 FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)
 NULLS = (
-    *("metadata", "store", "service_tier", "parallel_tool_calls", "modalities", "prediction", "functions"),
-    *("function_call", "audio", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier"),
-    *("web_search_options", "tools", "tool_choice", "skip_special_tokens", "top_logprobs", "stream_options"),
+    *(
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "modalities",
+        "prediction",
+        "functions",
+    ),
+    *(
+        "function_call",
+        "audio",
+        "reasoning_effort",
+        "verbosity",
+        "prompt_cache_key",
+        "safety_identifier",
+    ),
+    *(
+        "web_search_options",
+        "tools",
+        "tool_choice",
+        "skip_special_tokens",
+        "top_logprobs",
+        "stream_options",
+    ),
 )
 
 
 def _chat(**fields: Any) -> ChatRequest:
-    return parse(json.dumps({"messages": [{"role": "user", "content": "a"}]} | fields).encode(), ChatRequest)
+    return parse(
+        json.dumps({"messages": [{"role": "user", "content": "a"}]} | fields).encode(), ChatRequest
+    )
 
 
 def _completion(**fields: Any) -> CompletionRequest:
@@ -66,9 +91,13 @@ def test_values_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> N
     assert chat_params(_chat(**fields), FACTS, 5) == chat_params(_chat(), FACTS, 5)
 
 
-@pytest.mark.parametrize("fields", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"skip_special_tokens": True}])
+@pytest.mark.parametrize(
+    "fields", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"skip_special_tokens": True}]
+)
 def test_so_they_do_in_completions(fields: dict[str, Any]) -> None:
-    assert completion_params(_completion(**fields), FACTS, [5]) == completion_params(_completion(), FACTS, [5])
+    assert completion_params(_completion(**fields), FACTS, [5]) == completion_params(
+        _completion(), FACTS, [5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +119,9 @@ def test_so_they_do_in_completions(fields: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_asks_for_something_that_is_not_there_is_refused_by_name(fields: dict[str, Any], accepted: str) -> None:
+def test_what_asks_for_something_that_is_not_there_is_refused_by_name(
+    fields: dict[str, Any], accepted: str
+) -> None:
     (name,) = fields
     with pytest.raises(ApiError) as caught:
         _chat(**fields)
@@ -101,10 +132,15 @@ def test_what_asks_for_something_that_is_not_there_is_refused_by_name(fields: di
 
 
 def _tokenizer(template: str) -> Any:
-    return SimpleNamespace(has_chat_template=bool(template), thinking_switch=thinking_switch(template))
+    return SimpleNamespace(
+        has_chat_template=bool(template), thinking_switch=thinking_switch(template)
+    )
 
 
-QWEN_SWITCH = "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
+QWEN_SWITCH = (
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% "
+    "endif %}"
+)
 EFFORT = "{{ 'Reasoning: ' + reasoning_effort }}"
 
 
@@ -127,7 +163,9 @@ def test_what_a_request_gives_to_the_chat_template(
     assert template_arguments(_chat(**fields), _tokenizer(template)) == arguments
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "documents", "bos_token", "add_generation_prompt"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "bos_token", "add_generation_prompt"]
+)
 def test_template_arguments_that_nanoserve_sets_are_refused(name: str) -> None:
     with pytest.raises(ApiError, match="is set by nanoserve") as caught:
         template_arguments(_chat(chat_template_kwargs={name: "x"}), _tokenizer(QWEN_SWITCH))
@@ -161,7 +199,9 @@ def test_the_error_about_roles_knows_all_of_them() -> None:
 
 def test_the_document_names_every_field_that_is_taken_for_nothing() -> None:
     text = (Path(__file__).parents[2] / "docs/server.md").read_text()
-    fields = {field for schema in (ChatRequest, CompletionRequest) for field in schema.__struct_fields__}
+    fields = {
+        field for schema in (ChatRequest, CompletionRequest) for field in schema.__struct_fields__
+    }
     assert not [field for field in fields if f"`{field}`" not in text]
 
 
@@ -170,7 +210,9 @@ def test_priority_and_user_reach_the_engine() -> None:
         return Request(name, tuple(prompt), params, seed=0)
 
     service = SimpleNamespace(request=plain, begin=list)
-    http: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)), scope={})
+    http: Any = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(service=service)), scope={}
+    )
     answer: Any = SimpleNamespace(answer_id="a")
     for asked, expected in (
         (_chat(priority=-2, safety_identifier="me"), (-2, "me")),
@@ -179,4 +221,7 @@ def test_priority_and_user_reach_the_engine() -> None:
         (_completion(), (0, "")),
     ):
         streams: Any = _begin(http, asked, answer, [[1], [2]], [SamplingParams()] * 2).streams
-        assert [(one.prompt, one.priority, one.user) for one in streams] == [((1,), *expected), ((2,), *expected)]
+        assert [(one.prompt, one.priority, one.user) for one in streams] == [
+            ((1,), *expected),
+            ((2,), *expected),
+        ]

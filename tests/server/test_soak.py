@@ -1,7 +1,8 @@
-"""Many requests, good and bad, with clients that come and go: nothing leaks, nothing breaks, nothing is mixed up.
+"""Many requests, good and bad, with clients that come and go: nothing leaks, nothing breaks,
+nothing is mixed up.
 
-In the suite there are few of them. NANOSERVE_SOAK_REQUESTS=5000 and NANOSERVE_FUZZ_REQUESTS=20000 make as many as a
-release should see; ``-s`` shows what came out.
+In the suite there are few of them. NANOSERVE_SOAK_REQUESTS=5000 and NANOSERVE_FUZZ_REQUESTS=20000
+make as many as a release should see; ``-s`` shows what came out.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ SOAK_REQUESTS = int(os.environ.get("NANOSERVE_SOAK_REQUESTS", "480"))
 FUZZ_REQUESTS = int(os.environ.get("NANOSERVE_FUZZ_REQUESTS", "800"))
 SOAK_BATCHES, FUZZ_BATCHES = 12, 2
 ALLOWED_GROWTH = 5 << 20
-"""Bytes from batch to batch, in the median after the first half, which is the warm-up. A leak adds to every batch. What
-the allocator keeps grows once by much when more requests than before meet, and that depends on the machine's load."""
+"""Bytes from batch to batch, in the median after the first half, which is the warm-up. A leak adds
+to every batch. What the allocator keeps grows once by much when more requests than before meet, and
+that depends on the machine's load."""
 ODD: tuple[Any, ...] = (
     *(
         None,
@@ -52,20 +54,72 @@ ODD: tuple[Any, ...] = (
         "\u202e",
         "a" * 2000,
     ),
-    *([], [1], [-1], [""], ["a"], [[1]], [[]], {}, {"a": 1}, {"5": 1}, {"type": "text"}, {"include_usage": True}),
+    *(
+        [],
+        [1],
+        [-1],
+        [""],
+        ["a"],
+        [[1]],
+        [[]],
+        {},
+        {"a": 1},
+        {"5": 1},
+        {"type": "text"},
+        {"include_usage": True},
+    ),
 )
 FIELDS = (
-    *("model", "stream", "stream_options", "user", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "max_tokens"),
-    *("min_tokens", "ignore_eos", "prompt", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "echo"),
-    *("suffix", "best_of", "tools", "tool_choice", "response_format", "chat_template", "cache_salt", "nonsense"),
+    *(
+        "model",
+        "stream",
+        "stream_options",
+        "user",
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+    ),
+    *(
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "max_tokens",
+    ),
+    *(
+        "min_tokens",
+        "ignore_eos",
+        "prompt",
+        "messages",
+        "logprobs",
+        "top_logprobs",
+        "max_completion_tokens",
+        "echo",
+    ),
+    *(
+        "suffix",
+        "best_of",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "chat_template",
+        "cache_salt",
+        "nonsense",
+    ),
 )
 
 
 def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Any fields with any values: most are refused, some are fine."""
     path = rng.choice([CHAT, COMPLETION, COMPLETION, "/tokenize"])
-    body: dict[str, Any] = {"prompt": "Once"} if path != CHAT else {"messages": [{"role": "user", "content": "Hi"}]}
+    body: dict[str, Any] = (
+        {"prompt": "Once"} if path != CHAT else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
     if path != "/tokenize":
         body["max_tokens"] = rng.randint(1, 6)
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
@@ -101,7 +155,12 @@ async def _fuzz(server: Server, rng: random.Random, count: int) -> Counter[int]:
             answer = await http.post(server.url + path, json=body)
             statuses[answer.status_code] += 1
             assert answer.status_code < 500, (path, body, answer.text)
-            assert answer.status_code == 200 or set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert answer.status_code == 200 or set(answer.json()["error"]) == {
+                "message",
+                "type",
+                "param",
+                "code",
+            }
 
     async with httpx.AsyncClient(timeout=120) as http:
         await asyncio.gather(*(client(http) for _ in range(8)))
@@ -140,7 +199,9 @@ async def _come_and_go(server: Server, rng: random.Random, count: int) -> Counte
             }
             patience = rng.choice([None, None, 0.02, 0.2, 1.0])
             try:
-                answer = await http.post(server.url + COMPLETION, json=body, timeout=patience or 120)
+                answer = await http.post(
+                    server.url + COMPLETION, json=body, timeout=patience or 120
+                )
             except httpx.TimeoutException:
                 assert patience is not None, "a client that waits is answered"
                 ends["disconnected"] += 1
@@ -161,14 +222,18 @@ def test_clients_that_come_and_go_leave_no_trace() -> None:
     with running(*MODEL, "--max-model-len", "512", "--kv-cache-memory", "8MiB") as server:
         control = server.post(COMPLETION, CONTROL).json()["choices"]
         for batch in range(SOAK_BATCHES):
-            ends += asyncio.run(_come_and_go(server, random.Random(batch), SOAK_REQUESTS // SOAK_BATCHES))
+            ends += asyncio.run(
+                _come_and_go(server, random.Random(batch), SOAK_REQUESTS // SOAK_BATCHES)
+            )
             server.wait_idle()  # every block is back
             assert server.post(COMPLETION, CONTROL).json()["choices"] == control
             footprints.append(Footprint(server))
         assert server.metric("nanoserve:engine_restarts_total") == 0, server.log
         preemptions = server.metric("vllm:num_preemptions_total")
     warm, last = footprints[SOAK_BATCHES // 2 - 1], footprints[-1]
-    print(f"\nsoak: {dict(ends)}, {preemptions:.0f} preemptions, in {time.monotonic() - began:.0f} s")
+    print(
+        f"\nsoak: {dict(ends)}, {preemptions:.0f} preemptions, in {time.monotonic() - began:.0f} s"
+    )
     for footprint in footprints:
         print(footprint)
     assert last.threads == warm.threads
@@ -176,5 +241,7 @@ def test_clients_that_come_and_go_leave_no_trace() -> None:
         assert after <= before + 2
     later = footprints[SOAK_BATCHES // 2 - 1 :]
     for process in range(2):
-        growth = median(after.memory[process] - before.memory[process] for before, after in pairwise(later))
+        growth = median(
+            after.memory[process] - before.memory[process] for before, after in pairwise(later)
+        )
         assert growth < ALLOWED_GROWTH, "memory grows with the requests served"

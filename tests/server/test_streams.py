@@ -1,4 +1,5 @@
-"""What a client is sent of a stream, chunk by chunk, in this process: the engine's updates are made by hand."""
+"""What a client is sent of a stream, chunk by chunk, in this process: the engine's updates are made
+by hand."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -52,9 +53,17 @@ class Client:
         self._answer = endpoints.CompletionAnswer(service, asked, answer, [self.stream])
         self.chunks: list[Any] = []
 
-    def step(self, *tokens: int, index: int = 0, ending: FinishReason | None = None, error: str | None = None) -> None:
+    def step(
+        self,
+        *tokens: int,
+        index: int = 0,
+        ending: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
         """The engine tells of a step."""
-        self.stream.take(SampleUpdate("r", index, tokens, started=0.0, finish_reason=ending, error=error))
+        self.stream.take(
+            SampleUpdate("r", index, tokens, started=0.0, finish_reason=ending, error=error)
+        )
 
     async def _read(self) -> None:
         async for chunk in self._answer.chunks():
@@ -122,7 +131,10 @@ def test_steps_that_came_together_are_chunks_of_their_own() -> None:
             client.step(20, ending=FinishReason.LENGTH)
 
         choices = client.read(script)
-        texts = [choice["text"] if asked is COMPLETION else choice["delta"]["content"] for choice in choices]
+        texts = [
+            choice["text"] if asked is COMPLETION else choice["delta"]["content"]
+            for choice in choices
+        ]
         assert texts == [chr(ord("a") + token) for token in range(21)]
         assert [choice["finish_reason"] for choice in choices] == [None] * 20 + ["length"]
 

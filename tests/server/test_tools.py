@@ -1,4 +1,5 @@
-"""Tools over HTTP, through OpenAI's own client: calls of the bundled model, with a template in the style of Qwen's."""
+"""Tools over HTTP, through OpenAI's own client: calls of the bundled model, with a template in the
+style of Qwen's."""
 
 import asyncio
 import json
@@ -17,9 +18,18 @@ from tests.server.conftest import MODEL
 from tests.server.starting import Server, running
 from tests.text.templates import QWEN
 
-CITY = {"$defs": {"City": {"enum": ["Paris", "Rome"]}}, "properties": {"city": {"$ref": "#/$defs/City"}}}
-WEATHER = {"name": "get_weather", "description": "The weather.", "parameters": CITY | {"required": ["city"]}}
-TOOLS: list[Any] = [{"type": "function", "function": one} for one in (WEATHER, {"name": "get_time"})]
+CITY = {
+    "$defs": {"City": {"enum": ["Paris", "Rome"]}},
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+}
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": CITY | {"required": ["city"]},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": one} for one in (WEATHER, {"name": "get_time"})
+]
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
 OPENS_REASONING = """{% if add_generation_prompt and "Think" in messages[0].content %}{{ "<think>\\n" }}{% endif %}"""
@@ -42,7 +52,9 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def caller(tool_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=tool_server.url + "/v1", api_key="none", max_retries=0, timeout=240)
+    return openai.OpenAI(
+        base_url=tool_server.url + "/v1", api_key="none", max_retries=0, timeout=240
+    )
 
 
 def ask(client: openai.OpenAI, messages: list[Any] = ASKED, **settings: Any) -> Any:
@@ -55,8 +67,15 @@ def test_an_answer_by_a_schema_is_no_reasoning(caller: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Think of a story."}]
     plain = ask(caller, messages, max_tokens=8).choices[0].message
     assert plain.content is None and plain.reasoning_content
-    schema = {"name": "answer", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
-    answer = ask(caller, messages, response_format={"type": "json_schema", "json_schema": schema}).choices[0].message
+    schema = {
+        "name": "answer",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}},
+    }
+    answer = (
+        ask(caller, messages, response_format={"type": "json_schema", "json_schema": schema})
+        .choices[0]
+        .message
+    )
     assert answer.content.startswith("{") and not hasattr(answer, "reasoning_content")
 
 
@@ -70,7 +89,9 @@ def test_arguments_for_the_chat_template(caller: openai.OpenAI) -> None:
     plain = prompt_tokens(chat_template_kwargs={"unknown": "x"}, reasoning_effort="high")
     off = prompt_tokens(chat_template_kwargs={"enable_thinking": False})
     assert plain == prompt_tokens() < off == prompt_tokens(reasoning_effort="none")
-    with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs\.messages is set by nanoserve"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"chat_template_kwargs\.messages is set by nanoserve"
+    ):
         prompt_tokens(chat_template_kwargs={"messages": "x"})
 
 
@@ -81,10 +102,16 @@ def test_the_loop_of_a_client_with_tools(caller: openai.OpenAI) -> None:
     (call,) = answer.message.tool_calls
     assert (call.type, call.function.name) == ("function", "get_weather") and len(call.id) == 9
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    history = [*ASKED, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}]
+    history = [
+        *ASKED,
+        answer.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"},
+    ]
     for settings in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
         last = ask(caller, history, max_tokens=5, **settings).choices[0]
-        assert last.finish_reason == "length" and last.message.content and not last.message.tool_calls
+        assert (
+            last.finish_reason == "length" and last.message.content and not last.message.tool_calls
+        )
 
 
 def test_answers_that_were_cut_off_go_back_as_they_came(caller: openai.OpenAI) -> None:
@@ -92,8 +119,15 @@ def test_answers_that_were_cut_off_go_back_as_they_came(caller: openai.OpenAI) -
     reasoning = ask(caller, [question], max_tokens=8).choices[0].message
     assert reasoning.content is None and reasoning.reasoning_content
     function = {"name": "get_weather", "arguments": '{"city": "Par'}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
-    for history in ([question, reasoning, question], [question, call, {"role": "tool", "content": "no city"}]):
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    for history in (
+        [question, reasoning, question],
+        [question, call, {"role": "tool", "content": "no city"}],
+    ):
         assert ask(caller, history, max_tokens=3).choices[0].finish_reason == "length"
 
 
@@ -102,10 +136,16 @@ def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
     whole = ask(caller, tools=TOOLS, tool_choice=choice, n=2, temperature=1.5).choices
     chunks = list(ask(caller, tools=TOOLS, tool_choice=choice, n=2, temperature=1.5, stream=True))
     for choice_of_answer in whole:
-        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice_of_answer.index]
+        mine = [
+            one for chunk in chunks for one in chunk.choices if one.index == choice_of_answer.index
+        ]
         parts = [call for one in mine for call in one.delta.tool_calls or ()]
         assert mine[0].delta.role == "assistant" and mine[-1].finish_reason == "tool_calls"
-        assert {part.index for part in parts} == {0} and parts[0].id and not any(part.id for part in parts[1:])
+        assert (
+            {part.index for part in parts} == {0}
+            and parts[0].id
+            and not any(part.id for part in parts[1:])
+        )
         (call,) = choice_of_answer.message.tool_calls
         assert parts[0].function.name == call.function.name
         assert "".join(part.function.arguments for part in parts) == call.function.arguments
@@ -121,19 +161,43 @@ def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the same name"),
         ({"tools": [named("a b")]}, "tools[0].function.name", "regex"),
         ({"tools": [named("a\n")]}, "tools[0].function.name", "regex"),
-        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "not supported"),
+        (
+            {"tools": [{"type": "custom", "function": {"name": "a"}}]},
+            "tools[0].type",
+            "not supported",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-        ({**REQUIRED, "response_format": {"type": "json_object"}}, "response_format", "does not go with tools"),
+        (
+            {**REQUIRED, "response_format": {"type": "json_object"}},
+            "response_format",
+            "does not go with tools",
+        ),
         ({"functions": [{"name": "a"}]}, "functions", "not supported"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "not supported"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.type",
+            "not supported",
+        ),
         *(
-            ({"tools": [{"type": "function", "function": {"name": "a", "parameters": schema}}], **more}, "tools", said)
+            (
+                {
+                    "tools": [
+                        {"type": "function", "function": {"name": "a", "parameters": schema}}
+                    ],
+                    **more,
+                },
+                "tools",
+                said,
+            )
             for more in ({"tool_choice": "required"}, {"tool_choice": named("a")})
             for schema, said in (
                 ({"type": "string"}, "must have the type object"),
                 ({"properties": {"a": {"$ref": "http://127.0.0.1:9/x.json"}}}, "does not fetch"),
                 ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "without end"),
-                ({"properties": {"a": {"multipleOf": 123_456_789, "type": "integer"}}}, "too complex"),
+                (
+                    {"properties": {"a": {"multipleOf": 123_456_789, "type": "integer"}}},
+                    "too complex",
+                ),
                 (
                     {"properties": {"a": {"enum": [f"value {i}" for i in range(9_000)]}}},
                     "far more tokens than the context",
@@ -145,7 +209,10 @@ def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
                 "tools": [
                     {
                         "type": "function",
-                        "function": {"name": "a", "parameters": json.loads('{"a":' * 70 + "1" + "}" * 70)},
+                        "function": {
+                            "name": "a",
+                            "parameters": json.loads('{"a":' * 70 + "1" + "}" * 70),
+                        },
                     }
                 ]
             },
@@ -155,7 +222,9 @@ def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_tools_that_cannot_be_used(caller: openai.OpenAI, settings: Any, param: str | None, message: str) -> None:
+def test_tools_that_cannot_be_used(
+    caller: openai.OpenAI, settings: Any, param: str | None, message: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         ask(caller, **settings)
     if "context" not in message:
@@ -174,12 +243,12 @@ def test_a_template_without_tools(client: openai.OpenAI) -> None:
 
 def test_reasoning_text_and_calls_of_one_answer() -> None:
     """Each in its own field, whole and streamed."""
-    text = (
-        '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
-    )
+    text = '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
 
     def answer() -> ChatFormat:
-        return ChatFormat("m", no_text, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}))
+        return ChatFormat(
+            "m", no_text, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}})
+        )
 
     def output(text: str, reason: str | None) -> CompletionOutput:
         return CompletionOutput(0, text, (), None, reason, None, None)
@@ -187,7 +256,11 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
     request: Any = None
     whole = asyncio.run(answer().choice(0, request, output(text, "stop")))
     call = whole["message"].pop("tool_calls")[0]
-    assert whole["message"] == {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm"}
+    assert whole["message"] == {
+        "role": "assistant",
+        "content": "Let me see.",
+        "reasoning_content": "hm",
+    }
     assert call["function"] == {"name": "get_time", "arguments": '{"a": 1}'} and "index" not in call
     assert whole["finish_reason"] == "tool_calls"
     streamed = answer()
@@ -212,18 +285,39 @@ def test_one_call_alone() -> None:
     first = '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
     late = '<tool_call>{"arguments": {}, "name": "get_time"}</tool_call>'
     for answer in (first + "\n" + first, late + first):
-        form = ChatFormat("m", no_text, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}), parallel=False)
+        form = ChatFormat(
+            "m",
+            no_text,
+            lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}),
+            parallel=False,
+        )
         outputs = [CompletionOutput(0, one, (), None, None, None, None) for one in answer]
-        streamed = [asyncio.run(form.choice(0, request, output, "delta"))["delta"] for output in outputs]
+        streamed = [
+            asyncio.run(form.choice(0, request, output, "delta"))["delta"] for output in outputs
+        ]
         parts = [part for delta in streamed for part in delta.get("tool_calls", ())]
-        assert {part["index"] for part in parts} == {0} and len([part for part in parts if "id" in part]) == 1
+        assert {part["index"] for part in parts} == {0} and len(
+            [part for part in parts if "id" in part]
+        ) == 1
         assert not any(delta.get("content") for delta in streamed)
 
 
 def test_marker_tokens_of_an_answer_reach_the_client_as_fields() -> None:
     """The text of a Harmony answer comes without its markers, and their places beside it."""
     markers = {1: "<|channel|>", 2: "<|message|>", 3: "<|end|>", 4: "<|start|>", 5: "<|constrain|>"}
-    parts: list[Any] = [1, "analysis", 2, "hm", 3, 4, "assistant", 1, "commentary to=functions.get_time ", 5, "json"]
+    parts: list[Any] = [
+        1,
+        "analysis",
+        2,
+        "hm",
+        3,
+        4,
+        "assistant",
+        1,
+        "commentary to=functions.get_time ",
+        5,
+        "json",
+    ]
     parts += [2, '{"a": 1}']
     text, marks = "", list[tuple[int, int]]()
     for part in parts:
@@ -232,7 +326,9 @@ def test_marker_tokens_of_an_answer_reach_the_client_as_fields() -> None:
         else:
             text += part
     request: Any = None
-    answer = ChatFormat("m", no_text, lambda: AnswerParser(HarmonyAnswers(), markers, {"get_time": {}}))
+    answer = ChatFormat(
+        "m", no_text, lambda: AnswerParser(HarmonyAnswers(), markers, {"get_time": {}})
+    )
     output = CompletionOutput(0, text, (), None, "stop", None, None, marks=tuple(marks))
     choice = asyncio.run(answer.choice(0, request, output))
     (call,) = choice["message"].pop("tool_calls")

@@ -1,4 +1,5 @@
-"""The largest legal request holds no one up: what it costs is bounded, shared between its prompts, or in slices."""
+"""The largest legal request holds no one up: what it costs is bounded, shared between its prompts,
+or in slices."""
 
 import asyncio
 import json
@@ -13,7 +14,14 @@ import msgspec
 import pytest
 import zmq
 
-from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams, TokenLogprob
+from nanoserve.request import (
+    MAX_STOP_TOKENS,
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import endpoints
@@ -61,7 +69,9 @@ def test_prompts_of_one_request_share_their_parameters(fields: dict[str, Any]) -
     each = completion_params(_asked(**LARGEST, **fields), FACTS, lengths)
     assert len(each) == 128 and len({id(params) for params in each}) == 1
     crowded = completion_params(_asked(**LARGEST), FACTS, range(896, 1024))
-    assert [params.max_tokens for params in crowded] == [min(16, 1024 - length) for length in range(896, 1024)]
+    assert [params.max_tokens for params in crowded] == [
+        min(16, 1024 - length) for length in range(896, 1024)
+    ]
     assert len({id(params) for params in crowded}) == 16
 
 
@@ -81,7 +91,9 @@ def test_the_engine_takes_commands_in_slices(tmp_path: Path, fields: dict[str, A
     mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
     connect(mailbox.socket, address, key)
     params = completion_params(_asked(**fields), FACTS, [1])[0]
-    sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
+    sent = [
+        msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)
+    ]
     for command in sent:
         commands.send(command)
     received: list[list[str]] = []
@@ -97,28 +109,41 @@ def test_the_engine_takes_commands_in_slices(tmp_path: Path, fields: dict[str, A
 
 def test_log_probabilities_of_one_request_are_bounded() -> None:
     asked = _asked(n=16, logprobs=20, max_tokens=1000)
-    with pytest.raises(ApiError, match=f"more than {MAX_LOGPROBS_PER_REQUEST} in one request") as caught:
+    with pytest.raises(
+        ApiError, match=f"more than {MAX_LOGPROBS_PER_REQUEST} in one request"
+    ) as caught:
         completion_params(asked, FACTS, [1] * 128)
     assert caught.value.param == "logprobs"
     assert completion_params(asked, FACTS, [1] * 12)
     chat = ChatRequest(messages=[], logprobs=True, top_logprobs=20)
-    assert chat_params(chat, msgspec.structs.replace(FACTS, max_model_len=131_072), 1).max_tokens == 131_071
+    assert (
+        chat_params(chat, msgspec.structs.replace(FACTS, max_model_len=131_072), 1).max_tokens
+        == 131_071
+    )
 
 
 def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = tuple(CompletionOutput(index, "a", (5,), None, "stop", None, None) for index in range(16))  # type: ignore[arg-type]
+    samples = tuple(
+        CompletionOutput(index, "a", (5,), None, "stop", None, None) for index in range(16)
+    )  # type: ignore[arg-type]
     made: list[int] = []
     seen: list[int] = []
 
     class Counting(TextFormat):
         async def choice(
-            self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
+            self,
+            index: int,
+            request: RequestOutput,
+            output: CompletionOutput,
+            name: str = "message",
         ) -> dict[str, Any]:
             made.append(index)
             return await super().choice(index, request, output, name)
 
     async def outputs(_streams: object) -> list[RequestOutput]:
-        return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
+        return [
+            RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)
+        ]
 
     async def other() -> None:
         while len(made) < 128 * 16:
@@ -142,7 +167,8 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
 
 
 def _most_between(work: Coroutine[Any, Any, Any], done: Callable[[], int]) -> tuple[Any, int]:
-    """Return the result of some work, and how much of it is done at most while nothing else runs."""
+    """Return the result of some work, and how much of it is done at most while nothing else
+    runs."""
     seen: list[int] = [done()]
 
     async def other(task: "asyncio.Task[Any]") -> None:
@@ -177,7 +203,9 @@ def test_log_probabilities_are_put_into_an_answer_in_pieces(kind: str) -> None:
     if kind == "chat":
         form = ChatFormat("m", text_of, lambda: AnswerParser(TaggedAnswers(None, None), {}))
         prompt, scored = (5,), None
-        output = CompletionOutput(0, "a", tuple(range(TOKENS)), LOGPROBS, "stop", None, cast(Any, None))
+        output = CompletionOutput(
+            0, "a", tuple(range(TOKENS)), LOGPROBS, "stop", None, cast(Any, None)
+        )
     else:
         form = TextFormat("m", text_of, decoder, ["text"])
         prompt, scored = tuple(range(TOKENS)), (None, *LOGPROBS[1:])
@@ -187,7 +215,9 @@ def test_log_probabilities_are_put_into_an_answer_in_pieces(kind: str) -> None:
     logprobs = msgspec.json.decode(msgspec.json.encode(choice))["logprobs"]
     if kind == "chat":
         entry = {"token": "7", "logprob": -1.0, "bytes": [55]}
-        assert logprobs["content"][7] == entry | {"top_logprobs": [{"token": "8", "logprob": -0.5, "bytes": [56]}]}
+        assert logprobs["content"][7] == entry | {
+            "top_logprobs": [{"token": "8", "logprob": -0.5, "bytes": [56]}]
+        }
         assert len(logprobs["content"]) == TOKENS and most == 2 * PIECE
     else:
         assert logprobs["top_logprobs"][:2] == [None, {"2": -0.5, "1": -1.0}]
@@ -205,7 +235,9 @@ def test_a_large_body_is_sent_in_pieces() -> None:
     assert dict(sent[0]["headers"])[b"content-length"] == str(5 * PIECE_BYTES + 2).encode()
     bodies = [message.get("body", b"") for message in sent[1:]]
     assert b"".join(bodies) == response.body and max(map(len, bodies)) == PIECE_BYTES
-    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (
+        len(bodies) - 1
+    ) + [False]
 
 
 def test_the_books_of_a_request_are_kept_some_gaps_at_a_time(edge: "Edge") -> None:
@@ -225,7 +257,8 @@ def test_the_books_of_a_request_are_kept_some_gaps_at_a_time(edge: "Edge") -> No
     assert most == PIECE
 
 
-# ------------------------------------------------------------------------------------------------- tokenizing
+# -------------------------------------------------------------------------------------------------
+# tokenizing
 
 
 class Edge:
@@ -256,14 +289,18 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
 
 
 @pytest.mark.parametrize(("context", "repeats"), [(16, 1_000), (1024, 100_000)])
-def test_a_prompt_far_too_long_is_refused_in_openais_words(edge: Edge, context: int, repeats: int) -> None:
+def test_a_prompt_far_too_long_is_refused_in_openais_words(
+    edge: Edge, context: int, repeats: int
+) -> None:
     error = edge.refuse("a " * repeats, context)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
     error = edge.refuse([{"role": "user", "content": "a " * repeats}], context)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
 
 
-def test_only_what_nothing_bounds_waits_for_its_like(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_nothing_bounds_waits_for_its_like(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
     encode = edge.service.tokenizer.encode
 
@@ -272,12 +309,19 @@ def test_only_what_nothing_bounds_waits_for_its_like(edge: Edge, monkeypatch: py
         return encode(*arguments, **settings)
 
     monkeypatch.setattr(edge.service.tokenizer, "encode", noting)
-    for text, context in (("a", None), ("a " * 5_000, None), ("a " * 50_000, None), ("a " * 50_000, 1 << 20)):
+    for text, context in (
+        ("a", None),
+        ("a " * 5_000, None),
+        ("a " * 50_000, None),
+        ("a " * 50_000, 1 << 20),
+    ):
         asyncio.run(edge.service.encode(text, context=context))
     assert threads == ["MainThread", "tokenize", "tokenize-only", "tokenize"]
 
 
-def test_a_conversation_of_many_messages_waits_for_its_like(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_of_many_messages_waits_for_its_like(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
 
     def noting(*arguments: Any, **settings: Any) -> list[int]:
@@ -287,7 +331,9 @@ def test_a_conversation_of_many_messages_waits_for_its_like(edge: Edge, monkeypa
     monkeypatch.setattr(edge.service.tokenizer, "encode_chat", noting)
     monkeypatch.setattr(edge.service, "limits", ClientLimits())
     for count in (LONG_CONVERSATION, LONG_CONVERSATION + 1):
-        asyncio.run(edge.service.encode_chat([{"role": "user", "content": "a"}] * count, context=1 << 20))
+        asyncio.run(
+            edge.service.encode_chat([{"role": "user", "content": "a"}] * count, context=1 << 20)
+        )
     assert threads == ["tokenize", "tokenize-only"]
 
 

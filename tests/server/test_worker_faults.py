@@ -1,7 +1,7 @@
 """A server whose engine has two worker processes, and what is done to these.
 
-The quick tests do the same to the parts: `test_faults` to a server whose fake engine loses workers, and
-`tests/executor/test_worker_faults` and `tests/executor/workers/test_group` to real workers.
+The quick tests do the same to the parts: `test_faults` to a server whose fake engine loses workers,
+and `tests/executor/test_worker_faults` and `tests/executor/workers/test_group` to real workers.
 """
 
 import time
@@ -38,7 +38,10 @@ def two_stages(mark: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def whole(two_stages: Server) -> dict[str, str]:
     """What is answered when nothing happens."""
-    return {name: whole_text(two_stages, body) for name, body in (("greedy", LONG), ("sampled", SAMPLED))}
+    return {
+        name: whole_text(two_stages, body)
+        for name, body in (("greedy", LONG), ("sampled", SAMPLED))
+    }
 
 
 def _begin(server: Server) -> dict[str, Reader]:
@@ -60,7 +63,9 @@ def _hang_up(server: Server) -> None:
         httpx.post(server.url + COMPLETION, json=LONG | {"seed": 9}, timeout=0.3, **NO_TLS)
 
 
-def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, whole: dict[str, str]) -> None:
+def test_streams_go_on_when_a_worker_is_killed(
+    two_stages: Server, mark: str, whole: dict[str, str]
+) -> None:
     readers = _begin(two_stages)
     first = workers(mark)
     assert len(first) == 2
@@ -71,17 +76,23 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     print(f"told on stderr {1000 * (time.monotonic() - killed):.0f} ms after the kill")
     wait_until(lambda: two_stages.get("/ready").status_code == 503)
     _hang_up(two_stages)  # while new workers are being started
-    assert whole_text(two_stages, LONG) == whole["greedy"], "who comes while there are no workers waits for them"
+    assert whole_text(two_stages, LONG) == whole["greedy"], (
+        "who comes while there are no workers waits for them"
+    )
     _check(readers, whole)
     assert two_stages.get("/ready").status_code == 200
     assert two_stages.metric("nanoserve:worker_losses_total") == 1
     assert two_stages.metric("nanoserve:engine_restarts_total") == restarts
     now = workers(mark)
-    assert len(now) == 2 and now[0] == first[0] and now[1] != first[1], "the other one keeps its weights"
+    assert len(now) == 2 and now[0] == first[0] and now[1] != first[1], (
+        "the other one keeps its weights"
+    )
     two_stages.wait_idle()
 
 
-def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: Server, mark: str) -> None:
+def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(
+    two_stages: Server, mark: str
+) -> None:
     losses = two_stages.metric("nanoserve:worker_losses_total")
     kill(workers(mark)[0])
     wait_until(lambda: "worker 0 was killed by SIGKILL" in two_stages.log)
@@ -96,25 +107,34 @@ def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     assert losses > 0
     readers = _begin(two_stages)
     processes = [two_stages.process.pid, *marked(mark)]
-    assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
+    assert not any(shared_memory(process) for process in processes), (
+        "nothing there could be left behind"
+    )
     first = workers(mark)
     kill(two_stages.engine_process_id())
     wait_until(lambda: not set(first) & set(marked(mark)))
     _check(readers, whole)
     two_stages.wait_idle()
-    assert two_stages.metric("nanoserve:worker_losses_total") == losses, "also those of the engine before"
+    assert two_stages.metric("nanoserve:worker_losses_total") == losses, (
+        "also those of the engine before"
+    )
 
 
 def test_after_three_deaths_within_a_minute_the_server_says_why_and_tries_again_later(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:
     reader = _begin(two_stages)["greedy"]
-    while two_stages.get("/health").status_code == 200:  # the second and the third time while they are starting
+    # the second and the third time while they are starting
+    while two_stages.get("/health").status_code == 200:
         for process in workers(mark)[:1]:
             with suppress(ProcessLookupError):
                 kill(process)
         time.sleep(0.05)
-    for answer in (two_stages.post(COMPLETION, LONG), two_stages.get("/health"), two_stages.get("/ready")):
+    for answer in (
+        two_stages.post(COMPLETION, LONG),
+        two_stages.get("/health"),
+        two_stages.get("/ready"),
+    ):
         assert answer.status_code == 503, answer.text
         assert REASON in answer.json()["error"]["message"]
     reader.join()
@@ -131,7 +151,8 @@ def test_workers_that_are_killed_just_before_the_end_leave_no_compiler(tmp_path:
     server = Server("--port", "0", "--pp", "2", *MODEL, **variables)
     try:
         server.wait_ready()
-        # The front end, its templates, the engine, two workers, two builders; one compiles, which sleeps.
+        # The front end, its templates, the engine, two workers, two builders; one compiles, which
+        # sleeps.
         wait_for_processes(variables[MARK], 9)
         for process in workers(variables[MARK]):
             kill(process)

@@ -1,4 +1,5 @@
-"""A start with two workers is ended at any moment: no process, socket or directory is left behind, and no traceback."""
+"""A start with two workers is ended at any moment: no process, socket or directory is left behind,
+and no traceback."""
 
 import os
 import shutil
@@ -47,7 +48,9 @@ def _end_at(case: Case) -> None:
         try:
             _, said = process.communicate(timeout=60 if command == "engine" else 240)
         except subprocess.TimeoutExpired:
-            assert command == "engine", "only a server outlives the signal, and only if its engine was ready by then"
+            assert command == "engine", (
+                "only a server outlives the signal, and only if its engine was ready by then"
+            )
             process.terminate()
             _, said = process.communicate(timeout=240)
             assert "ready:" in said
@@ -63,7 +66,8 @@ def _end_at(case: Case) -> None:
 
 
 def _engine_of(mark: str, front_end: int) -> int:
-    """The front end's child, which leads a process group; or itself, where it has no such child yet."""
+    """The front end's child, which leads a process group; or itself, where it has no such child
+    yet."""
     for process in marked(mark):
         if _parent_of(process) == front_end and os.getpgid(process) == process:
             return process
@@ -81,8 +85,8 @@ def _left_in(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_was_ended_at_any_moment() -> None:
-    """The engine alone is killed while it is loading: the front end gives up. On a fast machine the last moments may
-    come after the start; then it starts another engine."""
+    """The engine alone is killed while it is loading: the front end gives up. On a fast machine the
+    last moments may come after the start; then it starts another engine."""
     signals = cycle((KILL, TERM, INTERRUPT))
     cases = [(("serve", "generate")[number % 2], number / 2, next(signals)) for number in range(14)]
     cases += [("engine", moment, KILL) for moment in (1.5, 2.5, 3.5)]

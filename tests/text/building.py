@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-# Property tests run beside whatever else the machine does, so only their outcome counts, never their speed.
+# Property tests run beside whatever else the machine does, so only their outcome counts, never
+# their speed.
 PATIENT = settings(
     max_examples=50,
     deadline=None,
@@ -40,7 +41,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def make_byte_level(directory: Path, **settings: Any) -> Path:
-    """A byte-level BPE tokenizer as GPT-2, Llama 3 and Qwen have it, with ChatML's control tokens."""
+    """A byte-level BPE tokenizer as GPT-2, Llama 3 and Qwen have it, with ChatML's control
+    tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -51,7 +53,9 @@ def make_byte_level(directory: Path, **settings: Any) -> Path:
         vocab_size=420, special_tokens=CHAT_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     defaults = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "chat_template": CHATML}
     write_json(directory / "tokenizer_config.json", {**defaults, **settings})
@@ -59,21 +63,35 @@ def make_byte_level(directory: Path, **settings: Any) -> Path:
 
 
 def make_metaspace(directory: Path, *, scheme: str = "first", **settings: Any) -> Path:
-    """A tokenizer.json as it is converted from sentencepiece: blanks as U+2581, byte fallback, BOS from the post
-    processor, and a control token that swallows the blanks to its right."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """A tokenizer.json as it is converted from sentencepiece: blanks as U+2581, byte fallback, BOS
+    from the post processor, and a control token that swallows the blanks to its right."""
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     control = ["<unk>", "<s>", "</s>"]
     trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=control + byte_pieces, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=control + byte_pieces, show_progress=False
+    )
     trained.train_from_iterator([text for text in SENTENCES if text.isascii()], trainer)
     state = json.loads(trained.to_str())
     # Training makes the byte pieces special, which in real vocabularies they are not.
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in control]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if token["content"] in control
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.add_special_tokens([AddedToken("<|end|>", rstrip=True, normalized=False, special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<|end|>", rstrip=True, normalized=False, special=True)]
+    )
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -82,17 +100,29 @@ def make_metaspace(directory: Path, *, scheme: str = "first", **settings: Any) -
             decoders.Strip(content=" ", left=1, right=0),
         ]
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|end|>  \n{% endfor %}"
-    defaults = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": template}
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|end|>  \n{% "
+        "endfor %}"
+    )
+    defaults = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": template,
+    }
     write_json(directory / "tokenizer_config.json", {**defaults, **settings})
     return directory
 
 
-def make_sentencepiece(directory: Path, *, user_defined: Sequence[str] = (), **settings: Any) -> Path:
-    """A tokenizer.model with byte fallback, and a control token and a plain one added beside it. `user_defined` are
-    pieces that sentencepiece takes out of any text."""
+def make_sentencepiece(
+    directory: Path, *, user_defined: Sequence[str] = (), **settings: Any
+) -> Path:
+    """A tokenizer.model with byte fallback, and a control token and a plain one added beside it.
+    `user_defined` are pieces that sentencepiece takes out of any text."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -109,11 +139,17 @@ def make_sentencepiece(directory: Path, *, user_defined: Sequence[str] = (), **s
         user_defined_symbols=list(user_defined),
     )
     (directory / "tokenizer.vocab").unlink()
-    size = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).piece_size()
+    size = sentencepiece.SentencePieceProcessor(
+        model_file=str(directory / "tokenizer.model")
+    ).piece_size()
     declared = {
         str(size): {"content": "<|end|>", "special": True},
         str(size + 1): {"content": "<tool>", "special": False},
     }
-    defaults = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": declared}
+    defaults = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "added_tokens_decoder": declared,
+    }
     write_json(directory / "tokenizer_config.json", {**defaults, **settings})
     return directory

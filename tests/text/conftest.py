@@ -6,7 +6,11 @@ import pytest
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level, make_metaspace, make_sentencepiece
 
-MAKERS = {"byte-level": make_byte_level, "metaspace": make_metaspace, "sentencepiece": make_sentencepiece}
+MAKERS = {
+    "byte-level": make_byte_level,
+    "metaspace": make_metaspace,
+    "sentencepiece": make_sentencepiece,
+}
 
 
 @pytest.fixture(scope="session")

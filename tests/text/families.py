@@ -1,7 +1,8 @@
-"""How families of models write reasoning and tool calls: small chat templates in their published forms, written here.
+"""How families of models write reasoning and tool calls: small chat templates in their published
+forms, written here.
 
-What a template makes of an assistant's message is what its model was trained to write. So the tests parse what
-transformers renders with these templates, and compare it with the message.
+What a template makes of an assistant's message is what its model was trained to write. So the tests
+parse what transformers renders with these templates, and compare it with the message.
 """
 
 from dataclasses import dataclass
@@ -252,23 +253,54 @@ class Family:
 
 
 _THINK = ("<think>", "</think>")
-_GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_THINK)
+_GLM = (
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    *_THINK,
+)
 _MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 
 FAMILIES = {
     "harmony": Family(
-        HARMONY, ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+        HARMONY,
+        (
+            "<|start|>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+        ),
     ),
-    "qwen3-coder": Family(QWEN3_CODER, ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>"), reasons=False),
+    "qwen3-coder": Family(
+        QWEN3_CODER, ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>"), reasons=False
+    ),
     "glm-4.5": Family(GLM_45, ("<|user|>", "<|assistant|>", "<|observation|>"), _GLM),
     "glm-4.7": Family(GLM_47, ("<|user|>", "<|assistant|>", "<|observation|>"), _GLM),
     "mistral-small-3.2": Family(MISTRAL_SMALL_32, ("[CALL_ID]", *_MISTRAL), reasons=False),
     "ministral-3": Family(MINISTRAL_3, ("[THINK]", "[/THINK]", *_MISTRAL)),
     "gemma-4": Family(
         GEMMA_4,
-        ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"),
+        (
+            "<|turn>",
+            "<turn|>",
+            "<|channel>",
+            "<channel|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            '<|"|>',
+            "<|think|>",
+        ),
     ),
     "granite-4": Family(
-        GRANITE_4, ("<|start_of_role|>", "<|end_of_role|>"), ("<tool_call>", "</tool_call>"), reasons=False
+        GRANITE_4,
+        ("<|start_of_role|>", "<|end_of_role|>"),
+        ("<tool_call>", "</tool_call>"),
+        reasons=False,
     ),
 }

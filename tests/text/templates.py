@@ -1,5 +1,6 @@
-"""Chat templates in the styles that model families use, written for these tests. What they share with published ones
-are the constructs: whitespace control, namespaces, slices, filters, tests, string methods, macros and refusals."""
+"""Chat templates in the styles that model families use, written for these tests. What they share
+with published ones are the constructs: whitespace control, namespaces, slices, filters, tests,
+string methods, macros and refusals."""
 
 CHATML = """
 {%- if messages[0]['role'] != 'system' -%}

@@ -1,4 +1,5 @@
-"""Answers in the forms of families, as transformers renders them and as tokens that arrive in pieces of any size."""
+"""Answers in the forms of families, as transformers renders them and as tokens that arrive in
+pieces of any size."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,10 @@ SCHEMA = {
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
-    for name, schema in (("get_weather", SCHEMA), ("get_time", {"type": "object", "properties": {}}))
+    for name, schema in (
+        ("get_weather", SCHEMA),
+        ("get_time", {"type": "object", "properties": {}}),
+    )
 ]
 PARIS = {
     "city": 'Paris "quoted" } \\ {brace, [1] <b> </parameter x <arg_key 🦊 日本語 naïve',
@@ -81,12 +85,20 @@ def load_family(directory: Path, family: Family) -> Tokenizer:
     tokens = [{"content": text, "special": True} for text in family.control]
     tokens += [{"content": text, "special": False} for text in family.plain]
     declared = {str(900 + place): token for place, token in enumerate(tokens)}
-    return load_tokenizer(make_byte_level(directory, chat_template=family.template, added_tokens_decoder=declared))
+    return load_tokenizer(
+        make_byte_level(directory, chat_template=family.template, added_tokens_decoder=declared)
+    )
 
 
-def assistant(calls: Sequence[tuple[str, Any]], content: str = "Well.", reasoning: str = "") -> dict[str, Any]:
+def assistant(
+    calls: Sequence[tuple[str, Any]], content: str = "Well.", reasoning: str = ""
+) -> dict[str, Any]:
     made = [
-        {"id": f"call{place:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {
+            "id": f"call{place:05}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         for place, (name, arguments) in enumerate(calls)
     ]
     message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -103,7 +115,8 @@ class Answer:
 
 
 def rendered(tokenizer: Tokenizer, message: dict[str, Any]) -> Answer:
-    """An assistant's message as transformers renders it with the family's template, without the end of its turn."""
+    """An assistant's message as transformers renders it with the family's template, without the end
+    of its turn."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     asked = [{"role": "user", "content": "Hi"}]
@@ -116,10 +129,16 @@ def rendered(tokenizer: Tokenizer, message: dict[str, Any]) -> Answer:
             {"type": "thinking", "thinking": reasoning},
             {"type": "text", "text": message["content"]},
         ]
-    template: dict[str, Any] = {"tools": TOOLS, "chat_template": tokenizer._template.source, **SPECIAL}
+    template: dict[str, Any] = {
+        "tools": TOOLS,
+        "chat_template": tokenizer._template.source,
+        **SPECIAL,
+    }
     template["enable_thinking"] = True
     (before,), _ = render_jinja_template([asked], add_generation_prompt=True, **template)
-    (whole,), _ = render_jinja_template([[*asked, written]], add_generation_prompt=False, **template)
+    (whole,), _ = render_jinja_template(
+        [[*asked, written]], add_generation_prompt=False, **template
+    )
     assert whole.startswith(before)
     answer = whole[len(before) :].rstrip("\n")
     for end in ENDS:
@@ -133,7 +152,10 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def pieces_of(
-    tokenizer: Tokenizer, answer: Answer, cuts: Sequence[int] = (), reason: FinishReason = FinishReason.STOP
+    tokenizer: Tokenizer,
+    answer: Answer,
+    cuts: Sequence[int] = (),
+    reason: FinishReason = FinishReason.STOP,
 ) -> list[Piece]:
     """The pieces of an answer whose tokens arrive in updates that end at these places."""
     request = Request("r", tuple(answer.prompt), SamplingParams(), seed=0)
@@ -155,7 +177,9 @@ def pieces_of(
     (delta,) = tracker.delta().outputs
     (whole,) = tracker.whole().outputs
     pieces += parser.push(delta.text, delta.marks, ended=True)
-    again = tokenizer.answer_parser(answer.prompt, schemas).push(whole.text, whole.marks, ended=True)
+    again = tokenizer.answer_parser(answer.prompt, schemas).push(
+        whole.text, whole.marks, ended=True
+    )
     assert joined(again) == joined(pieces), "the whole output holds the same as its deltas"
     return pieces
 
@@ -184,29 +208,45 @@ def parsed(pieces: Sequence[Piece]) -> Parsed:
 def test_what_a_template_renders_is_read_back(
     loaded: Callable[[str], Tokenizer], name: str, calls: list[tuple[str, Any]]
 ) -> None:
-    tokenizer, reasoning = loaded(name), "Is it <b>warm</b>?\nPerhaps." if FAMILIES[name].reasons else ""
-    content = "" if name == "harmony" and calls else "Well, then."  # its template takes one of text and reasoning
+    tokenizer, reasoning = (
+        loaded(name),
+        "Is it <b>warm</b>?\nPerhaps." if FAMILIES[name].reasons else "",
+    )
+    # its template takes one of text and reasoning
+    content = "" if name == "harmony" and calls else "Well, then."
     answer = rendered(tokenizer, assistant(calls, content, reasoning))
     assert parsed(pieces_of(tokenizer, answer)) == (reasoning, content, calls)
-    assert parsed(pieces_of(tokenizer, answer, range(len(answer.tokens)))) == (reasoning, content, calls)
+    assert parsed(pieces_of(tokenizer, answer, range(len(answer.tokens)))) == (
+        reasoning,
+        content,
+        calls,
+    )
 
 
 @PATIENT
 @given(data=st.data())
-def test_no_cutting_of_the_tokens_changes_what_is_read(loaded: Callable[[str], Tokenizer], data: st.DataObject) -> None:
+def test_no_cutting_of_the_tokens_changes_what_is_read(
+    loaded: Callable[[str], Tokenizer], data: st.DataObject
+) -> None:
     name = data.draw(st.sampled_from(list(FAMILIES)))
     tokenizer = loaded(name)
-    values = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.lists(st.text(max_size=3), max_size=2))
+    values = st.one_of(
+        st.text(max_size=8), st.integers(), st.booleans(), st.lists(st.text(max_size=3), max_size=2)
+    )
     keys = st.sampled_from(["a", "b_c", "d"])
     calls = data.draw(
-        st.lists(st.tuples(st.sampled_from(["get_time", "f"]), st.dictionaries(keys, values)), max_size=2)
+        st.lists(
+            st.tuples(st.sampled_from(["get_time", "f"]), st.dictionaries(keys, values)), max_size=2
+        )
     )
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
     content, reasoning = "x" + data.draw(text), data.draw(text) + "y"
     if name == "harmony" and calls:  # its template takes one of text and reasoning
         content = ""
     answer = rendered(tokenizer, assistant(calls, content, reasoning))
-    junk = data.draw(st.lists(st.sampled_from(sorted(tokenizer._backend.markup_ids.values())), max_size=4))
+    junk = data.draw(
+        st.lists(st.sampled_from(sorted(tokenizer._backend.markup_ids.values())), max_size=4)
+    )
     for token in junk:
         answer.tokens.insert(data.draw(st.integers(0, len(answer.tokens))), token)
     cuts = data.draw(st.lists(st.integers(0, len(answer.tokens)), max_size=12))
@@ -214,26 +254,43 @@ def test_no_cutting_of_the_tokens_changes_what_is_read(loaded: Callable[[str], T
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_cut_off_anywhere_are_taken_as_history(loaded: Callable[[str], Tokenizer], name: str) -> None:
-    """Pieces of a cut-off answer begin those of the whole one, and the next turn takes them back."""
+def test_answers_cut_off_anywhere_are_taken_as_history(
+    loaded: Callable[[str], Tokenizer], name: str
+) -> None:
+    """Pieces of a cut-off answer begin those of the whole one, and the next turn takes them
+    back."""
     tokenizer, reasoning = loaded(name), "Is it warm?" if FAMILIES[name].reasons else ""
     content = "" if name == "harmony" else "Well."
     arguments = {"city": 'a "b" } {é', "days": 3, "list": [1]}
-    answer = rendered(tokenizer, assistant([("get_weather", arguments), ("get_time", {})], content, reasoning))
+    answer = rendered(
+        tokenizer, assistant([("get_weather", arguments), ("get_time", {})], content, reasoning)
+    )
     whole = joined(pieces_of(tokenizer, answer))
     histories = list[list[dict[str, Any]]]()
     for length in range(1, len(answer.tokens) + 1):
         cut = Answer(answer.prompt, answer.tokens[:length])
-        thinking, text, calls = joined(pieces_of(tokenizer, cut, range(length), FinishReason.LENGTH))
+        thinking, text, calls = joined(
+            pieces_of(tokenizer, cut, range(length), FinishReason.LENGTH)
+        )
         assert whole[0].startswith(thinking.rstrip())
         for (called, given_arguments), (name_, all_arguments) in zip(calls, whole[2], strict=False):
             assert called == name_ and all_arguments.startswith(given_arguments)
         sent = assistant(calls, text, thinking)
         if not text:
             sent["content"] = None if thinking or calls else ""
-        results = [{"role": "tool", "content": "ok", "tool_call_id": f"call{place:05}"} for place in range(len(calls))]
+        results = [
+            {"role": "tool", "content": "ok", "tool_call_id": f"call{place:05}"}
+            for place in range(len(calls))
+        ]
         if sent not in [history[1] for history in histories] and (text or thinking or calls):
-            histories.append([{"role": "user", "content": "Hi"}, sent, *results, {"role": "user", "content": "Go on"}])
+            histories.append(
+                [
+                    {"role": "user", "content": "Hi"},
+                    sent,
+                    *results,
+                    {"role": "user", "content": "Go on"},
+                ]
+            )
     for history in histories[:: max(1, len(histories) // 12)] + histories[-1:]:
         assert tokenizer.encode_chat(history, template_arguments={"tools": TOOLS})
 
@@ -252,7 +309,12 @@ def test_markers_are_tokens_only_where_the_tokenizer_has_them_as_control_tokens(
     loaded: Callable[[str], Tokenizer],
 ) -> None:
     assert not loaded("qwen3-coder").markers and not loaded("glm-4.5").markers
-    assert set(loaded("ministral-3").markers.values()) == {"[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"}
+    assert set(loaded("ministral-3").markers.values()) == {
+        "[THINK]",
+        "[/THINK]",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    }
 
 
 def test_forms_that_hold_no_control_tokens_cost_nothing(loaded: Callable[[str], Tokenizer]) -> None:
@@ -269,21 +331,30 @@ def test_forms_that_hold_no_control_tokens_cost_nothing(loaded: Callable[[str], 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (  # the published examples of Harmony: a preamble, and a call whose recipient stands in the channel
-            "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
-            "I look it up.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+        # the published examples of Harmony: a preamble, and a call whose recipient stands in the
+        # channel
+        (
+            "<|channel|>analysis<|message|>Need the "
+            "weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            "I look it up.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+            "<|constrain|>json"
             '<|message|>{"city": "Tokyo"}<|call|>',
             ("Need the weather.", "I look it up.", [("get_weather", {"city": "Tokyo"})]),
         ),
         ("<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.", [])),
         ("<|channel|>final<|message|>Yes", ("", "Yes", [])),
-        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", ("a\n\nb", "", [])),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b",
+            ("a\n\nb", "", []),
+        ),
         ("<|channel|>commentary to=functions.nobody json<|message|>{}<|call|>", ("", "{}", [])),
         ("<|channel|>analysis", ("", "", [])),
         ("No header at all", ("", "No header at all", [])),
     ],
 )
-def test_harmony_as_it_is_published(loaded: Callable[[str], Tokenizer], text: str, expected: Parsed) -> None:
+def test_harmony_as_it_is_published(
+    loaded: Callable[[str], Tokenizer], text: str, expected: Parsed
+) -> None:
     tokenizer = loaded("harmony")
     answer = Answer(spelled(tokenizer, "<|start|>assistant"), spelled(tokenizer, text))
     assert parsed(pieces_of(tokenizer, answer)) == expected
@@ -299,7 +370,11 @@ GRANITE_32 = GRANITE_33.replace(
     ("template", "text", "expected"),
     [
         (GRANITE_33, "<think>hm</think>\n\n<response>Yes.</response>", ("hm", "Yes.", [])),
-        (GRANITE_33, "Yes, <response> is a tag: </response>", ("", "Yes, <response> is a tag: </response>", [])),
+        (
+            GRANITE_33,
+            "Yes, <response> is a tag: </response>",
+            ("", "Yes, <response> is a tag: </response>", []),
+        ),
         (
             GRANITE_32,
             "Here is my thought process:\n\nhm\n\nHere is my response:\n\nHere is my answer.",
@@ -314,16 +389,26 @@ GRANITE_32 = GRANITE_33.replace(
         ),
     ],
 )
-def test_granite_as_it_is_published(tmp_path: Path, template: str, text: str, expected: Parsed) -> None:
-    tokenizer = load_family(tmp_path, Family(template, ("<|tool_call|>", "<|start_of_role|>", "<|end_of_role|>")))
+def test_granite_as_it_is_published(
+    tmp_path: Path, template: str, text: str, expected: Parsed
+) -> None:
+    tokenizer = load_family(
+        tmp_path, Family(template, ("<|tool_call|>", "<|start_of_role|>", "<|end_of_role|>"))
+    )
     answer = Answer(spelled(tokenizer, "<|end_of_role|>"), spelled(tokenizer, text))
     assert parsed(pieces_of(tokenizer, answer)) == expected
     assert parsed(pieces_of(tokenizer, answer, range(len(answer.tokens)))) == expected
     tokenizer.close()
 
 
-FUNCTIONARY = "{{ tools }}<|start_header_id|><function=example_function_name>{}</function>{{ messages[0].content }}"
-COHERE = "{{ tools }}<|START_THINKING|><|END_THINKING|><|START_ACTION|><|END_ACTION|>{{ messages[0].content }}"
+FUNCTIONARY = (
+    "{{ tools }}<|start_header_id|><function=example_function_name>{}</function>{{ "
+    "messages[0].content }}"
+)
+COHERE = (
+    "{{ tools }}<|START_THINKING|><|END_THINKING|><|START_ACTION|><|END_ACTION|>{{ "
+    "messages[0].content }}"
+)
 
 
 @pytest.mark.parametrize(
@@ -369,17 +454,23 @@ def test_the_switch_of_a_template(template: str, on: dict[str, Any], off: dict[s
     assert switch is not None and (switch.on, switch.off) == (on, off)
 
 
-@pytest.mark.parametrize("template", [MINISTRAL_3, "{{ message.thinking }} enable_thinking {{ 'thinking' }}", ""])
+@pytest.mark.parametrize(
+    "template", [MINISTRAL_3, "{{ message.thinking }} enable_thinking {{ 'thinking' }}", ""]
+)
 def test_templates_without_a_switch(template: str) -> None:
     assert thinking_switch(template) is None
 
 
 @pytest.mark.parametrize("name", ["glm-4.5", "glm-4.7", "gemma-4"])
-def test_switched_off_the_answer_begins_outside_of_the_reasoning(loaded: Callable[[str], Tokenizer], name: str) -> None:
+def test_switched_off_the_answer_begins_outside_of_the_reasoning(
+    loaded: Callable[[str], Tokenizer], name: str
+) -> None:
     tokenizer = loaded(name)
     switch = tokenizer.thinking_switch
     assert switch is not None
-    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}], template_arguments=switch.off)
+    prompt = tokenizer.encode_chat(
+        [{"role": "user", "content": "Hi"}], template_arguments=switch.off
+    )
     assert tokenizer.answer_parser(prompt).push("Yes.", ended=True) == [("answer", "Yes.")]
 
 
@@ -391,11 +482,15 @@ def test_switched_off_the_answer_begins_outside_of_the_reasoning(loaded: Callabl
         ("qwen3-coder", "<|im_start|>assistant\n"),
     ],
 )
-def test_where_an_answer_begins_that_has_to_be_json(loaded: Callable[[str], Tokenizer], name: str, end: str) -> None:
+def test_where_an_answer_begins_that_has_to_be_json(
+    loaded: Callable[[str], Tokenizer], name: str, end: str
+) -> None:
     tokenizer = loaded(name)
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}], answer="")
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith(end)
-    assert ids == spelled(tokenizer, tokenizer.decode(ids, skip_special_tokens=False)), "markers are tokens"
+    assert ids == spelled(tokenizer, tokenizer.decode(ids, skip_special_tokens=False)), (
+        "markers are tokens"
+    )
 
 
 def test_text_and_reasoning_beside_a_call_are_taken_by_a_template_that_refuses_both(
@@ -409,7 +504,9 @@ def test_text_and_reasoning_beside_a_call_are_taken_by_a_template_that_refuses_b
     assert "I look it up." in text and "Need the time." not in text
 
 
-def test_reasoning_of_earlier_answers_stands_where_the_template_writes_it(loaded: Callable[[str], Tokenizer]) -> None:
+def test_reasoning_of_earlier_answers_stands_where_the_template_writes_it(
+    loaded: Callable[[str], Tokenizer],
+) -> None:
     asked = {"role": "user", "content": "Hi"}
     for name, written in (
         ("ministral-3", "[THINK]hm[/THINK]Yes."),
@@ -422,7 +519,10 @@ def test_reasoning_of_earlier_answers_stands_where_the_template_writes_it(loaded
 
 
 def test_values_are_typed_by_the_schema_of_the_tool() -> None:
-    cyclic = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}}
+    cyclic = {
+        "properties": {"a": {"$ref": "#/$defs/a"}},
+        "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}},
+    }
     schemas: list[tuple[Any, str, str]] = [
         (TEXT, "5", '"5"'),
         (TEXT, "null", '"null"'),
@@ -445,5 +545,8 @@ def test_values_are_typed_by_the_schema_of_the_tool() -> None:
         ({"allOf": 5, "anyOf": {}, "type": 7, "enum": 3}, "5", "5"),
     ]
     for schema, text, expected in schemas:
-        assert value_as_json(text, types_of({"properties": {"a": schema}}, "a")) == expected, (schema, text[:20])
+        assert value_as_json(text, types_of({"properties": {"a": schema}}, "a")) == expected, (
+            schema,
+            text[:20],
+        )
     assert types_of(cyclic, "a") == types_of(None, "a") == types_of({"properties": {}}, "b")

@@ -18,7 +18,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.server.http_bodies import as_api_error
-from nanoserve.text.chat_template import LONG_CONVERSATION, ChatTemplate, check_messages, load_chat_template
+from nanoserve.text.chat_template import (
+    LONG_CONVERSATION,
+    ChatTemplate,
+    check_messages,
+    load_chat_template,
+)
 from nanoserve.text.template_process import compile_template
 from nanoserve.text.tokenizer import load_tokenizer
 from nanoserve.utils.children import SILENCE_SECONDS, LimitedProcess, ProcessUnavailable
@@ -32,7 +37,10 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "Says <b>how</b> warm it is, in °C & words",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string", "enum": ["München", "Rome"]}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "enum": ["München", "Rome"]}},
+            },
         },
     },
     {"type": "function", "function": {"name": "noop", "description": "", "parameters": {}}},
@@ -44,7 +52,10 @@ CALL = {
 }
 CONVERSATIONS = {
     "one": [{"role": "user", "content": "Hello  there \n"}],
-    "system": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "你好 🦊 <b>&amp;</b>"}],
+    "system": [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "你好 🦊 <b>&amp;</b>"},
+    ],
     "turns": [
         {"role": "user", "content": "\n\nOne"},
         {"role": "assistant", "content": "<think>\nhm, \n\n</think>\n\n Two "},
@@ -69,16 +80,24 @@ ARGUMENTS = {
 }
 
 
-def render_with_transformers(template: str, messages, *, add_generation_prompt: bool, arguments) -> str:
+def render_with_transformers(
+    template: str, messages, *, add_generation_prompt: bool, arguments
+) -> str:
     (rendered,), _ = render_jinja_template(
-        [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **SPECIAL, **arguments
+        [messages],
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        **SPECIAL,
+        **arguments,
     )
     return rendered
 
 
 @pytest.fixture(scope="module")
 def styles():
-    templates = {name: ChatTemplate({"default": source}, SPECIAL, name) for name, source in STYLES.items()}
+    templates = {
+        name: ChatTemplate({"default": source}, SPECIAL, name) for name, source in STYLES.items()
+    }
     yield templates
     for template in templates.values():
         template.close()
@@ -92,13 +111,20 @@ def test_templates_render_as_in_transformers(style, conversation, arguments, sty
     for add_generation_prompt in (True, False):
         try:
             expected = render_with_transformers(
-                STYLES[style], messages, add_generation_prompt=add_generation_prompt, arguments=given
+                STYLES[style],
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                arguments=given,
             )
         except TemplateError as refused:
             with pytest.raises(UsageError, match=str(refused)):
-                styles[style].render(messages, add_generation_prompt=add_generation_prompt, arguments=given)
+                styles[style].render(
+                    messages, add_generation_prompt=add_generation_prompt, arguments=given
+                )
         else:
-            rendered = styles[style].render(messages, add_generation_prompt=add_generation_prompt, arguments=given)
+            rendered = styles[style].render(
+                messages, add_generation_prompt=add_generation_prompt, arguments=given
+            )
             assert rendered == expected
 
 
@@ -108,27 +134,44 @@ def test_all_styles_pass_the_check_at_load(styles):
 
 
 BOMBS = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+    ),
     "large range": "{% for a in range(10 ** 12) %}{% endfor %}",
     "long string": "{{ 'x' * 10 ** 12 }}",
     "fairly long string": "{{ 'x' * 90000000 }}",
-    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "doubling lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling": (
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor "
+        "%}"
+    ),
+    "doubling lists": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor "
+        "%}"
+    ),
     "doubling without loop": "{% set x = 'ab' %}" + "{% set x = x ~ x %}" * 60,
     "growing replacements": "{% set n = namespace(x='aaaa') %}{% for i in range(40) %}"
     "{% set n.x = n.x | replace('a', 'aaaa') %}{% endfor %}",
     "wide output": "{% set x = 'x' * 1000000 %}{% for i in range(5000) %}{{ x }}{% endfor %}",
     "recursion": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "slow filter": "{% set x = 'x' * 9000000 %}{% for i in range(9999) %}{% set y = x | upper | title %}{% endfor %}",
+    "slow filter": (
+        "{% set x = 'x' * 9000000 %}{% for i in range(9999) %}{% set y = x | upper | title %}{% "
+        "endfor %}"
+    ),
 }
 
 
-MUCH_ALIKE = {"fairly long string", "doubling lists", "doubling without loop", "growing replacements"}
+MUCH_ALIKE = {
+    "fairly long string",
+    "doubling lists",
+    "doubling without loop",
+    "growing replacements",
+}
 """They hit the same limits as the others do, each of which takes half a second to hit."""
 
 
 @pytest.mark.parametrize(
-    "bomb", [pytest.param(bomb, marks=pytest.mark.slow) if bomb in MUCH_ALIKE else bomb for bomb in BOMBS]
+    "bomb",
+    [pytest.param(bomb, marks=pytest.mark.slow) if bomb in MUCH_ALIKE else bomb for bomb in BOMBS],
 )
 def test_a_template_bomb_is_a_load_error_within_a_second(bomb, tmp_path: Path):
     make_byte_level(tmp_path, chat_template=BOMBS[bomb])
@@ -201,7 +244,8 @@ HIDDEN = [
     "{{ missing._fail_with_undefined_error }}",
     "{{ messages | tojson(default=cycler) }}",
 ]
-"""Ways to Python's objects that other sandboxes had, and ways to change what the next conversation would see."""
+"""Ways to Python's objects that other sandboxes had, and ways to change what the next conversation
+would see."""
 
 
 @pytest.mark.parametrize("template", HIDDEN)
@@ -225,7 +269,9 @@ def test_the_process_of_a_template_can_reach_nothing():
     template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
     template.render([{"role": "user", "content": "a"}])
     process = template._sandboxes["default", False]._process
-    limits = dict(re.findall(r"Max ([a-z ]+?)  +(\d+) ", Path(f"/proc/{process.pid}/limits").read_text()))
+    limits = dict(
+        re.findall(r"Max ([a-z ]+?)  +(\d+) ", Path(f"/proc/{process.pid}/limits").read_text())
+    )
     assert int(limits["address space"]) == 256 << 20
     for none in ("open files", "file size", "processes", "core file size"):
         assert limits[none] == "0"
@@ -234,7 +280,13 @@ def test_the_process_of_a_template_can_reach_nothing():
 
 def test_the_time_of_a_template_is_the_local_time(tmp_path: Path, monkeypatch):
     # RFC 8536: a header, then one type of local time, 14 hours ahead of UTC, and its name
-    zone = b"TZif" + bytes(16) + struct.pack(">6I", 0, 0, 0, 0, 1, 4) + struct.pack(">ibB", 14 * 3600, 0, 0) + b"FAR\0"
+    zone = (
+        b"TZif"
+        + bytes(16)
+        + struct.pack(">6I", 0, 0, 0, 0, 1, 4)
+        + struct.pack(">ibB", 14 * 3600, 0, 0)
+        + b"FAR\0"
+    )
     (tmp_path / "zone").write_bytes(zone)
     monkeypatch.setenv("TZ", f":{tmp_path / 'zone'}")
     template = ChatTemplate({"default": "{{ strftime_now('%d %H:%M') }}"}, {}, "here")
@@ -266,20 +318,30 @@ PYTHONS = {
 
 def test_expressions_have_the_values_of_python_and_lines_end_in_one_character():
     source = "".join("{{ " + expression + " }}\r\n" for expression in PYTHONS)
-    assert rendered(ChatTemplate({"default": source + "\r\n"}, {}, "here")) == "\n".join([*PYTHONS.values(), ""])
+    assert rendered(ChatTemplate({"default": source + "\r\n"}, {}, "here")) == "\n".join(
+        [*PYTHONS.values(), ""]
+    )
 
 
-@pytest.mark.parametrize("template", ["{{ messages.unknown() }}", "{{ messages[0].content.unknown('a') }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ messages.unknown() }}", "{{ messages[0].content.unknown('a') }}"]
+)
 def test_a_method_that_an_object_lacks_is_named_and_the_process_lives(template):
-    template = ChatTemplate({"default": "{% if messages | length > 1 %}\n" + template + "{% endif %}"}, {}, "here")
+    template = ChatTemplate(
+        {"default": "{% if messages | length > 1 %}\n" + template + "{% endif %}"}, {}, "here"
+    )
     message = {"role": "user", "content": "a"}
     assert template.render([message]) == ""
     process = template._sandboxes["default", False]._process
     with pytest.raises(
-        ModelError, match=r"^the chat template in here fails: .* has no attribute 'unknown' \(line 2\)$"
+        ModelError,
+        match=r"^the chat template in here fails: .* has no attribute 'unknown' \(line 2\)$",
     ):
         template.render([message, message])
-    assert template.render([message]) == "" and template._sandboxes["default", False]._process is process
+    assert (
+        template.render([message]) == ""
+        and template._sandboxes["default", False]._process is process
+    )
     template.close()
 
 
@@ -308,7 +370,9 @@ def test_the_time_for_a_conversation_grows_with_it_and_is_bounded(monkeypatch):
     template = ChatTemplate({"default": ""}, {}, "here")
     asked = []
     for sandbox in template._sandboxes.values():
-        monkeypatch.setattr(sandbox, "ask", lambda line: asked.append(json.loads(line)["seconds"]) or {"text": ""})
+        monkeypatch.setattr(
+            sandbox, "ask", lambda line: asked.append(json.loads(line)["seconds"]) or {"text": ""}
+        )
     for count in (1, 4096, 20_000):
         template.render([{"role": "user", "content": "a"}] * count)
     template.close()
@@ -329,16 +393,24 @@ def test_a_long_conversation_does_not_delay_a_short_one():
 
 def test_a_bomb_that_waits_for_its_moment_harms_only_that_conversation(tmp_path: Path):
     bomb = BOMBS["doubling"]
-    template = "{% if messages[0].content == 'now' %}" + bomb + "{% endif %}{{ messages[0].content }}"
+    template = (
+        "{% if messages[0].content == 'now' %}" + bomb + "{% endif %}{{ messages[0].content }}"
+    )
     tokenizer = load_tokenizer(make_byte_level(tmp_path, chat_template=template))
     with pytest.raises(ModelError, match="needs more memory than"):
         tokenizer.encode_chat([{"role": "user", "content": "now"}])
-    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "later"}])) == "later"
+    assert (
+        tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "later"}])) == "later"
+    )
     tokenizer.close()
 
 
 def test_long_conversations_are_no_bombs(styles):
-    messages = [{"role": role, "content": "word " * 50} for _ in range(1000) for role in ("user", "assistant")]
+    messages = [
+        {"role": role, "content": "word " * 50}
+        for _ in range(1000)
+        for role in ("user", "assistant")
+    ]
     rendered = styles["qwen"].render([*messages, {"role": "user", "content": "x " * 500_000}])
     assert len(rendered) > 1_500_000
 
@@ -384,7 +456,9 @@ def test_one_that_is_killed_again_and_again_is_nobodys_fault(monkeypatch):
         return process
 
     monkeypatch.setattr(sandbox, "_running", killed)
-    with pytest.raises(ProcessUnavailable, match="the process of the chat template was killed 2 times"):
+    with pytest.raises(
+        ProcessUnavailable, match="the process of the chat template was killed 2 times"
+    ):
         template.render([{"role": "user", "content": "a"}])
     assert len(set(started)) == 2
     assert as_api_error(ProcessUnavailable("killed")).status == 503
@@ -406,7 +480,9 @@ def test_closing_does_not_wait_for_a_question():
     failures = []
 
     def ask():
-        with pytest.raises(ProcessUnavailable, match="the process of the chat template was ended") as caught:
+        with pytest.raises(
+            ProcessUnavailable, match="the process of the chat template was ended"
+        ) as caught:
             template.render([{"role": "user", "content": "a"}])
         failures.append(caught.value)
 
@@ -426,8 +502,12 @@ def test_a_process_that_cannot_be_started_is_not_the_clients_fault(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    sandbox = LimitedProcess("nanoserve.text.template_process", "the process of the chat template", {})
-    with pytest.raises(ProcessUnavailable, match="chat template cannot be started: Too many open files") as caught:
+    sandbox = LimitedProcess(
+        "nanoserve.text.template_process", "the process of the chat template", {}
+    )
+    with pytest.raises(
+        ProcessUnavailable, match="chat template cannot be started: Too many open files"
+    ) as caught:
         sandbox.ask("{}")
     assert as_api_error(caught.value).status == 503
 
@@ -458,7 +538,9 @@ def test_named_templates(value, expected, tmp_path: Path):
 
 
 def test_a_template_for_tools_is_used_with_tools(tmp_path: Path):
-    template = load_chat_template(tmp_path, {"chat_template": {"default": "usual", "tool_use": "tools"}}, {})
+    template = load_chat_template(
+        tmp_path, {"chat_template": {"default": "usual", "tool_use": "tools"}}, {}
+    )
     assert template.render(CONVERSATIONS["one"], arguments={"tools": TOOLS}) == "tools"
     template.close()
 
@@ -471,24 +553,36 @@ def rendered(template) -> str:
 
 
 def test_generation_blocks_of_training_code_are_understood(tmp_path: Path):
-    source = "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}\n{% endfor %}"
-    assert rendered(load_chat_template(tmp_path, {"chat_template": source}, {})) == "Hello  there \n"
+    source = (
+        "{% for m in messages %}{%- generation -%} {{ m.content }} {%- endgeneration %}\n{% endfor "
+        "%}"
+    )
+    assert (
+        rendered(load_chat_template(tmp_path, {"chat_template": source}, {})) == "Hello  there \n"
+    )
 
 
 def test_a_model_without_template_still_chats(tmp_path: Path):
     template = load_chat_template(tmp_path, {}, {})
     assert "no chat template" in template.notice
-    assert template.render(CONVERSATIONS["system"]) == "System:  Be brief. \nUser: 你好 🦊 <b>&amp;</b>\nAssistant:"
+    assert (
+        template.render(CONVERSATIONS["system"])
+        == "System:  Be brief. \nUser: 你好 🦊 <b>&amp;</b>\nAssistant:"
+    )
     with pytest.raises(UsageError, match="enable_thinking"):
         template.render(CONVERSATIONS["one"], arguments={"enable_thinking": True})
 
 
 def test_content_parts_are_joined():
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert check_messages([{"role": "developer", "content": content}]) == [{"role": "system", "content": "a\nb"}]
+    assert check_messages([{"role": "developer", "content": content}]) == [
+        {"role": "system", "content": "a\nb"}
+    ]
 
 
-@pytest.mark.parametrize("extra", [{"reasoning_content": "hm"}, {"tool_calls": []}, {"tool_calls": None}, {}])
+@pytest.mark.parametrize(
+    "extra", [{"reasoning_content": "hm"}, {"tool_calls": []}, {"tool_calls": None}, {}]
+)
 def test_an_answer_without_content_is_an_empty_one(extra):
     (message,) = check_messages([{"role": "assistant", "content": None, **extra}])
     assert message == {
@@ -500,7 +594,10 @@ def test_an_answer_without_content_is_an_empty_one(extra):
 
 def test_reasoning_has_both_names_that_templates_know():
     source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+    ]
     template = ChatTemplate({"default": source}, SPECIAL, "here")
     expected = render_with_transformers(source, messages, add_generation_prompt=True, arguments={})
     assert template.render(messages) == expected and '"thinking": "hm"' in expected
@@ -524,17 +621,26 @@ def nested(levels: int) -> list:
         ([{"role": "user"}], r"messages\[0\]\.content must be text"),
         ([{"role": "user", "content": 5}], "content must be text"),
         ([{"role": "user", "content": b"a"}], "content must be text"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "image_url",
+        ),
         ([{"role": "user", "content": ["a"]}], r"content\[0\]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "must be text"),
         ([{"role": "user", "content": "a", "colour": 1}], "unknown fields: colour"),
         ([{"role": "user", "content": "a", "name": object()}], "plain JSON"),
-        ([{"role": "user", "content": "a", "tool_calls": [{"a": nested(500)}]}], "more than 64 levels deep"),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [{"a": nested(500)}]}],
+            "more than 64 levels deep",
+        ),
         (
             [{"role": "assistant", "content": "a", "tool_calls": 5}],
             r"messages\[0\]\.tool_calls must be a list of objects",
         ),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{}, 5]}], "tool_calls must be a list of objects"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{}, 5]}],
+            "tool_calls must be a list of objects",
+        ),
     ],
 )
 def test_malformed_messages_are_named(messages, problem):
@@ -555,7 +661,8 @@ def test_arguments_of_calls_come_as_text_and_reach_the_template_as_an_object():
         return message["tool_calls"][0]["function"]["arguments"]
 
     assert given('{"a": [1, "x"]}') == given({"a": [1, "x"]}) == {"a": [1, "x"]}
-    for other in ("null", "", "[1]", '{"a":', "[" * 10_000, None, [1]):  # what a model may have written
+    # what a model may have written
+    for other in ("null", "", "[1]", '{"a":', "[" * 10_000, None, [1]):
         assert given(other) == {}
     for text in ('{"a": "\\ud800"}', '{"a": "\\u0000"}', '{"a":' * 70 + "1" + "}" * 70):
         with pytest.raises(UsageError):
@@ -573,11 +680,19 @@ def test_only_errors_spell_out_where_a_value_is():
     def chat(innermost: Any) -> list:
         for _ in range(58):
             innermost = {Key("k" * 1000): innermost}
-        return [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [innermost, *[{}] * 100]}]
+        return [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}],
+                "tool_calls": [innermost, *[{}] * 100],
+            }
+        ]
 
     (message,) = check_messages(chat([1, "a", None, {Key("b"): 2.5}] * 1000))
     assert message["tool_calls"] == chat([1, "a", None, {"b": 2.5}] * 1000)[0]["tool_calls"]
     assert spelled == []
-    with pytest.raises(UsageError, match=r"^messages\[0\]\.tool_calls\[0\]\.kkk.* contains a NUL character") as caught:
+    with pytest.raises(
+        UsageError, match=r"^messages\[0\]\.tool_calls\[0\]\.kkk.* contains a NUL character"
+    ) as caught:
         check_messages(chat([1, "\0"]))
     assert len(spelled) == 58 and len(str(caught.value)) < 150

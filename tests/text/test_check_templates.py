@@ -12,7 +12,8 @@ def test_all_cases_of_a_template_are_compared():
 
 def test_what_both_refuse_is_counted_apart():
     comparison = compare(GEMMA)
-    # The template takes no system message, and no two messages of one role in a row, as two results are.
+    # The template takes no system message, and no two messages of one role in a row, as two results
+    # are.
     assert comparison.counts == {"same": 32, "refused": 16}
     assert len(comparison.refusals) == 16
 

@@ -15,7 +15,9 @@ TEXTS = [
 ]
 
 
-def stream(tokenizer: Tokenizer, token_ids: list[int], prompt_ids: list[int] | None = None) -> list[str]:
+def stream(
+    tokenizer: Tokenizer, token_ids: list[int], prompt_ids: list[int] | None = None
+) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt_ids or [])
     pieces = [detokenizer.push([token]) for token in token_ids]
     return [*pieces, detokenizer.flush()]
@@ -89,7 +91,9 @@ def test_the_time_per_token_does_not_grow(tokenizers):
 
         def decode(self, token_ids, *, skip_special_tokens=True):
             self.longest = max(self.longest, len(token_ids))
-            return tokenizers["byte-level"].decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return tokenizers["byte-level"].decode(
+                token_ids, skip_special_tokens=skip_special_tokens
+            )
 
         def is_byte(self, token_id):
             return False
@@ -108,5 +112,8 @@ def test_what_stands_before_a_marker_token_is_whole_and_comes_before_it(tokenize
         detokenizer = Detokenizer(tokenizer)
         pieces = "".join(detokenizer.push([token]) for token in ids) + detokenizer.cut()
         assert pieces.rstrip("\ufffd") == before.rstrip("\ufffd") and pieces.endswith(before[-1])
-        after = "".join(detokenizer.push([token]) for token in tokenizer.encode("the end", add_special_tokens=False))
+        after = "".join(
+            detokenizer.push([token])
+            for token in tokenizer.encode("the end", add_special_tokens=False)
+        )
         assert (after + detokenizer.flush()).strip() == "the end"

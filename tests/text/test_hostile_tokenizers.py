@@ -1,4 +1,5 @@
-"""A tokenizer.json is a program from outside: what it asks of the library is bounded, or it is refused in one line."""
+"""A tokenizer.json is a program from outside: what it asks of the library is bounded, or it is
+refused in one line."""
 
 import base64
 import json
@@ -13,7 +14,12 @@ from nanoserve.text.patterns import PatternError, measure_pattern
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, load_backend, load_tokenizer
 from tests.text.building import make_byte_level, write_json
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
@@ -32,7 +38,9 @@ def split(pattern: str) -> dict[str, Any]:
 def template(*names: str, texts: str = "A", **special: list[int]) -> dict[str, Any]:
     single = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
     single += [{"Sequence": {"id": text, "type_id": 0}} for text in texts]
-    tokens = {name: {"id": name, "ids": ids, "tokens": ["x"] * len(ids)} for name, ids in special.items()}
+    tokens = {
+        name: {"id": name, "ids": ids, "tokens": ["x"] * len(ids)} for name, ids in special.items()
+    }
     return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens}
 
 
@@ -54,25 +62,59 @@ def load(state: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 DOUBLED = replace("a", "aa")
-# Each doubling is a factor of 2, and a character may have four bytes, each of which is a character behind ByteLevel.
+# Each doubling is a factor of 2, and a character may have four bytes, each of which is a character
+# behind ByteLevel.
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "exponential words": ({"pre_tokenizer": split("(a+)+$")}, r"the pattern '\(a\+\)\+\$' may be tried in too many"),
-    "exponential normalizer": ({"normalizer": replace("(a|aa)+$", "x", "Regex")}, "may be tried in too many"),
-    "exponential decoder": ({"decoder": replace("(a+)+$", "x", "Regex")}, "may be tried in too many"),
-    "24 doublings": ({"normalizer": in_a_row("normalizers", *[DOUBLED] * 24)}, r"6\.71e\+07 times as long"),
+    "exponential words": (
+        {"pre_tokenizer": split("(a+)+$")},
+        r"the pattern '\(a\+\)\+\$' may be tried in too many",
+    ),
+    "exponential normalizer": (
+        {"normalizer": replace("(a|aa)+$", "x", "Regex")},
+        "may be tried in too many",
+    ),
+    "exponential decoder": (
+        {"decoder": replace("(a+)+$", "x", "Regex")},
+        "may be tried in too many",
+    ),
+    "24 doublings": (
+        {"normalizer": in_a_row("normalizers", *[DOUBLED] * 24)},
+        r"6\.71e\+07 times as long",
+    ),
     "doublings within": (
         {"normalizer": in_a_row("normalizers", *[in_a_row("normalizers", *[DOUBLED] * 4)] * 2)},
         "1.02e",
     ),
-    "one long replacement": ({"normalizer": replace("a", "a" * 65)}, "260 times as long; at most 64"),
-    "a long beginning": ({"normalizer": {"type": "Prepend", "prepend": "x" * 64}}, "260 times as long"),
-    "bytes of bytes": ({"pre_tokenizer": in_a_row("pretokenizers", *[BYTE_LEVEL] * 4)}, "256 times as long"),
-    "a decoder that doubles": ({"decoder": in_a_row("decoders", *[DOUBLED] * 24)}, r"1\.68e\+07 times as long"),
+    "one long replacement": (
+        {"normalizer": replace("a", "a" * 65)},
+        "260 times as long; at most 64",
+    ),
+    "a long beginning": (
+        {"normalizer": {"type": "Prepend", "prepend": "x" * 64}},
+        "260 times as long",
+    ),
+    "bytes of bytes": (
+        {"pre_tokenizer": in_a_row("pretokenizers", *[BYTE_LEVEL] * 4)},
+        "256 times as long",
+    ),
+    "a decoder that doubles": (
+        {"decoder": in_a_row("decoders", *[DOUBLED] * 24)},
+        r"1\.68e\+07 times as long",
+    ),
     "text between characters": ({"normalizer": replace("", "x")}, "between all characters"),
     "text at every place": ({"normalizer": replace("y*", "x", "Regex")}, "between all characters"),
-    "pieces of no length": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "pieces of length 0"),
-    "a missing token": ({"post_processor": template("<zz>")}, "adds '<zz>', a token that it does not define"),
-    "a missing id": ({"post_processor": template("b", b=[4_000_000])}, "the token 4000000, which is not in the vocab"),
+    "pieces of no length": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "pieces of length 0",
+    ),
+    "a missing token": (
+        {"post_processor": template("<zz>")},
+        "adds '<zz>', a token that it does not define",
+    ),
+    "a missing id": (
+        {"post_processor": template("b", b=[4_000_000])},
+        "the token 4000000, which is not in the vocab",
+    ),
     "a missing separator": (
         {"post_processor": {"type": "BertProcessing", "sep": ["x", 4_000_000], "cls": ["x", 1]}},
         "the token 4000000, which is not in the vocabulary",
@@ -81,15 +123,25 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "the text twice": ({"post_processor": template(texts="AA")}, "around one text"),
     "another text": ({"post_processor": template(texts="B")}, "around one text"),
     "a precompiled replacement": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap(bytes(4), b"x" * 65 + b"\0")}},
+        {
+            "normalizer": {
+                "type": "Precompiled",
+                "precompiled_charsmap": charsmap(bytes(4), b"x" * 65 + b"\0"),
+            }
+        },
         "260 times as long",
     ),
-    "half a token": ({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 9}}, "strips the ends"),
+    "half a token": (
+        {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 9}},
+        "strips the ends",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_file_without_bounds_is_refused_in_one_line(name: str, sound: dict[str, Any], tmp_path: Path, capfd) -> None:
+def test_a_file_without_bounds_is_refused_in_one_line(
+    name: str, sound: dict[str, Any], tmp_path: Path, capfd
+) -> None:
     changes, problem = HOSTILE[name]
     with pytest.raises(ModelError, match=problem) as caught:
         load(sound | changes, tmp_path)
@@ -108,7 +160,10 @@ def test_what_grows_within_its_bounds_is_loaded(sound: dict[str, Any], tmp_path:
 def test_of_a_text_that_grows_a_shorter_beginning_is_tokenized(
     sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = sound | {"normalizer": in_a_row("normalizers", *[DOUBLED] * 4), "model": sound["model"] | {"merges": []}}
+    state = sound | {
+        "normalizer": in_a_row("normalizers", *[DOUBLED] * 4),
+        "model": sound["model"] | {"merges": []},
+    }
     tokenizer = load(state, tmp_path)
     lengths: list[int] = []
     encode = tokenizer._backend.encode
@@ -129,7 +184,9 @@ def test_a_text_with_which_the_library_panics_is_an_error_of_the_request(
 ) -> None:
     """The index of this character map leads outside itself."""
     damaged = charsmap(bytes(4) + b"\xff\xff\xff\xff", b"x\0")
-    tokenizer = load(sound | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": damaged}}, tmp_path)
+    tokenizer = load(
+        sound | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": damaged}}, tmp_path
+    )
     for _ in range(2):
         with pytest.raises(
             ModelError, match="the model's tokenizer fails with this text: index out of bounds"
@@ -162,7 +219,9 @@ def test_an_interrupt_is_no_failure_of_the_library(sound: dict[str, Any], tmp_pa
         backend.encode(["a"], add_special_tokens=False)
 
 
-def test_a_control_token_of_many_characters_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
+def test_a_control_token_of_many_characters_is_refused(
+    sound: dict[str, Any], tmp_path: Path
+) -> None:
     long = {"id": 0, "content": f"<|{'x' * 100_000}|>", "special": True, "normalized": False}
     long |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     with pytest.raises(ModelError, match="longer than 256 characters") as caught:
@@ -170,7 +229,8 @@ def test_a_control_token_of_many_characters_is_refused(sound: dict[str, Any], tm
     assert len(str(caught.value)) < 400
 
 
-# ------------------------------------------------------------------------------------------------------- Patterns
+# --------------------------------------------------------------------------------------------------
+# Patterns
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -201,7 +261,14 @@ ENDLESS = [
         "a{1,3}+$",
         "a+{2,}b",
     ),
-    *(r"(a*)*\1$", r"(?<r>a|a\g<r>\g<r>)$", "(?:[ab]|[ab]{2}){25}c", "(a?){50}a{50}", "a*a*b", "(?x)(a + )+b"),
+    *(
+        r"(a*)*\1$",
+        r"(?<r>a|a\g<r>\g<r>)$",
+        "(?:[ab]|[ab]{2}){25}c",
+        "(a?){50}a{50}",
+        "a*a*b",
+        "(?x)(a + )+b",
+    ),
     *(
         r"(?:\p{L}\p{Lu}*)+b",
         r"(?:\p{L}*\p{M})+b",
@@ -231,4 +298,6 @@ def test_ways_are_counted() -> None:
     assert measure_pattern("a*b").tried == 100
     assert measure_pattern("a*b|a*c").tried == 100 + 100
     assert measure_pattern("a*").tried == 1, "nothing can fail behind it"
-    assert [measure_pattern(one).shortest for one in (" {2,}", "a|bcd", "a*b?$", r"\p{L}\x{61}+")] == [2, 1, 0, 2]
+    assert [
+        measure_pattern(one).shortest for one in (" {2,}", "a|bcd", "a*b?$", r"\p{L}\x{61}+")
+    ] == [2, 1, 0, 2]

@@ -10,7 +10,9 @@ def split(pieces: list[str], *, starts_inside: bool = False) -> tuple[str, str]:
     parser = AnswerParser(answer_form(""), {}, starts_inside=starts_inside)
     found = [part for piece in pieces for part in parser.push(piece)] + parser.push("", ended=True)
     assert all(text for _, text in found)
-    return tuple("".join(text for part, text in found if part == wanted) for wanted in ("thinking", "answer"))
+    return tuple(
+        "".join(text for part, text in found if part == wanted) for wanted in ("thinking", "answer")
+    )
 
 
 CASES = [
@@ -35,11 +37,16 @@ def test_reasoning_and_answer_are_told_apart(text, starts_inside, thinking, answ
 
 @PATIENT
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "a"]), max_size=12),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "a"]),
+        max_size=12,
+    ),
     st.booleans(),
 )
 def test_how_the_text_arrives_does_not_matter(pieces, starts_inside):
-    assert split(pieces, starts_inside=starts_inside) == split(list("".join(pieces)), starts_inside=starts_inside)
+    assert split(pieces, starts_inside=starts_inside) == split(
+        list("".join(pieces)), starts_inside=starts_inside
+    )
 
 
 def test_an_answer_is_shown_as_it_arrives():

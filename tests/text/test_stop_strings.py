@@ -20,7 +20,8 @@ def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
 
 
 def first_match(stops: list[str], text: str) -> tuple[str, str | None]:
-    """The plain way: read until some stop string is complete; of several, the longest began first."""
+    """The plain way: read until some stop string is complete; of several, the longest began
+    first."""
     for end in range(len(text) + 1):
         found = max((stop for stop in stops if text[:end].endswith(stop)), key=len, default=None)
         if found is not None:
@@ -38,7 +39,10 @@ def test_the_first_complete_stop_string_ends_the_text(stops, pieces):
 
 
 @PATIENT
-@given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), text=st.text("abc", max_size=20))
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    text=st.text("abc", max_size=20),
+)
 def test_only_what_may_be_a_beginning_is_held_back(stops, text):
     matcher = StopStrings(stops)
     shown, found = matcher.push(text)
@@ -46,7 +50,9 @@ def test_only_what_may_be_a_beginning_is_held_back(stops, text):
         held = text[len(shown) :]
         assert shown + held == text
         endings = [text[start:] for start in range(len(text))]
-        longest = max((len(e) for e in endings if any(stop.startswith(e) for stop in stops)), default=0)
+        longest = max(
+            (len(e) for e in endings if any(stop.startswith(e) for stop in stops)), default=0
+        )
         assert len(held) == longest
         assert matcher.flush() == held and matcher.flush() == ""
 
@@ -93,9 +99,12 @@ def _calls(work: Callable[[], object]) -> int:
 
 def test_an_end_that_may_be_a_beginning_is_not_read_again():
     """A text always ends with a thousand characters of the first of several long stop strings."""
-    matcher = StopStrings(["a" * 1015 + "b", *(chr(99 + number) + "a" * 1015 for number in range(15))])
+    matcher = StopStrings(
+        ["a" * 1015 + "b", *(chr(99 + number) + "a" * 1015 for number in range(15))]
+    )
     matcher.push("a" * 1000)
-    # One call to push, and for each stop string one call that reads the character, with a handful of others in it.
+    # One call to push, and for each stop string one call that reads the character, with a handful
+    # of others in it.
     assert _calls(lambda: [matcher.push("a") for _ in range(100)]) < 100 * 16 * 5
     shown, found = matcher.push("b")
     assert (shown, found) == ("", "a" * 1015 + "b")

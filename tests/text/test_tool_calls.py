@@ -33,7 +33,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "Done <b>.",
         [("get_weather", PARIS), ("get_time", ROME)],
     ),
-    (QWEN, HERMES.replace('"get_weather"', '"nobody"'), HERMES.replace('"get_weather"', '"nobody"'), []),
+    (
+        QWEN,
+        HERMES.replace('"get_weather"', '"nobody"'),
+        HERMES.replace('"get_weather"', '"nobody"'),
+        [],
+    ),
     (
         QWEN,
         f'<tool_call>{{"arguments": {spelled(PARIS)}, "name": "get_weather"}}</tool_call>',
@@ -43,18 +48,38 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (QWEN, "a < b <tool_ <tool_call> {1} is text", "a < b <tool_ <tool_call> {1} is text", []),
     (QWEN, '<tool_call>\n{"name": "get_ti', '<tool_call>\n{"name": "get_ti', []),
     (QWEN, '{"name": "get_time", "arguments": {}}', '{"name": "get_time", "arguments": {}}', []),
-    (LLAMA_3, f'{{"name": "get_weather", "parameters": {spelled(PARIS)}}}', "", [("get_weather", PARIS)]),
-    (LLAMA_3, f'<|python_tag|>{{"name": "get_weather", "parameters": {spelled(PARIS)}}}', "", [("get_weather", PARIS)]),
+    (
+        LLAMA_3,
+        f'{{"name": "get_weather", "parameters": {spelled(PARIS)}}}',
+        "",
+        [("get_weather", PARIS)],
+    ),
+    (
+        LLAMA_3,
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {spelled(PARIS)}}}',
+        "",
+        [("get_weather", PARIS)],
+    ),
     (
         LLAMA_3,
         '{"type": "function", "name": "add", "parameters": {"a": "1"}}; {"name": "get_time", "parameters": {}}',
         "",
         [("add", {"a": "1"}), ("get_time", {})],
     ),
-    (LLAMA_3, '{"name": "Ada", "parameters": {"a": 1}} is JSON', '{"name": "Ada", "parameters": {"a": 1}} is JSON', []),
+    (
+        LLAMA_3,
+        '{"name": "Ada", "parameters": {"a": 1}} is JSON',
+        '{"name": "Ada", "parameters": {"a": 1}} is JSON',
+        [],
+    ),
     (LLAMA_3, '{"answer": [{"name": "add"}]}', '{"answer": [{"name": "add"}]}', []),
     (LLAMA_3, " Hello {there}", " Hello {there}", []),
-    (MISTRAL, f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {spelled(PARIS)}}}]', "", [("get_weather", PARIS)]),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {spelled(PARIS)}}}]',
+        "",
+        [("get_weather", PARIS)],
+    ),
     (
         MISTRAL,
         '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "Vvv}EtCK"}, {"name": "get_time", "arguments": {}}]',
@@ -79,7 +104,8 @@ def pieces_of(form: AnswerForm, parts: list[str]) -> list[Piece]:
 
 
 def raw(form: AnswerForm, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The text of an answer that came in these parts, and its calls with the text of their arguments."""
+    """The text of an answer that came in these parts, and its calls with the text of their
+    arguments."""
     shown, calls = "", list[tuple[str, str]]()
     for kind, text in pieces_of(form, parts):
         if kind == "call":
@@ -98,7 +124,9 @@ def read(form: AnswerForm, parts: list[str]) -> Read:
 
 
 @pytest.mark.parametrize(("template", "answer", "text", "calls"), CASES)
-def test_each_family_cut_at_every_place(template: str, answer: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def test_each_family_cut_at_every_place(
+    template: str, answer: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
     form = answer_form(template)
     assert read(form, [answer]) == (text, calls)
     assert read(form, [*answer]) == (text, calls), "one character at a time"
@@ -107,8 +135,31 @@ def test_each_family_cut_at_every_place(template: str, answer: str, text: str, c
 
 
 PARTS = (
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "add", "arguments": ', '{"a": "}"}'),
-    *("}", "{", "add\n", '"name": "add"', '"parameters": {}', ", ", "[", "]", "\n", " ", '"', "\\", "x", "<", "é"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        '{"name": "add", "arguments": ',
+        '{"a": "}"}',
+    ),
+    *(
+        "}",
+        "{",
+        "add\n",
+        '"name": "add"',
+        '"parameters": {}',
+        ", ",
+        "[",
+        "]",
+        "\n",
+        " ",
+        '"',
+        "\\",
+        "x",
+        "<",
+        "é",
+    ),
 )
 
 
@@ -122,7 +173,9 @@ PARTS = (
 )
 def test_pieces_of_any_size_give_the_same(template: str, parts: list[str], size: int) -> None:
     answer, form = "".join(parts), answer_form(template)
-    assert raw(form, [answer]) == raw(form, [answer[at : at + size] for at in range(0, len(answer), size)] or [""])
+    assert raw(form, [answer]) == raw(
+        form, [answer[at : at + size] for at in range(0, len(answer), size)] or [""]
+    )
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3, MISTRAL, GLM])

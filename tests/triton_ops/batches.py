@@ -1,4 +1,5 @@
-"""The product's poisoned batches for paged attention, as the tests of its implementations build them."""
+"""The product's poisoned batches for paged attention, as the tests of its implementations build
+them."""
 
 from dataclasses import replace
 
@@ -21,7 +22,15 @@ def build(
 ) -> AttentionCall:
     """Rows on shuffled blocks; the first `shared` full blocks of all rows are the same ones."""
     sizes = (num_heads, num_kv_heads, head_dim)
-    return make_batch(rows, *sizes, block_size=block_size, dtype=dtype, poisoned=True, shared_blocks=shared, seed=seed)
+    return make_batch(
+        rows,
+        *sizes,
+        block_size=block_size,
+        dtype=dtype,
+        poisoned=True,
+        shared_blocks=shared,
+        seed=seed,
+    )
 
 
 def inputs(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -37,7 +46,11 @@ def poisoned_out(batch: AttentionCall) -> Tensor:
 
 def narrowed(batch: AttentionCall, value_dim: int, *, latent: bool) -> AttentionCall:
     """The same with values of another width: of their own, or the first columns of the keys."""
-    values = batch.key_cache[..., :value_dim] if latent else batch.value_cache[..., :value_dim].contiguous()
+    values = (
+        batch.key_cache[..., :value_dim]
+        if latent
+        else batch.value_cache[..., :value_dim].contiguous()
+    )
     return replace(
         batch,
         value_cache=values,
@@ -46,18 +59,30 @@ def narrowed(batch: AttentionCall, value_dim: int, *, latent: bool) -> Attention
 
 
 def reference(
-    batch: AttentionCall, scale: float, window: int, soft_cap: float = 0.0, sinks: Tensor | None = None
+    batch: AttentionCall,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention by its definition, in float64, one query after another: [tokens, num_heads * value_dim]."""
+    """Attention by its definition, in float64, one query after another: [tokens, num_heads *
+    value_dim]."""
     _, num_kv_heads, block_size, _ = batch.key_cache.shape
-    query = batch.query.double().unflatten(1, (num_kv_heads, -1))  # each head of keys serves a group of queries
+    # each head of keys serves a group of queries
+    query = batch.query.double().unflatten(1, (num_kv_heads, -1))
     group_sinks = None if sinks is None else sinks.double().view(num_kv_heads, -1)
     results = query.new_empty(*query.shape[:3], batch.value_cache.shape[3])
     for row, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[row : row + 2].tolist()
         positions = torch.arange(context)
-        places = batch.block_tables[row, positions // block_size].long(), slice(None), positions % block_size
-        keys, values = (cache[places].double().transpose(0, 1) for cache in (batch.key_cache, batch.value_cache))
+        places = (
+            batch.block_tables[row, positions // block_size].long(),
+            slice(None),
+            positions % block_size,
+        )
+        keys, values = (
+            cache[places].double().transpose(0, 1) for cache in (batch.key_cache, batch.value_cache)
+        )
         for token in range(start, end):
             position = context - (end - token)
             first = max(0, position - window + 1) if window else 0
@@ -65,5 +90,7 @@ def reference(
             scores = torch.einsum("hgd,hkd->hgk", query[token], keys[:, seen]).mul(scale)
             weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
             total = weights.sum(-1) + (0.0 if group_sinks is None else group_sinks.exp())
-            results[token] = torch.einsum("hgk,hkd->hgd", weights / total[..., None], values[:, seen])
+            results[token] = torch.einsum(
+                "hgk,hkd->hgd", weights / total[..., None], values[:, seen]
+            )
     return results.flatten(1)

@@ -1,4 +1,5 @@
-"""Every operator is tested in both its implementations: plain torch, and the CPU's own where they can be built."""
+"""Every operator is tested in both its implementations: plain torch, and the CPU's own where they
+can be built."""
 
 from collections.abc import Iterator
 

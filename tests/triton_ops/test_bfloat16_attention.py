@@ -1,5 +1,5 @@
-"""Attention of prompts in bfloat16, in each way that a processor can multiply: tiles (AMX), dot products of pairs
-(AVX-512), and float32. Each is allowed in turn on the processor at hand."""
+"""Attention of prompts in bfloat16, in each way that a processor can multiply: tiles (AMX), dot
+products of pairs (AVX-512), and float32. Each is allowed in turn on the processor at hand."""
 
 import math
 import subprocess
@@ -43,7 +43,9 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     tiles, dots = WAYS[request.param]
     if tiles and not OPERATORS.has_tiles():
         pytest.skip("this processor has no tiles")
-    if dots and not ("avx512_bf16" in processor_flags() and torch.backends.cpu.get_cpu_capability() == "AVX512"):
+    if dots and not (
+        "avx512_bf16" in processor_flags() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    ):
         pytest.skip("this processor has no dot products of bfloat16")
     before = OPERATORS.allow_tiles(tiles), OPERATORS.allow_dots(dots)
     yield request.param
@@ -52,23 +54,32 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def attend(
-    batch: AttentionCall, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: Tensor | None = None
+    batch: AttentionCall,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = poisoned_out(batch)
-    paged_attention(out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks)
+    paged_attention(
+        out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks
+    )
     return out
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[Row]:
-    """Prompts, chunks of them behind a prefix in the cache, and single tokens, around the sizes of tiles and panels."""
+    """Prompts, chunks of them behind a prefix in the cache, and single tokens, around the sizes of
+    tiles and panels."""
     lengths = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 130]))
     prefixes = st.one_of(st.just(0), st.integers(1, 40), st.sampled_from([255, 256, 257, 300]))
     rows = draw(st.lists(st.tuples(lengths, prefixes), min_size=1, max_size=3))
     return [Row(queries, queries + before) for queries, before in rows]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=prompts(),
     heads=st.sampled_from([(2, 2), (4, 2), (7, 1), (16, 1)]),
@@ -110,7 +121,9 @@ def test_every_way_is_the_definition_of_attention(
 
 
 @cache
-def beside_torch(queries: int, before: int, head_dim: int, scale: float) -> tuple[AttentionCall, Tensor, Tensor]:
+def beside_torch(
+    queries: int, before: int, head_dim: int, scale: float
+) -> tuple[AttentionCall, Tensor, Tensor]:
     """A batch, what is right in float64, and what torch's own attention makes of it in bfloat16."""
     row = Row(queries, queries + before)
     batch = make_batch([row], 4, 2, head_dim, block_size=16, dtype=torch.bfloat16, seed=9)
@@ -125,8 +138,11 @@ def beside_torch(queries: int, before: int, head_dim: int, scale: float) -> tupl
 @pytest.mark.parametrize(("queries", "before"), [(200, 0), (70, 300)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("spread", [1.0, 6.0], ids=["flat", "peaked"])
-def test_no_way_is_less_exact_than_torch(way: str, queries: int, before: int, head_dim: int, spread: float) -> None:
-    """Errors against float64 beside those of torch's own attention, which rounds weights as well."""
+def test_no_way_is_less_exact_than_torch(
+    way: str, queries: int, before: int, head_dim: int, spread: float
+) -> None:
+    """Errors against float64 beside those of torch's own attention, which rounds weights as
+    well."""
     scale = spread * head_dim**-0.5
     batch, expected, theirs = beside_torch(queries, before, head_dim, scale)
     our_error, their_error = attend(batch, scale).double() - expected, theirs.double() - expected
@@ -155,7 +171,8 @@ def _batch_invariant() -> Iterator[None]:
 @pytest.mark.usefixtures("_batch_invariant")
 @pytest.mark.parametrize("window", [0, 70])
 def test_a_query_is_the_same_in_a_step_of_any_size(way: str, window: int) -> None:
-    """Bit for bit, alone or beside others: in the whole prompt, in a chunk of it, or as a single token."""
+    """Bit for bit, alone or beside others: in the whole prompt, in a chunk of it, or as a single
+    token."""
     batch = make_batch([Row(700, 720)], 6, 2, 80, block_size=16, dtype=torch.bfloat16, seed=3)
     whole = attend(batch, 0.2, window)
     for first, last in [(0, 1), (0, 33), (255, 256), (250, 410), (699, 700)]:
@@ -163,7 +180,8 @@ def test_a_query_is_the_same_in_a_step_of_any_size(way: str, window: int) -> Non
 
 
 def test_ways_are_taken_where_they_are_allowed(way: str) -> None:
-    """A weight is rounded to bfloat16 unless products are of float32: one of 1 + 2^-10 then equals one of 1."""
+    """A weight is rounded to bfloat16 unless products are of float32: one of 1 + 2^-10 then equals
+    one of 1."""
     batch = make_batch([Row(2, 2)], 1, 1, 32, block_size=16, dtype=torch.bfloat16)
     batch.query.fill_(0.0)
     batch.query[1, 0, 0] = 1.0
@@ -177,7 +195,8 @@ def test_ways_are_taken_where_they_are_allowed(way: str) -> None:
 
 
 def test_tiles_are_those_that_the_system_lists() -> None:
-    """Linux lists a processor's tiles if it saves them, and lets a process have them (but for a reason as below)."""
+    """Linux lists a processor's tiles if it saves them, and lets a process have them (but for a
+    reason as below)."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("built for processors without tiles")
     assert OPERATORS.has_tiles() == ({"amx_tile", "amx_bf16"} <= processor_flags())
@@ -207,8 +226,8 @@ assert linear(torch.ones(16, 64).bfloat16(), torch.ones(32, 64).bfloat16()).eq(6
 
 @pytest.mark.slow  # it imports torch in a process of its own
 def test_a_process_that_may_not_use_tiles_computes_without_them() -> None:
-    """Linux refuses tiles to a process that handles signals on a stack that their content would not fit on. An
-    instruction for tiles would end it."""
+    """Linux refuses tiles to a process that handles signals on a stack that their content would not
+    fit on. An instruction for tiles would end it."""
     if not OPERATORS.has_tiles():
         pytest.skip("this processor has no tiles")
     outcome = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True)

@@ -13,7 +13,9 @@ NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 3, 5, 4, 2, 8
 
 def caches(seed: int, num_kv_heads: int = NUM_KV_HEADS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return list(torch.randn(NUM_LAYERS, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, HEAD_DIM, generator=generator))
+    return list(
+        torch.randn(NUM_LAYERS, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, HEAD_DIM, generator=generator)
+    )
 
 
 def room(num_blocks: int, num_heads: int, num_layers: int = NUM_LAYERS) -> Tensor:
@@ -51,7 +53,9 @@ def test_shards_of_half_the_heads_each_fill_a_whole_cache() -> None:
         scatter_blocks(whole_keys, whole_values, staged, blocks, first_head=index * half)
     for layer in range(NUM_LAYERS):
         assert torch.equal(whole_keys[layer], torch.cat([keys[layer] for keys, _ in shards], dim=1))
-        assert torch.equal(whole_values[layer], torch.cat([values[layer] for _, values in shards], dim=1))
+        assert torch.equal(
+            whole_values[layer], torch.cat([values[layer] for _, values in shards], dim=1)
+        )
 
 
 def test_one_layer_of_several_may_be_moved() -> None:
@@ -71,7 +75,9 @@ def test_one_layer_of_several_may_be_moved() -> None:
         (room(2, 2), 3, -1, "heads -1 to 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(staged: Tensor, num_values: int, first_head: int, problem: str) -> None:
+def test_what_does_not_fit_is_refused(
+    staged: Tensor, num_values: int, first_head: int, problem: str
+) -> None:
     keys, values = caches(1), caches(2)[:num_values]
     blocks = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=problem):
@@ -81,9 +87,12 @@ def test_what_does_not_fit_is_refused(staged: Tensor, num_values: int, first_hea
     assert staged.isnan().all() and torch.equal(torch.stack(keys), torch.stack(caches(1)))
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+# it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow
 def test_torch_accepts_them_for_tracing() -> None:
     operators = torch.ops.nanoserve
     keys, values, blocks = caches(1), caches(2), torch.tensor([4, 0])
     torch.library.opcheck(operators.gather_blocks.default, (room(2, 3), keys, values, blocks, 1))
-    torch.library.opcheck(operators.scatter_blocks.default, (keys, values, torch.zeros_like(room(2, 3)), blocks, 1))
+    torch.library.opcheck(
+        operators.scatter_blocks.default, (keys, values, torch.zeros_like(room(2, 3)), blocks, 1)
+    )

@@ -1,4 +1,5 @@
-"""What can go wrong on the way to the CPU's own operators ends in one notice and plain torch, never in a crash."""
+"""What can go wrong on the way to the CPU's own operators ends in one notice and plain torch, never
+in a crash."""
 
 import logging
 import os
@@ -42,14 +43,18 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in said if not message.startswith("nanoserve: compiling ")]
 
 
-def test_no_compiler_is_one_notice(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_compiler_is_one_notice(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     operators = CpuOperators(environment)
     assert not operators.expected and not operators.poll() and not operators.wait()
     assert len(notices(caplog)) == 1
     assert "no C++ compiler was found; install one of g++" in notices(caplog)[0]
 
 
-def test_a_compiler_that_is_named_but_missing(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_is_named_but_missing(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     CpuOperators(environment | {"CXX": "/nowhere/c++ -v"})
     assert "named by CXX, /nowhere/c++, is not there" in notices(caplog)[0]
 
@@ -109,7 +114,9 @@ def test_a_compiler_that_takes_too_long_is_tried_again_at_the_next_start(
     script = fake_compiler(environment, "exec sleep 600\n")
     monkeypatch.setattr(building, "TIMEOUT", 0.05)
     job = make_job(environment)
-    assert not job.run() and job.reason == "it was not done after 0.05 s; the next start tries again"
+    assert (
+        not job.run() and job.reason == "it was not done after 0.05 s; the next start tries again"
+    )
     script.write_text(LIBRARY_OF_NOTHING + "exit 1\n")
     assert not CpuOperators(environment).wait()
     assert calls(script) == 2
@@ -155,7 +162,9 @@ def test_a_failure_during_an_answer_does_not_interrupt_it(
     assert operators.problem is not None and notices(caplog) == []
 
 
-def test_what_is_no_library_does_not_load(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_library_does_not_load(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     fake_compiler(environment, "echo nonsense > $out\n")
     assert not CpuOperators(environment).wait()
     assert "does not load" in notices(caplog)[0]
@@ -186,7 +195,8 @@ def test_two_processes_build_once_together(environment: dict[str, str]) -> None:
     command = [sys.executable, "-I", building.__file__, make_job(environment).to_json()]
     builders = [subprocess.Popen(command) for _ in range(2)]
     assert [builder.wait() for builder in builders] == [0, 0]
-    assert script.with_suffix(".calls").read_text() == "called\ncalled\n"  # once to compile, once to link
+    # once to compile, once to link
+    assert script.with_suffix(".calls").read_text() == "called\ncalled\n"
     assert len(make_job(environment).whole_libraries()) == 1
 
 
@@ -200,7 +210,9 @@ def test_another_instruction_set_is_another_library(
     assert make_job(environment).key != older
 
 
-def test_a_cache_folder_that_cannot_be_made(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_folder_that_cannot_be_made(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     fake_compiler(environment, "")
     Path(environment["XDG_CACHE_HOME"]).write_text("a file")
     CpuOperators(environment)
@@ -210,7 +222,8 @@ def test_a_cache_folder_that_cannot_be_made(environment: dict[str, str], caplog:
 def test_a_cache_folder_that_cannot_be_written_is_still_read(
     environment: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image whose file system is read-only. (To root, every folder looks as if it could be written.)"""
+    """As in an image whose file system is read-only. (To root, every folder looks as if it could be
+    written.)"""
     script = fake_compiler(environment, "echo library > $out\n")
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     job = make_job(environment)
@@ -219,10 +232,13 @@ def test_a_cache_folder_that_cannot_be_written_is_still_read(
     assert not script.with_suffix(".calls").exists()
     assert job.run()
     CpuOperators(environment)
-    assert f"{job.whole_libraries()[0]} does not load" in notices(caplog)[1]  # found, and no library at all
+    # found, and no library at all
+    assert f"{job.whole_libraries()[0]} does not load" in notices(caplog)[1]
 
 
-def test_another_processor_is_another_library(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_processor_is_another_library(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A home directory may be shared by machines of one vector width and different instructions."""
     fake_compiler(environment, "")
     here = make_job(environment).key
@@ -258,10 +274,13 @@ def test_the_older_instruction_set_gives_the_same_results() -> None:
     assert outcome.returncode == 0, outcome.stdout
 
 
-# ------------------------------------------------------------------------------------------- who ends with whom
+# ------------------------------------------------------------------------------------------- who
+# ends with whom
 
 
-def sleeping_builder(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, at_terminal: bool) -> str:
+def sleeping_builder(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, at_terminal: bool
+) -> str:
     """The mark of a builder, its compiler, and what that has started, which sleeps."""
     fake_compiler(environment, "sleep 600\n")
     monkeypatch.setattr(background, "_hears_the_terminal", lambda: at_terminal)
@@ -295,7 +314,8 @@ def test_a_builder_of_a_command_at_a_terminal_outlives_it(
     builder.wait()
 
 
-# ------------------------------------------------------------------------------------------- who is waited for
+# ------------------------------------------------------------------------------------------- who is
+# waited for
 
 SLOW = """trap 'exit 1' TERM
 ps -o ni= -p $$ >> "$0.nice"
@@ -325,10 +345,14 @@ def test_a_compiler_that_somebody_waits_for_is_not_nice_and_replaces_one_that_is
     operators.start(waited=True)
     assert niceness(script, 2)[1] == 0 and operators.pending
     (line,) = caplog.messages  # whether or not anybody watches a terminal
-    assert line.startswith("nanoserve: compiling for this model and machine, once; what takes more than 300 s is")
+    assert line.startswith(
+        "nanoserve: compiling for this model and machine, once; what takes more than 300 s is"
+    )
     script.with_suffix(".go").touch()
     assert not operators.wait() and "does not load" in notices(caplog)[0]
-    assert list(Path(make_job(environment).directory).glob("*.[0-9]*")) == [], "what the first had begun is removed"
+    assert list(Path(make_job(environment).directory).glob("*.[0-9]*")) == [], (
+        "what the first had begun is removed"
+    )
 
 
 def test_after_a_while_what_waits_goes_on_without(
@@ -342,7 +366,8 @@ def test_after_a_while_what_waits_goes_on_without(
     niceness(script, 1)
     assert not operators.wait() and not operators.expected
     assert notices(caplog)[-1] == (
-        "nanoserve: plain torch is used, which is slower: the compiler is not done after 0 s; a later run finds what it"
+        "nanoserve: plain torch is used, which is slower: the compiler is not done after 0 s; a "
+        "later run finds what it"
         " makes"
     )
     script.with_suffix(".go").touch()  # it goes on by itself, behind everybody else

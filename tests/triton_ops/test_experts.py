@@ -1,4 +1,5 @@
-"""A mixture of experts: every way to compute it against the definition, in float64 and one token at a time."""
+"""A mixture of experts: every way to compute it against the definition, in float64 and one token at
+a time."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +19,9 @@ HIDDEN, INTERMEDIATE = 32, 16
 Mixture = tuple[Tensor, ...]
 
 
-def mixture(num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtype, hidden: int = HIDDEN) -> Mixture:
+def mixture(
+    num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtype, hidden: int = HIDDEN
+) -> Mixture:
     """Tokens, weights, chosen experts (the last one by nobody) and the experts' matrices."""
     generator = torch.Generator().manual_seed(num_tokens)
     used = max(per_token, num_experts - 1)
@@ -26,7 +29,13 @@ def mixture(num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtyp
     scores, chosen = torch.rand(num_tokens, used, generator=generator).topk(per_token)
     gate_up = torch.randn(num_experts, 2 * INTERMEDIATE, hidden, generator=generator) / hidden**0.5
     down = torch.randn(num_experts, hidden, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
-    return tokens.to(dtype), scores / scores.sum(1, keepdim=True), chosen, gate_up.to(dtype), down.to(dtype)
+    return (
+        tokens.to(dtype),
+        scores / scores.sum(1, keepdim=True),
+        chosen,
+        gate_up.to(dtype),
+        down.to(dtype),
+    )
 
 
 def biases(num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -36,7 +45,9 @@ def biases(num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return inside.to(dtype), torch.randn(num_experts, HIDDEN, generator=generator).to(dtype)
 
 
-def definition_of_gpt_oss(hidden: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
+def definition_of_gpt_oss(
+    hidden: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor
+) -> Tensor:
     """As its model card's code computes it, one number at a time."""
     gate_up, down, gate_up_bias, down_bias = (tensor.double() for tensor in matrices)
     rows = torch.zeros(hidden.shape).double()
@@ -45,15 +56,22 @@ def definition_of_gpt_oss(hidden: Tensor, weights: Tensor, experts: Tensor, *mat
             inside = gate_up[expert] @ hidden[token].double() + gate_up_bias[expert]
             between = torch.zeros(INTERMEDIATE).double()
             for place in range(INTERMEDIATE):
-                gate, up = min(float(inside[2 * place]), 7.0), max(-7.0, min(float(inside[2 * place + 1]), 7.0))
+                gate, up = (
+                    min(float(inside[2 * place]), 7.0),
+                    max(-7.0, min(float(inside[2 * place + 1]), 7.0)),
+                )
                 between[place] = (up + 1) * gate / (1 + math.exp(-1.702 * gate))
             rows[token] += weight * (down[expert] @ between + down_bias[expert])
     return rows
 
 
-def definition(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def definition(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     rows = []
-    for token, row_weights, row_experts in zip(hidden.double(), weights.double(), experts.tolist(), strict=True):
+    for token, row_weights, row_experts in zip(
+        hidden.double(), weights.double(), experts.tolist(), strict=True
+    ):
         row = torch.zeros_like(token)
         for weight, expert in zip(row_weights, row_experts, strict=True):
             gate, up = (gate_up[expert].double() @ token).chunk(2)
@@ -63,8 +81,12 @@ def definition(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor
 
 
 @pytest.mark.parametrize("compute", [sparse_experts, gpu.multiply_in_groups, gpu.sparse_experts])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 2, 1), (3, 4, 2), (40, 8, 3), (7, 3, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str
+)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "per_token"), [(1, 2, 1), (3, 4, 2), (40, 8, 3), (7, 3, 3)]
+)
 def test_every_way_is_the_definition(
     num_tokens: int,
     num_experts: int,
@@ -79,23 +101,34 @@ def test_every_way_is_the_definition(
     torch.testing.assert_close(found.double(), definition(*inputs), atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("compute", [torch.ops.nanoserve.sparse_experts, gpu.multiply_in_groups, share_out])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
-def test_experts_of_gpt_oss(dtype: torch.dtype, error: float, compute: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "compute", [torch.ops.nanoserve.sparse_experts, gpu.multiply_in_groups, share_out]
+)
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str
+)
+def test_experts_of_gpt_oss(
+    dtype: torch.dtype, error: float, compute: Callable[..., Tensor]
+) -> None:
     inputs = (*mixture(5, 4, 2, dtype), *biases(4, dtype))
     found, wanted = compute(*inputs, "gpt_oss"), definition_of_gpt_oss(*inputs)
-    torch.testing.assert_close(found.double(), wanted, atol=error * float(wanted.abs().max()), rtol=error)
+    torch.testing.assert_close(
+        found.double(), wanted, atol=error * float(wanted.abs().max()), rtol=error
+    )
 
 
 def test_widths_that_the_grouped_product_does_not_take_are_computed_another_way() -> None:
     inputs = mixture(5, 4, 2, torch.bfloat16, hidden=20)
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
         gpu.multiply_in_groups(*inputs)
-    torch.testing.assert_close(gpu.sparse_experts(*inputs).double(), definition(*inputs), atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(
+        gpu.sparse_experts(*inputs).double(), definition(*inputs), atol=3e-2, rtol=3e-2
+    )
 
 
 def test_sizes_of_groups_stay_on_the_gpu() -> None:
-    """Fake tensors have no numbers: shapes that depend on some, as those for which one waits for a GPU, are refused."""
+    """Fake tensors have no numbers: shapes that depend on some, as those for which one waits for a
+    GPU, are refused."""
     inputs = mixture(6, 4, 2, torch.bfloat16)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in inputs]
@@ -104,7 +137,10 @@ def test_sizes_of_groups_stay_on_the_gpu() -> None:
             share_out(*fakes)
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+# it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow
 def test_torch_accepts_it_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
-    torch.library.opcheck(torch.ops.nanoserve.sparse_experts.default, mixture(6, 4, 2, torch.float32))
+    torch.library.opcheck(
+        torch.ops.nanoserve.sparse_experts.default, mixture(6, 4, 2, torch.float32)
+    )

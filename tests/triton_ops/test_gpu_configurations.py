@@ -1,4 +1,5 @@
-"""The table of configurations holds together; what the programs compute with it is seen in tests/interpreter."""
+"""The table of configurations holds together; what the programs compute with it is seen in
+tests/interpreter."""
 
 import pytest
 
@@ -43,25 +44,34 @@ def test_a_tile_of_longer_rows_holds_every_group_that_is_taken() -> None:
 def test_16_bit_tiles_of_longer_rows_fill_the_matrix_units_of_a_warp_group() -> None:
     """But for the widest heads, whose sums would not fit into registers."""
     assert all(
-        entry.prefill.rows_per_tile >= 64 for (_, width, d), entry in ATTENTION.items() if width == 2 and d <= 256
+        entry.prefill.rows_per_tile >= 64
+        for (_, width, d), entry in ATTENTION.items()
+        if width == 2 and d <= 256
     )
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "groups"), [(1, 1, 1), (16, 16, 1), (20, 10, 2), (24, 12, 2), (17, 1, 17), (128, 16, 8)]
+    ("heads", "group", "groups"),
+    [(1, 1, 1), (16, 16, 1), (20, 10, 2), (24, 12, 2), (17, 1, 17), (128, 16, 8)],
 )
-def test_heads_of_one_key_value_head_are_few_equal_groups(heads: int, group: int, groups: int) -> None:
+def test_heads_of_one_key_value_head_are_few_equal_groups(
+    heads: int, group: int, groups: int
+) -> None:
     shape = program_shape(head_dim=576, value_dim=512, block_size=16, heads_per_kv_head=heads)
     assert shape == ProgramShape(512, 16, group, groups, 64)
 
 
-@pytest.mark.parametrize(("generation", "line"), [(8, 8), (9, 9), (10, 10), (11, 10), (12, 8), (13, 8)])
+@pytest.mark.parametrize(
+    ("generation", "line"), [(8, 8), (9, 9), (10, 10), (11, 10), (12, 8), (13, 8)]
+)
 def test_a_generation_without_a_line_takes_one_that_it_can_run(generation: int, line: int) -> None:
     assert attention_configuration(generation, 2, USUAL) is ATTENTION[line, 2, 128]
 
 
 def test_a_gpu_that_is_too_old_is_refused() -> None:
-    with pytest.raises(UnsupportedByGpu, match=r"compute capability 8\.0 or newer, this one has 7\.x"):
+    with pytest.raises(
+        UnsupportedByGpu, match=r"compute capability 8\.0 or newer, this one has 7\.x"
+    ):
         attention_configuration(7, 2, USUAL)
 
 
@@ -82,14 +92,18 @@ DECODE = DecodeConfiguration(
     ],
 )
 def test_splits_keep_the_gpu_busy(num_rows: int, most_keys: int, splits: int) -> None:
-    found = num_splits(DECODE, multiprocessors=100, num_rows=num_rows, num_groups=8, most_keys=most_keys)
+    found = num_splits(
+        DECODE, multiprocessors=100, num_rows=num_rows, num_groups=8, most_keys=most_keys
+    )
     assert found == splits
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_variants_name_every_parameter_of_their_program_once(generation: int) -> None:
     variants = list(attention_variants(generation))
-    assert {variant.constants["HEAD_DIM"] for variant in variants} == {VALUE_DIMS.get(dim, dim) for dim in HEAD_DIMS}
+    assert {variant.constants["HEAD_DIM"] for variant in variants} == {
+        VALUE_DIMS.get(dim, dim) for dim in HEAD_DIMS
+    }
     for variant in variants:
         parameters = getattr(attention, variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])

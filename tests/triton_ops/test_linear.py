@@ -1,4 +1,5 @@
-"""The linear operator against a float64 product, for every number of rows at which it changes its ways."""
+"""The linear operator against a float64 product, for every number of rows at which it changes its
+ways."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     row, weight, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, depth), (columns, depth), (columns,))
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((rows, depth), (columns, depth), (columns,))
     )
     for added in (bias, None):
         expected = row.double() @ weight.double().T + (0 if added is None else added.double())
@@ -45,10 +47,17 @@ def test_leading_dimensions_and_strides_are_kept() -> None:
     weight = torch.randn(5, 32).bfloat16()
     found = linear(wide[..., ::2], weight)
     assert found.shape == (2, 3, 5)
-    torch.testing.assert_close(found.float(), wide[..., ::2].float() @ weight.float().T, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        found.float(), wide[..., ::2].float() @ weight.float().T, atol=1e-2, rtol=1e-2
+    )
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+# it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow
 def test_torch_accepts_it_for_tracing() -> None:
-    arguments = (torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(4).bfloat16())
+    arguments = (
+        torch.randn(3, 8).bfloat16(),
+        torch.randn(4, 8).bfloat16(),
+        torch.randn(4).bfloat16(),
+    )
     torch.library.opcheck(torch.ops.nanoserve.linear.default, arguments)

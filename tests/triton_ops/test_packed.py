@@ -17,8 +17,11 @@ from triton_ops.packed import multiply_unpacked
 COLUMNS = 512
 
 
-def matrix(bits: int, group: int, offset: str, rows: int, dtype: torch.dtype = torch.float16) -> GroupQuantized:
-    """Random codes of all values, with numbers of that kind: "zero", "zeros", "minimums" or "super"."""
+def matrix(
+    bits: int, group: int, offset: str, rows: int, dtype: torch.dtype = torch.float16
+) -> GroupQuantized:
+    """Random codes of all values, with numbers of that kind: "zero", "zeros", "minimums" or
+    "super"."""
     generator = torch.Generator().manual_seed(bits * group + rows)
     codes = torch.randint(0, 1 << bits, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
     codes = codes.view(torch.int8) if bits == 8 else codes
@@ -30,7 +33,9 @@ def matrix(bits: int, group: int, offset: str, rows: int, dtype: torch.dtype = t
         if group == 16:
             return GroupQuantized(codes, bits, sub, super_scales=supers, zero=32)
         low = torch.randint(0, 64, groups, generator=generator, dtype=torch.uint8)
-        return GroupQuantized(codes, bits, sub, super_scales=supers, minimums=low, super_minimums=small(rows, 2))
+        return GroupQuantized(
+            codes, bits, sub, super_scales=supers, minimums=low, super_minimums=small(rows, 2)
+        )
     scales = small(*groups).to(dtype)
     if offset == "zeros":
         zeros = torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8)
@@ -87,7 +92,9 @@ def rounded(inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_products_in_16_bits_round_their_inputs_to_8(quantized: GroupQuantized, rows: int, dtype: torch.dtype) -> None:
+def test_products_in_16_bits_round_their_inputs_to_8(
+    quantized: GroupQuantized, rows: int, dtype: torch.dtype
+) -> None:
     cpu_operators().wait()
     inputs = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = packed_linear(inputs, pack(quantized), None, 40, quantized.format)
@@ -97,7 +104,9 @@ def test_products_in_16_bits_round_their_inputs_to_8(quantized: GroupQuantized, 
 
 def test_rows_are_those_of_the_matrix(quantized: GroupQuantized) -> None:
     indices = torch.tensor([39, 0, 17, 17, 15, 16])
-    assert torch.equal(packed_rows(pack(quantized), indices, quantized.format), quantized.dequantize()[indices])
+    assert torch.equal(
+        packed_rows(pack(quantized), indices, quantized.format), quantized.dequantize()[indices]
+    )
 
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q6_K", "int4 g128"])
@@ -106,7 +115,9 @@ def test_everything_stays_on_the_device_of_its_inputs(name: str) -> None:
     quantized = matrix(*CASES[name], rows=40)
     packed = pack(quantized).to("meta")
     assert pack(unpack(packed, 40, quantized.format)).device.type == "meta"
-    assert packed_rows(packed, torch.arange(3, device="meta"), quantized.format).device.type == "meta"
+    assert (
+        packed_rows(packed, torch.arange(3, device="meta"), quantized.format).device.type == "meta"
+    )
     rows = torch.empty(3, COLUMNS, device="meta")
     assert multiply_unpacked(rows, packed, None, 40, *quantized.format).device.type == "meta"
 
@@ -133,8 +144,11 @@ def tiles(request: pytest.FixtureRequest) -> bool:
     return str(request.param) == "tiles"
 
 
-def test_a_row_does_not_depend_on_how_many_there_are(quantized: GroupQuantized, *, tiles: bool) -> None:
-    """Few rows and tiles have the same arithmetic, bit for bit, over a depth that no slice divides."""
+def test_a_row_does_not_depend_on_how_many_there_are(
+    quantized: GroupQuantized, *, tiles: bool
+) -> None:
+    """Few rows and tiles have the same arithmetic, bit for bit, over a depth that no slice
+    divides."""
     with operators_set(batch_invariant=True, tiles=tiles):
         check_that_rows_are_independent(quantized)
 
@@ -150,7 +164,8 @@ def check_that_rows_are_independent(quantized: GroupQuantized) -> None:
     assert (whole - wanted).abs().max() <= 0.01 * wanted.abs().max()
     for count in (1, 2, 3, 4, 5, 7, 8, 12, 13, 22, 33, 69):
         first, last = (
-            packed_linear(part, weights, bias, 40, quantized.format) for part in (inputs[:count], inputs[-count:])
+            packed_linear(part, weights, bias, 40, quantized.format)
+            for part in (inputs[:count], inputs[-count:])
         )
         assert torch.equal(first, whole[:count])
         assert torch.equal(last, whole[-count:])
@@ -175,7 +190,11 @@ def products(draw: st.DrawFn) -> tuple[GroupQuantized, Tensor, Tensor | None]:
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
     generator = torch.Generator().manual_seed(columns)
     inputs = torch.randn(draw(st.integers(1, 600)), depth, generator=generator).to(dtype)
-    return quantized, inputs, torch.randn(columns, generator=generator).to(dtype) if draw(st.booleans()) else None
+    return (
+        quantized,
+        inputs,
+        torch.randn(columns, generator=generator).to(dtype) if draw(st.booleans()) else None,
+    )
 
 
 def root_mean_square(numbers: Tensor) -> float:
@@ -186,7 +205,8 @@ def root_mean_square(numbers: Tensor) -> float:
 def test_tiles_of_many_rows_err_as_a_product_in_bfloat16(
     product: tuple[GroupQuantized, Tensor, Tensor | None],
 ) -> None:
-    """Each weight is rounded to bfloat16 once, and so is an input in float16. Few rows round their inputs to 8 bits."""
+    """Each weight is rounded to bfloat16 once, and so is an input in float16. Few rows round their
+    inputs to 8 bits."""
     quantized, inputs, bias = product
     with operators_set():
         found = packed_linear(inputs, pack(quantized), bias, len(quantized.codes), quantized.format)
@@ -199,7 +219,9 @@ def test_tiles_of_many_rows_err_as_a_product_in_bfloat16(
     terms = inputs.double().abs() @ weight.abs().T
     bound = (roundings * 2**-8 + 2**-16) * terms + nearest * wanted.abs()
     assert ((found - wanted).abs() <= 1.01 * bound).all()
-    dense = functional.linear(inputs.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).double()
+    dense = functional.linear(
+        inputs.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
+    ).double()
     assert root_mean_square(found - wanted) <= 1.05 * root_mean_square(dense - wanted)
 
 
@@ -217,4 +239,6 @@ def test_sums_of_bytes_have_the_same_bits_in_tiles_and_in_vectors(
     weight, exact = quantized.dequantize().double(), rounded(inputs)
     wanted = exact @ weight.T + (0 if bias is None else bias.double())
     nearest = 2**-8 if inputs.dtype == torch.bfloat16 else 2**-11
-    assert ((vectors - wanted).abs() <= nearest * wanted.abs() + 0.01 * (exact.abs() @ weight.abs().T)).all()
+    assert (
+        (vectors - wanted).abs() <= nearest * wanted.abs() + 0.01 * (exact.abs() @ weight.abs().T)
+    ).all()

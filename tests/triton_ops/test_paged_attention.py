@@ -1,4 +1,5 @@
-"""Every operator against an independent float64 reference, on ragged batches with poison in every unused slot."""
+"""Every operator against an independent float64 reference, on ragged batches with poison in every
+unused slot."""
 
 import math
 from dataclasses import replace
@@ -27,8 +28,15 @@ def attend(batch: AttentionCall, scale: float, window: int) -> Tensor:
 
 @st.composite
 def ragged_rows(draw: st.DrawFn) -> list[Row]:
-    rows = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans()), min_size=1, max_size=6))
-    return [Row(1 if decode else queries, (1 if decode else queries) + computed) for queries, computed, decode in rows]
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans()), min_size=1, max_size=6
+        )
+    )
+    return [
+        Row(1 if decode else queries, (1 if decode else queries) + computed)
+        for queries, computed, decode in rows
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -40,8 +48,22 @@ def ragged_rows(draw: st.DrawFn) -> list[Row]:
     shared=st.integers(0, 3),
     seed=st.integers(0, 2**31),
 )
-@example(rows=[Row(1, 16), Row(1, 17), Row(1, 1)], heads=(4, 2), block_size=16, window=0, shared=0, seed=0)
-@example(rows=[Row(16, 16), Row(1, 32), Row(17, 33)], heads=(4, 2), block_size=16, window=16, shared=1, seed=1)
+@example(
+    rows=[Row(1, 16), Row(1, 17), Row(1, 1)],
+    heads=(4, 2),
+    block_size=16,
+    window=0,
+    shared=0,
+    seed=0,
+)
+@example(
+    rows=[Row(16, 16), Row(1, 32), Row(17, 33)],
+    heads=(4, 2),
+    block_size=16,
+    window=16,
+    shared=1,
+    seed=1,
+)
 def test_attention_is_the_definition_of_attention(
     rows: list[Row], heads: tuple[int, int], block_size: int, window: int, shared: int, seed: int
 ) -> None:
@@ -70,7 +92,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         query_starts=together.query_starts[:2],
         context_lengths=together.context_lengths[:1],
     )
-    torch.testing.assert_close(attend(together, 0.3, 0)[:1], attend(alone, 0.3, 0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        attend(together, 0.3, 0)[:1], attend(alone, 0.3, 0), atol=1e-6, rtol=1e-6
+    )
 
 
 LONG_ROWS = [Row(1, 700), Row(90, 300), Row(1, 257), Row(3, 512), Row(70, 70), Row(1, 1)]
@@ -78,17 +102,27 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 20), (2, 2, 80), (3, 1, 128)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 20), (2, 2, 80), (3, 1, 128)]
+)
 @pytest.mark.parametrize("window", [0, 100])
 def test_long_rows_of_any_head_dim_in_any_precision(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, window: int
 ) -> None:
     batch = build(
-        LONG_ROWS, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=16, seed=5, head_dim=head_dim, dtype=dtype
+        LONG_ROWS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=16,
+        seed=5,
+        head_dim=head_dim,
+        dtype=dtype,
     )
     expected = reference(batch, 0.2, window)
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(attend(batch, 0.2, window).double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        attend(batch, 0.2, window).double(), expected, atol=tolerance, rtol=tolerance
+    )
 
 
 def sinks_of(num_heads: int) -> Tensor:
@@ -118,27 +152,52 @@ def test_sinks_soft_caps_and_values_of_another_width(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> None:
-    """A narrower value is a part of the key where one key-value head serves all, else a tensor of its own."""
+    """A narrower value is a part of the key where one key-value head serves all, else a tensor of
+    its own."""
     batch = build(
-        LONG_ROWS, num_heads=heads[0], num_kv_heads=heads[1], block_size=16, seed=6, head_dim=dims[0], dtype=dtype
+        LONG_ROWS,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        block_size=16,
+        seed=6,
+        head_dim=dims[0],
+        dtype=dtype,
     )
     batch = narrowed(batch, dims[1], latent=heads[1] == 1) if dims[1] < dims[0] else batch
     out, scale = poisoned_out(batch), 1.5 * dims[0] ** -0.5
-    paged_attention(out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks)
+    paged_attention(
+        out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks
+    )
     tolerance = TOLERANCES[dtype]
     expected = reference(batch, scale, window, soft_cap, sinks)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_as_many_heads_as_deepseek_has_share_one_latent() -> None:
-    batch = build([Row(1, 300), Row(5, 70)], num_heads=128, num_kv_heads=1, block_size=16, seed=8, head_dim=576)
+    batch = build(
+        [Row(1, 300), Row(5, 70)],
+        num_heads=128,
+        num_kv_heads=1,
+        block_size=16,
+        seed=8,
+        head_dim=576,
+    )
     batch = narrowed(batch, 512, latent=True)
-    torch.testing.assert_close(attend(batch, 0.05, 0).double(), reference(batch, 0.05, 0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        attend(batch, 0.05, 0).double(), reference(batch, 0.05, 0), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -200.0, 200.0])
 def test_a_sink_of_any_size_takes_its_part(sink: float) -> None:
-    batch = build([Row(1, 30), Row(7, 20)], num_heads=2, num_kv_heads=1, block_size=4, head_dim=HEAD_DIM, seed=4)
+    batch = build(
+        [Row(1, 30), Row(7, 20)],
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=4,
+        head_dim=HEAD_DIM,
+        seed=4,
+    )
     sinks, out = torch.tensor([sink, 0.0]), poisoned_out(batch)
     paged_attention(out, *inputs(batch), scale=0.3, sliding_window=0, sinks=sinks)
     expected = reference(batch, 0.3, 0, sinks=sinks)
@@ -172,14 +231,19 @@ def test_latents_are_written_and_copied_without_values() -> None:
     latents = torch.randn(3, 1, 12)
     cache_write(latents, latents[..., :0], key_cache, value_cache, torch.tensor([19, -1, 0]))
     copy_blocks(key_cache, value_cache, torch.tensor([[4, 0], [0, 1]]))
-    assert torch.equal(key_cache[4, :, 3], latents[0]) and torch.equal(key_cache[1, :, 0], latents[2])
+    assert torch.equal(key_cache[4, :, 3], latents[0]) and torch.equal(
+        key_cache[1, :, 0], latents[2]
+    )
     assert torch.equal(key_cache[0], key_cache[4]) and torch.count_nonzero(key_cache) == 3 * 12
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+# it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow
 def test_torch_accepts_the_operators_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
-    batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=7)
+    batch = build(
+        [Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=7
+    )
     key_cache, value_cache = torch.randn(2, *batch.key_cache.shape).unbind()
     key_cache, value_cache = key_cache.clone(), value_cache.clone()
     out = torch.empty(4, 4 * HEAD_DIM)
@@ -192,5 +256,9 @@ def test_torch_accepts_the_operators_for_tracing() -> None:
     )
     new_keys, new_values = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
     slots = torch.tensor([3, -1, 0])
-    torch.library.opcheck(operators.cache_write.default, (new_keys, new_values, key_cache, value_cache, slots))
-    torch.library.opcheck(operators.copy_blocks.default, (key_cache, value_cache, torch.tensor([[0, 1]])))
+    torch.library.opcheck(
+        operators.cache_write.default, (new_keys, new_values, key_cache, value_cache, slots)
+    )
+    torch.library.opcheck(
+        operators.copy_blocks.default, (key_cache, value_cache, torch.tensor([[0, 1]]))
+    )

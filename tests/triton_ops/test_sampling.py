@@ -1,4 +1,5 @@
-"""Drawing tokens, and log probabilities: both implementations agree, with each other and with float64."""
+"""Drawing tokens, and log probabilities: both implementations agree, with each other and with
+float64."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,21 @@ class Draws:
     min_p: Tensor
 
     def tokens(self) -> Tensor:
-        settings = (torch.arange(len(self.logits)), self.keys, self.temperature, self.top_k, self.top_p, self.min_p)
-        used = {"uses_top_p": bool((self.top_p < 1).any()), "uses_min_p": bool((self.min_p > 0).any())}
-        return draw_tokens(self.logits, self.logits.amax(1), *settings, largest_top_k=int(self.top_k.max()), **used)
+        settings = (
+            torch.arange(len(self.logits)),
+            self.keys,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+        )
+        used = {
+            "uses_top_p": bool((self.top_p < 1).any()),
+            "uses_min_p": bool((self.min_p > 0).any()),
+        }
+        return draw_tokens(
+            self.logits, self.logits.amax(1), *settings, largest_top_k=int(self.top_k.max()), **used
+        )
 
     def of(self, rows: list[int]) -> "Draws":
         columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__}
@@ -53,7 +66,10 @@ def some_logits(rows: int, vocab_size: int, kind: str, seed: int) -> Tensor:
         case "tied":
             return (logits / 2).round() + 0.0  # no negative zeros, which come behind the others
         case "masked":  # most is forbidden, as by a grammar
-            kept = torch.rand(rows, vocab_size, generator=torch.Generator().manual_seed(seed + 1)) < 0.2
+            kept = (
+                torch.rand(rows, vocab_size, generator=torch.Generator().manual_seed(seed + 1))
+                < 0.2
+            )
             kept[:, vocab_size // 2] = True
             return logits.masked_fill(~kept, -torch.inf)
         case _:
@@ -94,9 +110,12 @@ def threads(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["top_k", "top_p", "all"])
-@pytest.mark.parametrize(("vocab_size", "rows"), [(2, 3000), (97, 4000), (300, 2000), (1025, 200), (LARGE, 5)])
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(2, 3000), (97, 4000), (300, 2000), (1025, 200), (LARGE, 5)]
+)
 def test_both_implementations_draw_the_same_tokens(vocab_size: int, rows: int, way: str) -> None:
-    """101,255 draws in all, with every combination of the settings above and five kinds of logits."""
+    """101,255 draws in all, with every combination of the settings above and five kinds of
+    logits."""
     if not cpu_operators().wait():
         pytest.skip(f"no CPU operators: {cpu_operators().problem}")
     if way == "top_p":  # plain torch is slow at it
@@ -108,10 +127,14 @@ def test_both_implementations_draw_the_same_tokens(vocab_size: int, rows: int, w
             assert torch.equal(found, draws.tokens()), kind
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1.0, 0.0), (0, 0.8, 0.0), (9, 1.0, 0.0), (12, 0.9, 0.02)])
-def test_tokens_are_as_frequent_as_they_are_likely(top_k: int, top_p: float, min_p: float, implementation: str) -> None:
-    """Chi-square against probabilities in float64, of 100,000 draws, of 2,000 in plain torch, which is slow; a correct
-    sampler misses the level 1 time in 10^4."""
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p", [(0, 1.0, 0.0), (0, 0.8, 0.0), (9, 1.0, 0.0), (12, 0.9, 0.02)]
+)
+def test_tokens_are_as_frequent_as_they_are_likely(
+    top_k: int, top_p: float, min_p: float, implementation: str
+) -> None:
+    """Chi-square against probabilities in float64, of 100,000 draws, of 2,000 in plain torch, which
+    is slow; a correct sampler misses the level 1 time in 10^4."""
     count, temperature = 100_000 if implementation == "cpu" else 2_000, 0.8
     row = torch.from_numpy(np.random.default_rng(3).normal(0, 1.2, 40)).float()
     same = Draws(
@@ -132,7 +155,9 @@ def test_tokens_are_as_frequent_as_they_are_likely(top_k: int, top_p: float, min
     expected = count * weights[kept] / weights.sum()
     assert observed[~kept].sum() == 0
     freedom = kept.sum() - 1
-    assert ((observed[kept] - expected) ** 2 / expected).sum() < freedom + 3.72 * np.sqrt(2 * freedom) + 10
+    assert ((observed[kept] - expected) ** 2 / expected).sum() < freedom + 3.72 * np.sqrt(
+        2 * freedom
+    ) + 10
 
 
 @pytest.mark.usefixtures("implementation")
@@ -184,7 +209,9 @@ def test_the_largest_of_a_large_vocabulary_are_found_whatever_is_asked_for() -> 
     """Many or few, and more than there are blocks with a maximum of their own."""
     logits = some_logits(2, LARGE, "bfloat16", seed=4)
     for most in (1, 20, 1100, 3000):
-        assert torch.equal(token_logprobs(logits, torch.tensor([0, 1]), most)[2], top_tokens(logits, most))
+        assert torch.equal(
+            token_logprobs(logits, torch.tensor([0, 1]), most)[2], top_tokens(logits, most)
+        )
 
 
 @pytest.mark.usefixtures("implementation")
@@ -202,10 +229,21 @@ def test_forbidden_tokens_are_minus_infinity_in_their_rows_alone(vocab_size: int
 @pytest.mark.slow  # it imports torch's compiler
 def test_torch_accepts_them_for_tracing() -> None:
     draws = some_draws(3, 50, "top_p", "float32", seed=1)
-    settings = (torch.arange(3), draws.keys, draws.temperature, draws.top_k, draws.top_p, draws.min_p)
+    settings = (
+        torch.arange(3),
+        draws.keys,
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draws.min_p,
+    )
     used = {"largest_top_k": 0, "uses_top_p": True, "uses_min_p": True}
     arguments = (draws.logits, draws.logits.amax(1), *settings)
     torch.library.opcheck(torch.ops.nanoserve.draw_tokens.default, arguments, used)
-    torch.library.opcheck(torch.ops.nanoserve.token_logprobs.default, (draws.logits, torch.tensor([1, 2, 3]), 5))
+    torch.library.opcheck(
+        torch.ops.nanoserve.token_logprobs.default, (draws.logits, torch.tensor([1, 2, 3]), 5)
+    )
     bits = torch.zeros(1, 7, dtype=torch.uint8)
-    torch.library.opcheck(torch.ops.nanoserve.allow_tokens.default, (draws.logits, torch.tensor([1]), bits))
+    torch.library.opcheck(
+        torch.ops.nanoserve.allow_tokens.default, (draws.logits, torch.tensor([1]), bits)
+    )

@@ -17,5 +17,7 @@ print(open_descriptors() - before)
 
 
 def test_the_limit_is_raised_as_far_as_it_is_needed_and_allowed() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["50 100 300", "200 200 300", "300 300 300", "7"]

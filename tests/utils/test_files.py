@@ -1,4 +1,5 @@
-"""Files of results when the disk is full: nothing half written is there, no temporary file, and the file is named."""
+"""Files of results when the disk is full: nothing half written is there, no temporary file, and the
+file is named."""
 
 import os
 import resource
@@ -18,7 +19,8 @@ from nanoserve.utils.files import replace_file
 
 @contextmanager
 def full_disk(limit: int = 10) -> Iterator[None]:
-    """As far as this process goes, which is to start no other meanwhile: files may not grow beyond so many bytes."""
+    """As far as this process goes, which is to start no other meanwhile: files may not grow beyond
+    so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -52,7 +54,9 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_or_none(
     )
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="there is no device that is always full"
+)
 def test_a_device_is_not_replaced_by_a_file() -> None:
     with pytest.raises(RuntimeFailure, match=r"^cannot write /dev/full: No space left on device$"):
         replace_file(Path("/dev/full"), "text")
@@ -72,5 +76,8 @@ def test_a_batch_names_the_file_that_a_row_has_no_room_in(tmp_path: Path) -> Non
 def test_a_batch_names_the_file_that_it_cannot_go_on_with(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(row := b'{"index":0,"text":"a"}')  # cut off just before the line break
-    with full_disk(len(row)), pytest.raises(RuntimeFailure, match=f"^cannot write {path}: File too large$"):
+    with (
+        full_disk(len(row)),
+        pytest.raises(RuntimeFailure, match=f"^cannot write {path}: File too large$"),
+    ):
         ResultFile(path)

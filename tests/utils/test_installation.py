@@ -12,7 +12,9 @@ from nanoserve.utils.installation import commit, install_command
 
 def git(directory: Path, *words: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-    return subprocess.run(["git", *identity, *words], cwd=directory, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *identity, *words], cwd=directory, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def write_package(directory: Path) -> None:
@@ -45,7 +47,9 @@ def record(site: Path, **direct_url: Any) -> None:
     """What pip writes beside an installed package."""
     information = site / "nanoserve-0.1.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: nanoserve\nVersion: 0.1.0\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nanoserve\nVersion: 0.1.0\n"
+    )
     (information / "direct_url.json").write_text(json.dumps(direct_url))
 
 
@@ -76,7 +80,11 @@ def test_a_copy_from_a_clone_that_has_moved_on(clone: Path, site: Path) -> None:
 
 
 def test_from_the_address_of_a_repository(site: Path) -> None:
-    record(site, url="https://example.com/nanoserve.git", vcs_info={"vcs": "git", "commit_id": "0123456789abcdef"})
+    record(
+        site,
+        url="https://example.com/nanoserve.git",
+        vcs_info={"vcs": "git", "commit_id": "0123456789abcdef"},
+    )
     assert commit(site) == "0123456789ab"
     assert install_command("server", site) == "pip install 'nanoserve[server]'"
 

@@ -20,7 +20,9 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("said", [b"", b"half a li"])
-def test_a_child_that_was_told_nothing_removes_the_directory(chosen: Path, said: bytes, made: bool) -> None:  # noqa: FBT001
+def test_a_child_that_was_told_nothing_removes_the_directory(
+    chosen: Path, said: bytes, made: bool
+) -> None:
     if made:
         make_directory(chosen)
         (chosen / "socket").touch()
@@ -62,8 +64,10 @@ def test_what_a_child_has_made_beside_goes_with_it(chosen: Path, end: str) -> No
     """The directory where workers meet is such a thing: a dead worker cannot remove it."""
     program = (
         "import sys, time; from pathlib import Path; from nanoserve.utils.temporary import *; "
-        "from nanoserve.utils.watchdog import ParentWatchdog; ParentWatchdog.of_this_process().start(); "
-        "own = choose_directory(Path(sys.argv[3])); make_directory(own); (own / 'meeting').touch(); time.sleep(600)"
+        "from nanoserve.utils.watchdog import ParentWatchdog; "
+        "ParentWatchdog.of_this_process().start(); "
+        "own = choose_directory(Path(sys.argv[3])); make_directory(own); (own / "
+        "'meeting').touch(); time.sleep(600)"
     )
     child = TiedChild(program, str(chosen.parent), directory=chosen)
     make_directory(chosen)

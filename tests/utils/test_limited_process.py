@@ -1,4 +1,5 @@
-"""Processes that do untrusted work: time on the clock is held against nobody, and what is wrong is named."""
+"""Processes that do untrusted work: time on the clock is held against nobody, and what is wrong is
+named."""
 
 import os
 import signal
@@ -27,7 +28,9 @@ def checker(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarChecker]:
     checker.close()
 
 
-def test_what_gets_on_is_waited_for(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gets_on_is_waited_for(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks = count()
     monkeypatch.setattr(children, "processor_seconds", lambda _process: next(ticks))
     checker.check(SCHEMA)
@@ -35,9 +38,14 @@ def test_what_gets_on_is_waited_for(checker: GrammarChecker, monkeypatch: pytest
     assert next(ticks) > 0
 
 
-def test_silence_is_not_held_against_the_schema(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_not_held_against_the_schema(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(children, "processor_seconds", lambda _process: 0.0)
-    with pytest.raises(ProcessUnavailable, match="the process that tries JSON schemas was killed 2 times, or stopped"):
+    with pytest.raises(
+        ProcessUnavailable,
+        match="the process that tries JSON schemas was killed 2 times, or stopped",
+    ):
         checker.check(SCHEMA)
 
 
@@ -48,7 +56,9 @@ def test_a_stopped_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped is not None
     ticks = count()
     monkeypatch.setattr(children, "SILENCE_SECONDS", 0.02)
-    monkeypatch.setattr(children, "processor_seconds", lambda one: 0.0 if one == stopped.pid else next(ticks))
+    monkeypatch.setattr(
+        children, "processor_seconds", lambda one: 0.0 if one == stopped.pid else next(ticks)
+    )
     stopped.send_signal(signal.SIGSTOP)
     assert template.render([{"role": "user", "content": "a"}]) == "1"
     assert stopped.returncode == -signal.SIGKILL
@@ -57,11 +67,15 @@ def test_a_stopped_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_does_not_start_says_so() -> None:
     process = LimitedProcess("nanoserve.nowhere", "the process of a test", {})
-    with pytest.raises(RuntimeFailure, match=r"^the process of a test does not start: it ended with code 1$"):
+    with pytest.raises(
+        RuntimeFailure, match=r"^the process of a test does not start: it ended with code 1$"
+    ):
         process.ask("{}")
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="nothing tells what another process has computed")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/stat"), reason="nothing tells what another process has computed"
+)
 def test_processor_time_is_that_of_the_process() -> None:
     before, tick = time.process_time(), 1 / os.sysconf("SC_CLK_TCK")
     measured = processor_seconds(os.getpid())

@@ -1,4 +1,5 @@
-"""Where processes that belong together listen: nothing of it can be left, and nobody else is heard."""
+"""Where processes that belong together listen: nothing of it can be left, and nobody else is
+heard."""
 
 import pickle
 import socket
@@ -13,11 +14,16 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.utils import sockets
 from nanoserve.utils.sockets import connect, listen, local_address
 
-ADDRESSES: dict[str, Callable[[Path], str]] = {"here": local_address, "network": lambda _: "tcp://127.0.0.1:*"}
+ADDRESSES: dict[str, Callable[[Path], str]] = {
+    "here": local_address,
+    "network": lambda _: "tcp://127.0.0.1:*",
+}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets are files")
-def test_a_local_socket_is_in_no_file_system_and_its_name_is_not_to_be_guessed(tmp_path: Path) -> None:
+def test_a_local_socket_is_in_no_file_system_and_its_name_is_not_to_be_guessed(
+    tmp_path: Path,
+) -> None:
     addresses = {local_address(tmp_path) for _ in range(2)}
     assert len(addresses) == 2
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
@@ -27,7 +33,9 @@ def test_a_local_socket_is_in_no_file_system_and_its_name_is_not_to_be_guessed(t
         assert list(tmp_path.iterdir()) == []
 
 
-def test_elsewhere_it_is_a_file_of_the_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_it_is_a_file_of_the_private_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sockets.sys, "platform", "darwin")
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
         listen({local_address(tmp_path): listener})
@@ -40,7 +48,9 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     with socket.socket() as other, zmq.Context() as context, context.socket(zmq.PULL) as listener:
         other.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(RuntimeFailure, match=f"cannot listen on {address}: Address already in use"):
+        with pytest.raises(
+            RuntimeFailure, match=f"cannot listen on {address}: Address already in use"
+        ):
             listen({address: listener})
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.utils import temporary
-from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory, temporary_directory
+from nanoserve.utils.temporary import (
+    choose_directory,
+    make_directory,
+    remove_directory,
+    temporary_directory,
+)
 
 
 @pytest.fixture
@@ -23,7 +28,9 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_its_owner_may_enter_a_directory_and_none_is_taken_over(chosen: Path) -> None:
     make_directory(chosen)
     assert chosen.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(RuntimeFailure, match=r"no temporary directory can be made \(File exists\): set TMPDIR"):
+    with pytest.raises(
+        RuntimeFailure, match=r"no temporary directory can be made \(File exists\): set TMPDIR"
+    ):
         make_directory(chosen)
     assert choose_directory() != chosen and chosen.is_dir()
 
@@ -48,7 +55,8 @@ def test_what_is_written_while_a_directory_is_removed_does_not_keep_it(
 
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from nanoserve.utils.temporary import *\n"
+        "import os, signal, sys; from pathlib import Path; from nanoserve.utils.temporary import "
+        "*\n"
         "make_directory(directory := choose_directory(Path(sys.argv[1])))\n"
         "(directory / 'object.o').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -59,12 +67,17 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_
     make_directory(living := tmp_path / "nanoserve-9876543210")
     (tmp_path / "nanoserve-results").mkdir()
     chosen = choose_directory(tmp_path)
-    assert not half_removed.exists() and sorted(tmp_path.iterdir()) == [living, tmp_path / "nanoserve-results"]
+    assert not half_removed.exists() and sorted(tmp_path.iterdir()) == [
+        living,
+        tmp_path / "nanoserve-results",
+    ]
     assert chosen.parent == tmp_path
     remove_directory(living)
 
 
-def test_a_directory_that_is_taken_for_a_dead_ones_is_made_again(chosen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_taken_for_a_dead_ones_is_made_again(
+    chosen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process looks for a name just between making it and locking it."""
     lock, others = temporary._lock, [choose_directory, lambda: None]
 

@@ -30,7 +30,9 @@ sys.meta_path.insert(0, EndAtTorch())
 
 def shown_by(program: str) -> list[object]:
     """What a fresh process without thread settings prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     answer = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
@@ -50,7 +52,10 @@ def test_settings_take_effect_beside_a_busy_neighbour() -> None:
 
 
 def test_the_offline_api_prepares_itself() -> None:
-    assert shown_by(SHOW_ENVIRONMENT + "from nanoserve import LLM") == [str(physical_cores()), str(SPIN_COUNT)]
+    assert shown_by(SHOW_ENVIRONMENT + "from nanoserve import LLM") == [
+        str(physical_cores()),
+        str(SPIN_COUNT),
+    ]
 
 
 @pytest.mark.parametrize("command", ["generate x", "bench latency", "bench throughput"])
@@ -63,7 +68,11 @@ def test_commands_set_the_threads_before_torch_is_imported(command: str) -> None
 def test_what_the_user_has_set_stays() -> None:
     mine = {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "THP_MEM_ALLOC_ENABLE": "0"}
     prepare_threads(environment=mine)
-    assert mine == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "THP_MEM_ALLOC_ENABLE": "0"}
+    assert mine == {
+        "OMP_NUM_THREADS": "5",
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "THP_MEM_ALLOC_ENABLE": "0",
+    }
     prepare_threads(2, mine)
     assert mine["OMP_NUM_THREADS"] == "2"
 

@@ -1,4 +1,5 @@
-"""Libraries that are built in the background, on first use, and loaded between two steps once they are there."""
+"""Libraries that are built in the background, on first use, and loaded between two steps once they
+are there."""
 
 import logging
 import os
@@ -13,14 +14,17 @@ from triton_ops.cpu.building import IN_BACKGROUND, NICEST, TIED, CannotBuild, Sh
 
 _LOG = logging.getLogger("nanoserve")
 PATIENCE = 300.0
-"""Seconds that a build may take while somebody waits for it: several times what it takes on a machine of its own."""
+"""Seconds that a build may take while somebody waits for it: several times what it takes on a
+machine of its own."""
 
 
 class BackgroundLibrary(ABC):
-    """A library that is loaded from a cache folder, or first built there by another process. That one outlives a
-    command at a terminal, so that the next command finds what it makes; it ends with a server, and with a worker.
+    """A library that is loaded from a cache folder, or first built there by another process. That
+    one outlives a command at a terminal, so that the next command finds what it makes; it ends with
+    a server, and with a worker.
 
-    Where it cannot be had, `problem` says why, in a notice that is logged once, and other code goes on doing its work.
+    Where it cannot be had, `problem` says why, in a notice that is logged once, and other code goes
+    on doing its work.
     """
 
     without: str
@@ -30,7 +34,8 @@ class BackgroundLibrary(ABC):
         self.loaded = False
         self.problem: str | None = None
         self._builder: subprocess.Popen[bytes] | None = None
-        self._left: subprocess.Popen[bytes] | None = None  # a builder that is not waited for any more
+        # a builder that is not waited for any more
+        self._left: subprocess.Popen[bytes] | None = None
         self._waited_until: float | None = None
 
     @property
@@ -40,7 +45,8 @@ class BackgroundLibrary(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """The process that fills the shelf; with `IN_BACKGROUND` behind it, it lets others go first."""
+        """The process that fills the shelf; with `IN_BACKGROUND` behind it, it lets others go
+        first."""
 
     @abstractmethod
     def open(self, library: Path) -> None:
@@ -69,8 +75,9 @@ class BackgroundLibrary(ABC):
         """Load it, or start to build it, unless that has been done or cannot be.
 
         Args:
-            waited: nobody goes on without it. Its compiler is as urgent as this process, and replaces one that lets
-                others go first; after `PATIENCE` this process does without the library.
+            waited: nobody goes on without it. Its compiler is as urgent as this process, and
+                replaces one that lets others go first; after `PATIENCE` this process does without
+                the library.
         """
         if waited and self.pending and self._waited_until is None:
             self._end_builder()
@@ -92,19 +99,27 @@ class BackgroundLibrary(ABC):
                     raise CannotBuild(f"the compiler failed ({self.shelf.reason})")
             except CannotBuild as reason:
                 if self._waited_until is None:
-                    # An answer may be streaming: the reason is kept, and told when the next process starts.
+                    # An answer may be streaming: the reason is kept, and told when the next process
+                    # starts.
                     self.problem = str(reason)
                 else:
                     self.give_up(str(reason))
-        elif self._builder is not None and self._waited_until is not None and time.monotonic() >= self._waited_until:
+        elif (
+            self._builder is not None
+            and self._waited_until is not None
+            and time.monotonic() >= self._waited_until
+        ):
             with suppress(OSError):  # from now on nobody waits for it
                 os.setpriority(os.PRIO_PROCESS, self._builder.pid, NICEST)
             self._left, self._builder = self._builder, None
-            self.give_up(f"the compiler is not done after {PATIENCE:g} s; a later run finds what it makes")
+            self.give_up(
+                f"the compiler is not done after {PATIENCE:g} s; a later run finds what it makes"
+            )
         return self.loaded
 
     def wait(self) -> bool:
-        """Wait for the build, for work that is long or timed, but not for ever; whether it is loaded."""
+        """Wait for the build, for work that is long or timed, but not for ever; whether it is
+        loaded."""
         if self.pending:
             self.start(waited=True)
         if self._builder is not None and self._waited_until is not None:
@@ -156,7 +171,10 @@ class BackgroundLibrary(ABC):
         except OSError as error:
             raise CannotBuild(f"no process can be started ({error.strerror})") from error
         if self._waited_until is not None:
-            _say_once(f"compiling for this model and machine, once; what takes more than {PATIENCE:g} s is left out")
+            _say_once(
+                f"compiling for this model and machine, once; what takes more than {PATIENCE:g} s "
+                "is left out"
+            )
 
 
 @cache
@@ -165,7 +183,8 @@ def _say_once(text: str) -> None:
 
 
 def _hears_the_terminal() -> bool:
-    """Whether Ctrl-C reaches this process: it is a command at a terminal, not a server's engine, a worker or a job."""
+    """Whether Ctrl-C reaches this process: it is a command at a terminal, not a server's engine, a
+    worker or a job."""
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -1,7 +1,8 @@
-"""Build a library into a cache folder. A program of its own, so that a chat can end while it is still at work.
+"""Build a library into a cache folder. A program of its own, so that a chat can end while it is
+still at work.
 
-Run as ``python building.py JOB [WORDS]``, JOB being a Job in JSON and WORDS as for `begin`. It imports the standard
-library alone and starts at once.
+Run as ``python building.py JOB [WORDS]``, JOB being a Job in JSON and WORDS as for `begin`. It
+imports the standard library alone and starts at once.
 """
 
 import atexit
@@ -34,7 +35,8 @@ _SHOWN_LINES = 5
 _REASON_LENGTH = 160
 """Characters of a reason that are shown; the file that keeps it has all."""
 _PASSING = ("Killed", "No space left", "Cannot allocate memory")
-"""Words of compilers on a machine that is short of memory or disk, which it may have another time."""
+"""Words of compilers on a machine that is short of memory or disk, which it may have another
+time."""
 
 
 class CannotBuild(Exception):
@@ -52,13 +54,14 @@ class Shelf:
 
     @property
     def failure(self) -> Path:
-        """Where the reason is written when the library cannot be built. Only what is in the key would change that, such
-        as the compiler and the sources."""
+        """Where the reason is written when the library cannot be built. Only what is in the key
+        would change that, such as the compiler and the sources."""
         return Path(self.directory) / f"{self.key}.failed"
 
     @property
     def interruption(self) -> Path:
-        """Where the reason is written when it was not built, for want of time or memory, but may be the next time."""
+        """Where the reason is written when it was not built, for want of time or memory, but may be
+        the next time."""
         return Path(self.directory) / f"{self.key}.interrupted"
 
     @property
@@ -72,17 +75,19 @@ class Shelf:
         return "it was ended"
 
     def whole_libraries(self) -> list[Path]:
-        """The libraries in the folder that are as they were written: a name ends in the hash of the content."""
+        """The libraries in the folder that are as they were written: a name ends in the hash of the
+        content."""
         found = sorted(Path(self.directory).glob(f"{self.key}-*.so"))
         return [path for path in found if path.stem.rpartition("-")[2] == content_hash(path)]
 
     def fill(self, make: Callable[[Path], Path]) -> bool:
-        """Build the library unless it is there; False, and the reason in `failure` or `interruption`, if that cannot be
-        done.
+        """Build the library unless it is there; False, and the reason in `failure` or
+        `interruption`, if that cannot be done.
 
-        `make` is given a path without suffix for files of its own and returns the library. Files that only differ in
-        suffix from the library are kept beside it; all others are removed. Several processes may do so at the same
-        time: one builds, and the others wait for what becomes of it. Every file appears whole or not at all.
+        `make` is given a path without suffix for files of its own and returns the library. Files
+        that only differ in suffix from the library are kept beside it; all others are removed.
+        Several processes may do so at the same time: one builds, and the others wait for what
+        becomes of it. Every file appears whole or not at all.
         """
         directory = Path(self.directory)
         temporary = directory / f"{self.key}.{os.getpid()}"
@@ -101,7 +106,8 @@ class Shelf:
                 reason.rename(self.interruption if _may_pass(error) else self.failure)
                 return False
             finally:
-                for left in directory.glob(f"{self.key}.[0-9]*"):  # by this process, or one that was killed
+                # by this process, or one that was killed
+                for left in directory.glob(f"{self.key}.[0-9]*"):
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
             self.failure.unlink(missing_ok=True)
             self.interruption.unlink(missing_ok=True)
@@ -151,7 +157,10 @@ class Job(Shelf):
         return self.fill(self._compile)
 
     def _compile(self, temporary: Path) -> Path:
-        object_file, library = temporary.with_name(temporary.name + ".o"), temporary.with_name(temporary.name + ".so")
+        object_file, library = (
+            temporary.with_name(temporary.name + ".o"),
+            temporary.with_name(temporary.name + ".so"),
+        )
         _call([*self.compile, "-o", str(object_file)])
         _call([*self.link, str(object_file), "-o", str(library), *self.link_last])
         object_file.unlink()
@@ -167,7 +176,9 @@ def content_hash(path: Path) -> str:
 
 
 def _call(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
+    subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+    )
 
 
 def _may_pass(error: Exception) -> bool:
@@ -186,13 +197,17 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said = [line for line in str(error.stderr).splitlines() if line.strip()]
-    errors = [line for line in said if "error" in line.lower()] or said or [f"exit code {error.returncode}"]
+    errors = (
+        [line for line in said if "error" in line.lower()]
+        or said
+        or [f"exit code {error.returncode}"]
+    )
     return "\n".join(errors[:_SHOWN_LINES])
 
 
 def begin(arguments: list[str]) -> None:
-    """First thing in a builder that leads its process group: how urgent it is, that it ends with its parent, and that
-    it cleans up and leaves no compiler when it is ended."""
+    """First thing in a builder that leads its process group: how urgent it is, that it ends with
+    its parent, and that it cleans up and leaves no compiler when it is ended."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     atexit.register(_end_compilers)
     if IN_BACKGROUND in arguments:

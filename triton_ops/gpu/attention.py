@@ -1,7 +1,7 @@
 """Paged attention on a GPU: which programs run, how many of them, and where their results go.
 
-Nothing here waits for the GPU: what is launched follows from shapes alone, and the programs look up the rest. So a
-captured graph stays right for any rows of the same shapes.
+Nothing here waits for the GPU: what is launched follows from shapes alone, and the programs look up
+the rest. So a captured graph stays right for any rows of the same shapes.
 """
 
 import torch
@@ -44,11 +44,14 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Compute `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises UnsupportedByGpu."""
+    """Compute `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises
+    UnsupportedByGpu."""
     gpu = gpu_of(query.device)
     _check(out, query, key_cache, value_cache, scale)
     attend(
-        attention_configuration(gpu.generation, query.element_size(), _program_shape(query, value_cache)),
+        attention_configuration(
+            gpu.generation, query.element_size(), _program_shape(query, value_cache)
+        ),
         gpu.multiprocessors,
         (out, query, key_cache, value_cache, block_tables, query_starts, context_lengths),
         scale=scale,
@@ -68,7 +71,8 @@ def attend(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Compute it with a given configuration, to compare configurations. `tensors` are paged_attention's, in order.
+    """Compute it with a given configuration, to compare configurations. `tensors` are
+    paged_attention's, in order.
 
     As many tokens as rows means that every row has one.
     """
@@ -93,13 +97,25 @@ class _Launch:
         soft_cap: float,
         sinks: Tensor | None,
     ) -> None:
-        self.out, self.query, self.key_cache, self.value_cache, self.block_tables, self.query_starts, _ = tensors
+        (
+            self.out,
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.query_starts,
+            _,
+        ) = tensors
         self.context_lengths = tensors[-1]
         self.num_tokens, self.num_heads, _ = self.query.shape
         self.num_rows = self.query_starts.shape[0] - 1
         self.shape = _program_shape(self.query, self.value_cache)
         self.num_groups = self.num_heads // self.shape.group
-        self.features = {"slides": sliding_window > 0, "capped": soft_cap > 0, "has_sinks": sinks is not None}
+        self.features = {
+            "slides": sliding_window > 0,
+            "capped": soft_cap > 0,
+            "has_sinks": sinks is not None,
+        }
         self.sinks = self.query_starts if sinks is None else sinks  # not read where there are none
         self.numbers = (scale * LOG2_E, 0.0, sliding_window)
         if soft_cap > 0:
@@ -180,21 +196,35 @@ def _program_shape(query: Tensor, value_cache: Tensor) -> ProgramShape:
     _, num_kv_heads, block_size, value_dim = value_cache.shape
     _, num_heads, head_dim = query.shape
     return program_shape(
-        head_dim=head_dim, value_dim=value_dim, block_size=block_size, heads_per_kv_head=num_heads // num_kv_heads
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        heads_per_kv_head=num_heads // num_kv_heads,
     )
 
 
-def _check(out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> None:
+def _check(
+    out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+) -> None:
     """Raises UnsupportedByGpu for what the programs would read wrongly."""
     dtypes = {tensor.dtype for tensor in (out, query, key_cache, value_cache)}
     if len(dtypes) > 1 or query.dtype not in _DTYPES:
         found = ", ".join(sorted(map(str, dtypes)))
-        raise UnsupportedByGpu(f"attention on a GPU takes one of bfloat16, float16 and float32 for all, not {found}")
+        raise UnsupportedByGpu(
+            f"attention on a GPU takes one of bfloat16, float16 and float32 for all, not {found}"
+        )
     if any(tensor.stride(-1) != 1 for tensor in (out, query, key_cache, value_cache)):
-        raise UnsupportedByGpu("attention on a GPU takes tensors whose last dimension is contiguous")
+        raise UnsupportedByGpu(
+            "attention on a GPU takes tensors whose last dimension is contiguous"
+        )
     if key_cache.stride() != value_cache.stride():
         raise UnsupportedByGpu("attention on a GPU takes keys and values that are laid out alike")
-    if value_cache.shape[-1] != key_cache.shape[-1] and value_cache.data_ptr() != key_cache.data_ptr():
-        raise UnsupportedByGpu("attention on a GPU takes values of another width only as the keys' first columns")
+    if (
+        value_cache.shape[-1] != key_cache.shape[-1]
+        and value_cache.data_ptr() != key_cache.data_ptr()
+    ):
+        raise UnsupportedByGpu(
+            "attention on a GPU takes values of another width only as the keys' first columns"
+        )
     if not scale > 0:
         raise UnsupportedByGpu(f"attention on a GPU takes a scale above zero, not {scale}")

@@ -1,8 +1,9 @@
-"""How the GPU's programs are cut for each generation of GPUs: a table that is only read at run time.
+"""How the GPU's programs are cut for each generation of GPUs: a table that is only read at run
+time.
 
-A generation is the major number of CUDA's compute capability. The table holds a line for 8 (Ampere, Ada), 9 (Hopper)
-and 10 (data-centre Blackwell); 11 takes 10's line, and newer ones take 8's, whose tiles fit into the least shared
-memory and need no instruction that came later.
+A generation is the major number of CUDA's compute capability. The table holds a line for 8 (Ampere,
+Ada), 9 (Hopper) and 10 (data-centre Blackwell); 11 takes 10's line, and newer ones take 8's, whose
+tiles fit into the least shared memory and need no instruction that came later.
 """
 
 from dataclasses import dataclass
@@ -10,16 +11,17 @@ from functools import cache
 
 OLDEST_GENERATION = 8
 LATEST_WITH_LARGE_SHARED_MEMORY = 11
-"""Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8 guarantees."""
+"""Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8
+guarantees."""
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256, 512, 576)
 VALUE_DIMS = {576: 512}
 """Where values are not as wide as keys: in multi-head latent attention."""
 BLOCK_SIZES = (16, 32)
 LARGEST_GROUP = 16
-"""Query heads of one key-value head that one program takes. The matrix units take at least 16 rows: every group up to
-this fits into a tile of a single token. Larger tiles have values that do not fit into registers with the configurations
-below, so more heads are several groups."""
+"""Query heads of one key-value head that one program takes. The matrix units take at least 16 rows:
+every group up to this fits into a tile of a single token. Larger tiles have values that do not fit
+into registers with the configurations below, so more heads are several groups."""
 MOST_SPLITS = 64
 REDUCTION_WARPS = 4
 
@@ -32,8 +34,9 @@ class UnsupportedByGpu(ValueError):
 class DecodeConfiguration:
     """Rows of a single token.
 
-    A row's keys are split until `programs_per_multiprocessor` keep the GPU busy, several times what runs at once, so
-    that rows of unlike lengths even out; but no split has fewer than `keys_per_split`, a multiple of `keys_per_tile`.
+    A row's keys are split until `programs_per_multiprocessor` keep the GPU busy, several times what
+    runs at once, so that rows of unlike lengths even out; but no split has fewer than
+    `keys_per_split`, a multiple of `keys_per_tile`.
     """
 
     keys_per_tile: int
@@ -45,7 +48,8 @@ class DecodeConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfiguration:
-    """Rows of more tokens: `rows_per_tile` counts queries times the heads of a group, LARGEST_GROUP or more."""
+    """Rows of more tokens: `rows_per_tile` counts queries times the heads of a group, LARGEST_GROUP
+    or more."""
 
     rows_per_tile: int
     keys_per_tile: int
@@ -55,7 +59,8 @@ class PrefillConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfiguration:
-    """Both programs of paged attention, for one generation, width of a number in bytes, and head_dim."""
+    """Both programs of paged attention, for one generation, width of a number in bytes, and
+    head_dim."""
 
     decode: DecodeConfiguration
     prefill: PrefillConfiguration
@@ -63,9 +68,9 @@ class AttentionConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """Shapes and types that the programs are compiled for, besides their configuration. `head_dim`: width of values;
-    keys have `tail_dim` columns more. `group`: query heads that a program takes; `groups`: how many of
-    them share a key-value head."""
+    """Shapes and types that the programs are compiled for, besides their configuration. `head_dim`:
+    width of values; keys have `tail_dim` columns more. `group`: query heads that a program takes;
+    `groups`: how many of them share a key-value head."""
 
     head_dim: int
     block_size: int
@@ -74,11 +79,16 @@ class ProgramShape:
     tail_dim: int = 0
 
 
-def program_shape(*, head_dim: int, value_dim: int, block_size: int, heads_per_kv_head: int) -> ProgramShape:
-    """The query heads of a key-value head become as few groups of equal size as programs can take."""
+def program_shape(
+    *, head_dim: int, value_dim: int, block_size: int, heads_per_kv_head: int
+) -> ProgramShape:
+    """The query heads of a key-value head become as few groups of equal size as programs can
+    take."""
     enough = range(-(-heads_per_kv_head // LARGEST_GROUP), heads_per_kv_head + 1)
     groups = next(number for number in enough if heads_per_kv_head % number == 0)
-    return ProgramShape(value_dim, block_size, heads_per_kv_head // groups, groups, head_dim - value_dim)
+    return ProgramShape(
+        value_dim, block_size, heads_per_kv_head // groups, groups, head_dim - value_dim
+    )
 
 
 _FLOAT32 = {
@@ -89,76 +99,158 @@ _FLOAT32 = {
     128: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
     256: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
 }
-"""Exact products leave the matrix units idle: these serve to check the others, and only have to hold in registers."""
+"""Exact products leave the matrix units idle: these serve to check the others, and only have to
+hold in registers."""
 
 ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
-    **{(generation, 4, head_dim): entry for generation in (8, 9, 10) for head_dim, entry in _FLOAT32.items()},
-    (10, 4, 32): AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)),
-    (10, 4, 80): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
-    (10, 4, 96): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
-    (10, 4, 128): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
-    (8, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (8, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (8, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
-    (8, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
-    (8, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
-    (8, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 2)),
-    (8, 2, 512): AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 1)),
-    (8, 2, 576): AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 8, 1)),
-    (9, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
-    (9, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (9, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (9, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (9, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 2, 128, 2), PrefillConfiguration(128, 64, 8, 3)),
-    (9, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
-    (9, 2, 512): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
-    (9, 2, 576): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
-    (10, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
-    (10, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
-    (10, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (10, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (10, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
-    (10, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
-    (10, 2, 512): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
-    (10, 2, 576): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
+    **{
+        (generation, 4, head_dim): entry
+        for generation in (8, 9, 10)
+        for head_dim, entry in _FLOAT32.items()
+    },
+    (10, 4, 32): AttentionConfiguration(
+        DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)
+    ),
+    (10, 4, 80): AttentionConfiguration(
+        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (10, 4, 96): AttentionConfiguration(
+        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (10, 4, 128): AttentionConfiguration(
+        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (8, 2, 32): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (8, 2, 64): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (8, 2, 80): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)
+    ),
+    (8, 2, 96): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)
+    ),
+    (8, 2, 128): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)
+    ),
+    (8, 2, 256): AttentionConfiguration(
+        DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 2)
+    ),
+    (8, 2, 512): AttentionConfiguration(
+        DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 1)
+    ),
+    (8, 2, 576): AttentionConfiguration(
+        DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 8, 1)
+    ),
+    (9, 2, 32): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+    ),
+    (9, 2, 64): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (9, 2, 80): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (9, 2, 96): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (9, 2, 128): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 2, 128, 2), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (9, 2, 256): AttentionConfiguration(
+        DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)
+    ),
+    (9, 2, 512): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+    ),
+    (9, 2, 576): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+    ),
+    (10, 2, 32): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+    ),
+    (10, 2, 64): AttentionConfiguration(
+        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+    ),
+    (10, 2, 80): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (10, 2, 96): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (10, 2, 128): AttentionConfiguration(
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+    ),
+    (10, 2, 256): AttentionConfiguration(
+        DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)
+    ),
+    (10, 2, 512): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+    ),
+    (10, 2, 576): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+    ),
 }
 """By generation, bytes of a number (float32: 4, bfloat16 and float16: 2) and head_dim."""
 
 
 @cache
-def attention_configuration(generation: int, width: int, shape: ProgramShape) -> AttentionConfiguration:
-    """Choose the configuration of paged attention; `width` of a number in bytes. Raises UnsupportedByGpu."""
+def attention_configuration(
+    generation: int, width: int, shape: ProgramShape
+) -> AttentionConfiguration:
+    """Choose the configuration of paged attention; `width` of a number in bytes. Raises
+    UnsupportedByGpu."""
     if generation < OLDEST_GENERATION:
         raise UnsupportedByGpu(
-            f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one has {generation}.x; "
+            f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one "
+            f"has {generation}.x; "
             "use another device"
         )
     head_dim = shape.head_dim + shape.tail_dim
     known = (
         ("head_dim", head_dim, HEAD_DIMS),
-        (f"width of values for head_dim {head_dim} but", shape.head_dim, (VALUE_DIMS.get(head_dim, head_dim),)),
+        (
+            f"width of values for head_dim {head_dim} but",
+            shape.head_dim,
+            (VALUE_DIMS.get(head_dim, head_dim),),
+        ),
         ("block_size", shape.block_size, BLOCK_SIZES),
     )
     for name, value, supported in known:
         if value not in supported:
             choices = ", ".join(map(str, supported))
             raise UnsupportedByGpu(
-                f"attention on a GPU knows no {name} {value}, only {choices}; use another or the CPU"
+                f"attention on a GPU knows no {name} {value}, only {choices}; use another or the "
+                "CPU"
             )
-    line = min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
+    line = (
+        min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
+    )
     if (line, width, head_dim) not in ATTENTION:
-        raise UnsupportedByGpu(f"attention on a GPU takes heads of {head_dim} in 16 bits only; use --dtype bfloat16")
+        raise UnsupportedByGpu(
+            f"attention on a GPU takes heads of {head_dim} in 16 bits only; use --dtype bfloat16"
+        )
     return ATTENTION[line, width, head_dim]
 
 
 def num_splits(
-    configuration: DecodeConfiguration, *, multiprocessors: int, num_rows: int, num_groups: int, most_keys: int
+    configuration: DecodeConfiguration,
+    *,
+    multiprocessors: int,
+    num_rows: int,
+    num_groups: int,
+    most_keys: int,
 ) -> int:
     """Into how many programs the keys of each row are split.
 
-    It depends on shapes alone (`most_keys` is what a block table has room for): a captured graph keeps it.
+    It depends on shapes alone (`most_keys` is what a block table has room for): a captured graph
+    keeps it.
     """
-    wanted = -(-multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_groups))
+    wanted = -(
+        -multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_groups)
+    )
     return max(1, min(wanted, -(-most_keys // configuration.keys_per_split), MOST_SPLITS))
 
 
@@ -185,7 +277,9 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
     }
 
 
-def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, **features: bool) -> dict[str, int]:
+def prefill_constants(
+    configuration: PrefillConfiguration, shape: ProgramShape, **features: bool
+) -> dict[str, int]:
     """Return the constants that `prefill_attention` is compiled with."""
     return {
         **_shape_constants(shape),

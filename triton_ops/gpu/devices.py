@@ -8,7 +8,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`generation` is the major number of the compute capability; a multiprocessor runs a few programs at a time."""
+    """`generation` is the major number of the compute capability; a multiprocessor runs a few
+    programs at a time."""
 
     generation: int
     multiprocessors: int

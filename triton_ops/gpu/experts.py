@@ -8,7 +8,8 @@ from triton_ops.experts import gated, share_out
 from triton_ops.gpu.devices import gpu_of
 
 _GENERATIONS_WITH_GROUPED_PRODUCTS = (9, 10)
-"""Elsewhere, and in other types than bfloat16, torch multiplies group by group and waits to learn their sizes."""
+"""Elsewhere, and in other types than bfloat16, torch multiplies group by group and waits to learn
+their sizes."""
 
 _ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes at which the product's rows must begin
 
@@ -23,7 +24,8 @@ def sparse_experts(
     down_bias: Tensor | None = None,
     style: str = "swiglu",
 ) -> Tensor:
-    """`triton_ops.sparse_experts`, without waiting for the GPU wherever torch has a product that does not."""
+    """`triton_ops.sparse_experts`, without waiting for the GPU wherever torch has a product that
+    does not."""
     rest = gate_up_bias, down_bias, style
     widths = (hidden.shape[1], down.shape[2])
     if hidden.dtype == gate_up.dtype and never_waits(hidden.dtype, hidden.device, widths):
@@ -32,8 +34,8 @@ def sparse_experts(
 
 
 def never_waits(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> bool:
-    """Whether experts of that dtype, with a hidden_size and an intermediate_size, are multiplied without waiting for
-    the GPU: a step with others cannot be captured."""
+    """Whether experts of that dtype, with a hidden_size and an intermediate_size, are multiplied
+    without waiting for the GPU: a step with others cannot be captured."""
     return (
         dtype == torch.bfloat16
         and gpu_of(device).generation in _GENERATIONS_WITH_GROUPED_PRODUCTS
@@ -51,9 +53,11 @@ def multiply_in_groups(
     down_bias: Tensor | None = None,
     style: str = "swiglu",
 ) -> Tensor:
-    """The pairs (token, expert) sorted by expert are one group of rows for each; where a group ends stays on the GPU.
+    """The pairs (token, expert) sorted by expert are one group of rows for each; where a group ends
+    stays on the GPU.
 
-    Shapes as in `triton_ops.sparse_experts`, hidden_size and intermediate_size in multiples of 16 bytes.
+    Shapes as in `triton_ops.sparse_experts`, hidden_size and intermediate_size in multiples of 16
+    bytes.
     """
     pairs, order = experts.flatten().sort(stable=True)
     all_experts = torch.arange(gate_up.shape[0], device=pairs.device)

@@ -1,4 +1,5 @@
-"""Products of rows with packed matrices on a GPU. Everything that is launched follows from shapes alone."""
+"""Products of rows with packed matrices on a GPU. Everything that is launched follows from shapes
+alone."""
 
 import torch
 import triton
@@ -20,10 +21,14 @@ from triton_ops.packed import SCALES
 _SCALES = (*SCALES, torch.int8)
 
 
-def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
-    """The operator `packed_linear`: rows [R, K] -> [R, columns]. Many rows, and rows in float32, are multiplied by the
-    unpacked matrix."""
-    tile = tile_of(len(rows)) if len(rows) and rows.dtype in (torch.bfloat16, torch.float16) else None
+def packed_linear(
+    rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int
+) -> Tensor:
+    """The operator `packed_linear`: rows [R, K] -> [R, columns]. Many rows, and rows in float32,
+    are multiplied by the unpacked matrix."""
+    tile = (
+        tile_of(len(rows)) if len(rows) and rows.dtype in (torch.bfloat16, torch.float16) else None
+    )
     if tile is None:
         return functional.linear(rows, _unpacked(packed, columns, rows, *form), bias)
     rows = rows.contiguous()
@@ -70,7 +75,12 @@ def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: in
 
 def _views(packed: Tensor, form: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The bytes as words, as scales, as float16 and as they are."""
-    return packed.view(torch.int32), packed.view(_SCALES[form[2]]), packed.view(torch.float16), packed
+    return (
+        packed.view(torch.int32),
+        packed.view(_SCALES[form[2]]),
+        packed.view(torch.float16),
+        packed,
+    )
 
 
 def _unpacked(packed: Tensor, outputs: int, rows: Tensor, *form: int) -> Tensor:

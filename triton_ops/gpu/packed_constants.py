@@ -36,7 +36,8 @@ def tile_of(num_rows: int) -> Tile | None:
 
 
 def packed_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
-    """Return the constants that a program is compiled with. `form`: the numbers of a PackedFormat."""
+    """Return the constants that a program is compiled with. `form`: the numbers of a
+    PackedFormat."""
     bits, group, scale, offset, zero = form
     constants = {
         "BITS": bits,
@@ -51,6 +52,7 @@ def packed_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
 
 
 def num_parts(steps: int, tiles: int, multiprocessors: int) -> int:
-    """Into how many programs the columns of a product are split to keep a GPU busy: it depends on shapes alone."""
+    """Into how many programs the columns of a product are split to keep a GPU busy: it depends on
+    shapes alone."""
     wanted = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // tiles
     return max(1, min(wanted, steps // _FEWEST_STEPS, _MOST_PARTS))

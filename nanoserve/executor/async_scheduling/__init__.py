@@ -1,1 +1,2 @@
-"""Asynchronous scheduling: plans that are made before the tokens of the plan before them are known."""
+"""Asynchronous scheduling: plans that are made before the tokens of the plan before them are
+known."""

@@ -1,4 +1,5 @@
-"""PlaceholderTokens: the tokens of one step go into the next one on the device, before the host knows them."""
+"""PlaceholderTokens: the tokens of one step go into the next one on the device, before the host
+knows them."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class PlaceholderTokens(Mechanism):
-    """Fills in the tokens of placeholder rows, which are planned while the step that samples them is in flight.
+    """Fills in the tokens of placeholder rows, which are planned while the step that samples them
+    is in flight.
 
     Each step is prepared and begun before the next one is prepared, as a LocalExecutor does.
     """
@@ -21,27 +23,34 @@ class PlaceholderTokens(Mechanism):
     def __init__(self) -> None:
         self._last: PreparedStep | None = None  # the last step with rows
         self._places: Tensor | None = None
-        """int64 [2, F], for each placeholder row of the step: the place of its token, and of its sample in the step
-        before."""
+        """int64 [2, F], for each placeholder row of the step: the place of its token, and of its
+        sample in the step before."""
 
     def attach(self, runner: "ModelRunner") -> None:
         self._runner = runner
 
     def prepare(self, step: "PreparedStep") -> None:
-        """Stage the places of the tokens to fill in. Raises RuntimeError if the last step did not sample one."""
+        """Stage the places of the tokens to fill in. Raises RuntimeError if the last step did not
+        sample one."""
         self._source, self._places = self._last, None
         places = [place for place, row in enumerate(step.rows) if row.placeholder]
         if places:
             sequences = [step.rows[place].sequence for place in places]
             targets = row_ends(step.rows)[places] - 1
-            self._places = self._runner.staging.add(np.stack((targets, self._sampled_places(sequences))))
+            self._places = self._runner.staging.add(
+                np.stack((targets, self._sampled_places(sequences)))
+            )
         if step.plan.rows:
             self._last = step
 
     def begin(self, step: "PreparedStep") -> None:
         if self._places is None:
             return
-        assert step.inputs is not None and self._source is not None and self._source.sampled is not None
+        assert (
+            step.inputs is not None
+            and self._source is not None
+            and self._source.sampled is not None
+        )
         tokens = self._source.sampled.device_tokens
         assert tokens is not None
         targets, sources = self._places
@@ -56,6 +65,7 @@ class PlaceholderTokens(Mechanism):
         missing = [sequence for sequence in sequences if sequence not in places]
         if missing:
             raise RuntimeError(
-                f"sequence {missing[0]} has a placeholder for a token that the plan before it does not sample"
+                f"sequence {missing[0]} has a placeholder for a token that the plan before it does "
+                "not sample"
             )
         return np.array([places[sequence] for sequence in sequences])

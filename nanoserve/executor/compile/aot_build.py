@@ -1,8 +1,10 @@
-"""A decoder layer as a function of tensors, and a program that compiles that function with ahead-of-time Inductor.
+"""A decoder layer as a function of tensors, and a program that compiles that function with
+ahead-of-time Inductor.
 
-Layers are compiled whole or as their two pieces. Layers of one kind share one library: their weights are arguments, as
-are the tensors of a step, with any number of tokens, rows and blocks. The program runs in a process of its own, so a
-chat can begin and end while it compiles. The result is a library that needs no Python.
+Layers are compiled whole or as their two pieces. Layers of one kind share one library: their
+weights are arguments, as are the tensors of a step, with any number of tokens, rows and blocks. The
+program runs in a process of its own, so a chat can begin and end while it compiles. The result is a
+library that needs no Python.
 """
 
 import os
@@ -24,8 +26,8 @@ from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
 LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
-"""The part of a layer that is compiled: all of it with its paged attention, the piece before or after attention, or,
-within the latter, the computation between its two all-reduces."""
+"""The part of a layer that is compiled: all of it with its paged attention, the piece before or
+after attention, or, within the latter, the computation between its two all-reduces."""
 _OF_MODELS = {
     "tie_word_embeddings",
     "logits",
@@ -52,7 +54,9 @@ class CompiledKind:
     """Its packed matrices."""
 
 
-def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[PackedShape, ...] = ()) -> CompiledKind:
+def layer_kind(
+    part: LayerPart, config: ModelConfig, index: int, packed: tuple[PackedShape, ...] = ()
+) -> CompiledKind:
     """The kind of layer `index` of a model, with these packed matrices. The pieces do not depend on
     the layer's sliding window."""
     moe = config.moe
@@ -62,7 +66,9 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
     layers = LayerDifferences()
     if part == "layer":
         layers = LayerDifferences(sliding_windows=(config.sliding_window(index),))
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(own) if field.name in _OF_MODELS}
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in fields(own) if field.name in _OF_MODELS
+    }
     alone = replace(
         own,
         family="",
@@ -107,7 +113,9 @@ class _PartModule(nn.Module):
         if self.part == "between_sums":
             return self.layer.between_sums(*tensors)
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
-        attention = PagedAttention(self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch))
+        attention = PagedAttention(
+            self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch)
+        )
         return (self.layer(hidden, cos, sin, attention),)
 
 
@@ -118,10 +126,12 @@ class FunctionalLayer(nn.Module):
         super().__init__()
         module = _PartModule(layer, part)
         self._names = [name for name, _ in module.named_parameters()]
-        self._module = (module,)  # a tuple hides it from torch: its weights are arguments, not state
+        # a tuple hides it from torch: its weights are arguments, not state
+        self._module = (module,)
 
     def forward(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        """weights: all parameters of the layer in their order, even those that the part does not read."""
+        """weights: all parameters of the layer in their order, even those that the part does not
+        read."""
         (module,) = self._module
         named = dict(zip(self._names, weights, strict=True))
         outputs: tuple[Tensor, ...] = torch.func.functional_call(module, named, tensors)
@@ -141,23 +151,33 @@ class LayerJob(Shelf):
 
 
 def compile_layer(job: LayerJob, temporary: Path) -> Path:
-    """Compile the library; `temporary` as in `Shelf.fill`. Raises CannotBuild if torch's compiler fails."""
+    """Compile the library; `temporary` as in `Shelf.fill`. Raises CannotBuild if torch's compiler
+    fails."""
     torch.set_num_threads(job.threads)
     dtype: torch.dtype = getattr(torch, job.dtype)
     with torch.device("meta"):
         layer = DecoderLayer(job.kind.config, 0).to(dtype)
         pack_layers(layer, job.kind.packed)
-    layer = layer.to_empty(device="cpu").requires_grad_(False).eval()  # memory that is never touched costs nothing
+    # memory that is never touched costs nothing
+    layer = layer.to_empty(device="cpu").requires_grad_(False).eval()
     function = FunctionalLayer(layer, job.kind.part)
     weights: list[Tensor] = list(layer.parameters())
     tensors, dynamic = _examples(job.kind, dtype, job.block_size)
     arguments, dynamic_shapes = (tensors, weights), (dynamic, [None] * len(weights))
     try:
-        with torch.no_grad(), TemporaryDirectory(prefix=f"{temporary.name}.", dir=job.directory) as folder:
-            program = torch.export.export(function, arguments, dynamic_shapes=dynamic_shapes, strict=False)
+        with (
+            torch.no_grad(),
+            TemporaryDirectory(prefix=f"{temporary.name}.", dir=job.directory) as folder,
+        ):
+            program = torch.export.export(
+                function, arguments, dynamic_shapes=dynamic_shapes, strict=False
+            )
             options = {"aot_inductor.output_path": f"{folder}/layer.so"}
-            made = Path(str(torch._inductor.aot_compile(program.module(), arguments, options=options)))
-            for operator_calls in made.parent.glob("*.wrapper.json"):  # written only if our operators are called
+            made = Path(
+                str(torch._inductor.aot_compile(program.module(), arguments, options=options))
+            )
+            # written only if our operators are called
+            for operator_calls in made.parent.glob("*.wrapper.json"):
                 # torch looks for these calls in a file that differs from the library in its suffix.
                 operator_calls.rename(temporary.with_name(temporary.name + ".json"))
             return made.rename(temporary.with_name(temporary.name + ".so"))
@@ -175,15 +195,21 @@ def _examples(
     """
     config, tokens, rows = kind.config, _EXAMPLE_TOKENS, _EXAMPLE_ROWS
     hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype)
-    angles = torch.zeros(tokens, 2 if config.rope.query_growth else 1, config.rope.rotary_dim // 2, dtype=dtype)
+    angles = torch.zeros(
+        tokens, 2 if config.rope.query_growth else 1, config.rope.rotary_dim // 2, dtype=dtype
+    )
     any_length = {0: torch.export.Dim.DYNAMIC}
     if kind.part == "pre_attention":
         return (hidden, angles, angles.clone()), (any_length,) * 3
     if kind.part == "post_attention":
-        return (torch.zeros(tokens, config.num_heads * config.value_dim, dtype=dtype), hidden), (any_length,) * 2
+        return (torch.zeros(tokens, config.num_heads * config.value_dim, dtype=dtype), hidden), (
+            any_length,
+        ) * 2
     if kind.part == "between_sums":
         return (hidden, hidden.clone()), (any_length,) * 2
-    cache = torch.zeros(_EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype)
+    cache = torch.zeros(
+        _EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype
+    )
     tensors = (
         hidden,
         angles,
@@ -202,5 +228,6 @@ def _examples(
 def main(job: str) -> bool:
     """Carry out a LayerJob in JSON. Returns whether the library could be made."""
     decoded = msgspec.json.decode(job, type=LayerJob)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{decoded.directory}/inductor")  # headers, kernels in common
+    # headers, kernels in common
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{decoded.directory}/inductor")
     return decoded.fill(lambda temporary: compile_layer(decoded, temporary))

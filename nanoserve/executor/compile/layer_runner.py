@@ -1,8 +1,10 @@
-"""LayerRunner runs the layers of a decoder: compiled where Inductor has compiled them, eagerly elsewhere.
+"""LayerRunner runs the layers of a decoder: compiled where Inductor has compiled them, eagerly
+elsewhere.
 
-Only here the engine meets torch's compiler. On a CPU another process compiles layers ahead of time (AOTInductor) into
-libraries in a cache folder, which are loaded between two steps. On a GPU torch.compile compiles layers in this process
-when they first run, and keeps its kernels in torch's own cache.
+Only here the engine meets torch's compiler. On a CPU another process compiles layers ahead of time
+(AOTInductor) into libraries in a cache folder, which are loaded between two steps. On a GPU
+torch.compile compiles layers in this process when they first run, and keeps its kernels in torch's
+own cache.
 """
 
 import hashlib
@@ -38,8 +40,8 @@ from nanoserve.models.packed import pack_layers, packed_shapes
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
-"""Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled. Raises CannotBuild
-if it cannot be compiled."""
+"""Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled.
+Raises CannotBuild if it cannot be compiled."""
 _PARTS: tuple[LayerPart, ...] = ("layer", "pre_attention", "post_attention")
 _SOURCES = (
     *sorted((Path(nanoserve.__file__).parent / "models").glob("*.py")),
@@ -56,21 +58,27 @@ _BUILD = (
 class LayerRunner:
     """Runs layers whole (it is a LayerFunction) or as the two pieces around attention.
 
-    Steps use the pieces where attention is computed elsewhere, or not for all rows at once: part of the rows may attend
-    on the CPU (APEX, Asynchronous Overlap), or two sub-batches take turns (NEO, Asymmetric Pipelining). Each piece
-    takes a batch of any size, its rows in any order. On a CPU the ranks of a tensor-parallel group use pieces too.
+    Steps use the pieces where attention is computed elsewhere, or not for all rows at once: part of
+    the rows may attend on the CPU (APEX, Asynchronous Overlap), or two sub-batches take turns (NEO,
+    Asymmetric Pipelining). Each piece takes a batch of any size, its rows in any order. On a CPU
+    the ranks of a tensor-parallel group use pieces too.
 
-    Made without arguments it runs everything eagerly. `ahead_of_time` loads the libraries that an earlier process
-    compiled; `start` compiles the missing ones in the background, a Stage loads them between two steps, and `wait`
-    waits for them ahead of long or timed work. `torch_compile` needs none of these three.
+    Made without arguments it runs everything eagerly. `ahead_of_time` loads the libraries that an
+    earlier process compiled; `start` compiles the missing ones in the background, a Stage loads
+    them between two steps, and `wait` waits for them ahead of long or timed work. `torch_compile`
+    needs none of these three.
     """
 
     def __init__(
-        self, compiled: Mapping[LayerPart, Sequence[CompiledPart]] | None = None, weights: Sequence[list[Tensor]] = ()
+        self,
+        compiled: Mapping[LayerPart, Sequence[CompiledPart]] | None = None,
+        weights: Sequence[list[Tensor]] = (),
     ) -> None:
-        """compiled: what runs a part of each layer, other parts run eagerly; weights: each layer's parameters."""
+        """compiled: what runs a part of each layer, other parts run eagerly; weights: each layer's
+        parameters."""
         self.problem: str | None = None
-        """Why torch.compile gave up, the first time. Layers of that kind run eagerly from then on."""
+        """Why torch.compile gave up, the first time. Layers of that kind run eagerly from then
+        on."""
         self._failed = set[CompiledPart]()
         self._compiled = compiled or {}
         self._weights = weights
@@ -80,10 +88,16 @@ class LayerRunner:
 
     @classmethod
     def ahead_of_time(
-        cls, decoder: Decoder, *, block_size: int, operators: CpuOperators, with_pieces: bool = False
+        cls,
+        decoder: Decoder,
+        *,
+        block_size: int,
+        operators: CpuOperators,
+        with_pieces: bool = False,
     ) -> "LayerRunner":
-        """Layers on a CPU, from libraries of ahead-of-time Inductor, which call the CPU operators. If these cannot be
-        built, neither can libraries: the same compiler is missing, and its notice has been shown."""
+        """Layers on a CPU, from libraries of ahead-of-time Inductor, which call the CPU operators.
+        If these cannot be built, neither can libraries: the same compiler is missing, and its
+        notice has been shown."""
         if operators.problem is not None:
             return cls()
         parts = _PARTS if with_pieces else _PARTS[:1]
@@ -94,21 +108,33 @@ class LayerRunner:
                 "between_sums": config.norms.places != "shared",
             }
             parts = tuple(part for part, sums_nothing in apart.items() if sums_nothing)
-        return cls._of_kinds(decoder, parts, lambda kind: LayerLibrary(kind, decoder, block_size, operators))
+        return cls._of_kinds(
+            decoder, parts, lambda kind: LayerLibrary(kind, decoder, block_size, operators)
+        )
 
     @classmethod
-    def torch_compile(cls, decoder: Decoder, *, backend: str | Callable[..., object] = "inductor") -> "LayerRunner":
-        """Layers and pieces compiled by torch.compile in this process, each kind when it first runs."""
+    def torch_compile(
+        cls, decoder: Decoder, *, backend: str | Callable[..., object] = "inductor"
+    ) -> "LayerRunner":
+        """Layers and pieces compiled by torch.compile in this process, each kind when it first
+        runs."""
         return cls._of_kinds(decoder, _PARTS, lambda kind: _TorchCompiled(kind, decoder, backend))
 
     @classmethod
     def _of_kinds(
-        cls, decoder: Decoder, parts: Iterable[LayerPart], compiled: Callable[[CompiledKind], CompiledPart]
+        cls,
+        decoder: Decoder,
+        parts: Iterable[LayerPart],
+        compiled: Callable[[CompiledKind], CompiledPart],
     ) -> "LayerRunner":
-        """Make one compiled part for each kind of layer and piece, and share it between the layers of the kind."""
+        """Make one compiled part for each kind of layer and piece, and share it between the layers
+        of the kind."""
         config = decoder.config
         packed = [packed_shapes(layer) for layer in decoder.layers]
-        kinds = {part: [layer_kind(part, config, index, own) for index, own in enumerate(packed)] for part in parts}
+        kinds = {
+            part: [layer_kind(part, config, index, own) for index, own in enumerate(packed)]
+            for part in parts
+        }
         made = {kind: compiled(kind) for kind in dict.fromkeys(chain.from_iterable(kinds.values()))}
         shared = {part: [made[kind] for kind in of_part] for part, of_part in kinds.items()}
         return cls(shared, [list(layer.parameters()) for layer in decoder.layers])
@@ -116,7 +142,11 @@ class LayerRunner:
     @property
     def loaded(self) -> bool:
         """Whether all parts that are to be compiled run compiled."""
-        return bool(self._compiled) and self.problem is None and all(library.loaded for library in self.libraries)
+        return (
+            bool(self._compiled)
+            and self.problem is None
+            and all(library.loaded for library in self.libraries)
+        )
 
     @property
     def pending(self) -> bool:
@@ -132,10 +162,17 @@ class LayerRunner:
             library.wait()
 
     def __call__(
-        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: AttentionFunction,
     ) -> Tensor:
         if "layer" in self._compiled:
-            outputs = self._run("layer", layer, step_arguments(layer.index, hidden, cos, sin, attention))
+            outputs = self._run(
+                "layer", layer, step_arguments(layer.index, hidden, cos, sin, attention)
+            )
             if outputs is not None:
                 return outputs[0]
         elif self._compiled:
@@ -147,22 +184,27 @@ class LayerRunner:
     def pre_attention(
         self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden_size], cos, sin [T, 1, rotary_dim / 2], T > 0 -> query [T, num_heads, head_dim], key, value
-        [T, num_kv_heads, head_dim]."""
+        """hidden [T, hidden_size], cos, sin [T, 1, rotary_dim / 2], T > 0 -> query [T, num_heads,
+        head_dim], key, value [T, num_kv_heads, head_dim]."""
         outputs = self._run("pre_attention", layer, (hidden, cos, sin))
         if outputs is None:
             return layer.pre_attention(hidden, cos, sin)
         query, key, value = outputs
         return query, key, value
 
-    def post_attention(self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor) -> Tensor:
-        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size], T > 0 -> [T, hidden_size]."""
+    def post_attention(
+        self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor
+    ) -> Tensor:
+        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size], T > 0 -> [T,
+        hidden_size]."""
         outputs = self._run("post_attention", layer, (attention_output, residual))
         if outputs is not None:
             return outputs[0]
         return layer.post_attention(attention_output, residual, partial(self._between_sums, layer))
 
-    def _between_sums(self, layer: DecoderLayer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _between_sums(
+        self, layer: DecoderLayer, attended: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         outputs = self._run("between_sums", layer, (attended, residual))
         if outputs is None:
             return layer.between_sums(attended, residual)
@@ -170,13 +212,21 @@ class LayerRunner:
         return fed, residual
 
     def in_pieces(
-        self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: AttentionFunction,
     ) -> Tensor:
-        """A LayerFunction that runs a layer piece by piece, with attention for all rows in between."""
+        """A LayerFunction that runs a layer piece by piece, with attention for all rows in
+        between."""
         query, key, value = self.pre_attention(layer, hidden, cos, sin)
         return self.post_attention(layer, layer.attend(attention, query, key, value), hidden)
 
-    def _run(self, part: LayerPart, layer: DecoderLayer, tensors: tuple[Tensor, ...]) -> Sequence[Tensor] | None:
+    def _run(
+        self, part: LayerPart, layer: DecoderLayer, tensors: tuple[Tensor, ...]
+    ) -> Sequence[Tensor] | None:
         """The compiled part's outputs; None where the caller is to run it eagerly."""
         compiled = self._compiled.get(part)
         if compiled is None or (own := compiled[layer.index]) in self._failed:
@@ -187,24 +237,34 @@ class LayerRunner:
             self._failed.add(own)
             if self.problem is None:
                 self.problem = str(reason)
-                logging.getLogger("nanoserve").warning("nanoserve: %s: %s", LayerLibrary.without, reason)
+                logging.getLogger("nanoserve").warning(
+                    "nanoserve: %s: %s", LayerLibrary.without, reason
+                )
             return None
 
 
 class LayerLibrary(BackgroundLibrary):
-    """A CompiledPart from the cache of ahead-of-time libraries, for a dtype, a block size and the number of threads
-    that torch has when it is made."""
+    """A CompiledPart from the cache of ahead-of-time libraries, for a dtype, a block size and the
+    number of threads that torch has when it is made."""
 
     without = "layers run uncompiled, which is slower"
 
-    def __init__(self, kind: CompiledKind, decoder: Decoder, block_size: int, operators: CpuOperators) -> None:
+    def __init__(
+        self, kind: CompiledKind, decoder: Decoder, block_size: int, operators: CpuOperators
+    ) -> None:
         super().__init__()
         block_size = block_size if kind.part == "layer" else 0  # pieces do not depend on it
         dtype, threads = str(decoder.dtype).removeprefix("torch."), torch.get_num_threads()
-        described = msgspec.json.encode((kind, dtype, block_size, threads), order="deterministic").decode()
+        described = msgspec.json.encode(
+            (kind, dtype, block_size, threads), order="deterministic"
+        ).decode()
         try:
             # The operators' key stands for the C++ compiler, torch and the processor.
-            depends_on = [operators.shelf.key, described, *(path.read_text(encoding="utf-8") for path in _SOURCES)]
+            depends_on = [
+                operators.shelf.key,
+                described,
+                *(path.read_text(encoding="utf-8") for path in _SOURCES),
+            ]
             key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
             directory = str(cache_directory(os.environ, "layers"))
         except CannotBuild as reason:
@@ -218,7 +278,14 @@ class LayerLibrary(BackgroundLibrary):
         return self._job
 
     def command(self) -> list[str]:
-        return [sys.executable, "-I", "-c", _BUILD, json.dumps(sys.path), msgspec.json.encode(self._job).decode()]
+        return [
+            sys.executable,
+            "-I",
+            "-c",
+            _BUILD,
+            json.dumps(sys.path),
+            msgspec.json.encode(self._job).decode(),
+        ]
 
     def open(self, library: Path) -> None:
         self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)
@@ -226,24 +293,31 @@ class LayerLibrary(BackgroundLibrary):
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> list[Tensor] | None:
         if not self.loaded:
             return None
-        if self._job.kind.part != "layer":  # a library ignores strides, and rows of a hybrid step may lie apart
+        # a library ignores strides, and rows of a hybrid step may lie apart
+        if self._job.kind.part != "layer":
             tensors = tuple(tensor.contiguous() for tensor in tensors)
         outputs: list[Tensor] = self._runner.run([*tensors, *weights])
         return outputs
 
 
 class _TorchCompiled:
-    """A CompiledPart of torch.compile, with the all-reduces of a tensor-parallel group: Inductor knows collectives."""
+    """A CompiledPart of torch.compile, with the all-reduces of a tensor-parallel group: Inductor
+    knows collectives."""
 
-    def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
+    def __init__(
+        self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
+    ) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
             layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype)
             pack_layers(layer, kind.packed)
-        # torch compiles one code object at most 8 times, then gives up on it: each kind of layer has its own.
+        # torch compiles one code object at most 8 times, then gives up on it: each kind of layer
+        # has its own.
         forward = FunctionalLayer.forward
         own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
         function = MethodType(own, FunctionalLayer(layer.requires_grad_(False).eval(), kind.part))
-        self._function: Callable[..., tuple[Tensor, ...]] = torch.compile(function, fullgraph=True, backend=backend)
+        self._function: Callable[..., tuple[Tensor, ...]] = torch.compile(
+            function, fullgraph=True, backend=backend
+        )
         self._has_run = False
 
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -252,8 +326,11 @@ class _TorchCompiled:
         try:
             outputs = self._function(tensors, weights)
         except Exception as error:  # torch's compiler may fail in any way
-            # After a first run other errors are the step's own, unless torch says that they are its compiler's.
-            of_compiler = not self._has_run or isinstance(error, torch._dynamo.exc.TorchDynamoException)
+            # After a first run other errors are the step's own, unless torch says that they are its
+            # compiler's.
+            of_compiler = not self._has_run or isinstance(
+                error, torch._dynamo.exc.TorchDynamoException
+            )
             if out_of_memory(error) or not of_compiler:
                 raise
             cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
@@ -265,8 +342,9 @@ class _TorchCompiled:
 def _mark_any_length(tensor: Tensor) -> None:
     """Have torch compile for any first size of a tensor, and for any width of a block table.
 
-    Sizes that only our operators learn of are unbacked, so that 1 is no other case. The number of tokens is not, as
-    Inductor fuses nothing across sizes without an example, not even a norm; so one token has code of its own.
+    Sizes that only our operators learn of are unbacked, so that 1 is no other case. The number of
+    tokens is not, as Inductor fuses nothing across sizes without an example, not even a norm; so
+    one token has code of its own.
     """
     if tensor.dtype == torch.int32 or tensor.dim() == 4:
         if not hasattr(tensor, "_dynamo_unbacked_indices"):

@@ -1,4 +1,5 @@
-"""CpuAttention: the CPU attends for host sequences, those whose KV is in host memory, beside the steps of a stage."""
+"""CpuAttention: the CPU attends for host sequences, those whose KV is in host memory, beside the
+steps of a stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 
 Halves = tuple[list[HostGroup], list[HostGroup]]
-"""The groups of the two sub-batches, at the first layer of a stage, or taken from the groups under way."""
+"""The groups of the two sub-batches, at the first layer of a stage, or taken from the groups under
+way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class HybridForward:
 
 
 class CpuAttention(Mechanism):
-    """Gives a HybridPass the steps in which host sequences take part. Computing such a step may wait: for the CPU under
-    asymmetric pipelining, and for the device to see how far the CPU is."""
+    """Gives a HybridPass the steps in which host sequences take part. Computing such a step may
+    wait: for the CPU under asymmetric pipelining, and for the device to see how far the CPU is."""
 
     def __init__(self, processor: HostProcessor, layers: LayerRunner, part: HostPart) -> None:
         """`layers` run the layers of the device; `part` is the runner's part of the host pool."""
@@ -92,11 +94,16 @@ class CpuAttention(Mechanism):
         if plan.host.strategy == "device":
             return
         step.rows = [row for row in plan.rows if row.host is None]
-        step.forward = HybridForward(step, [self._stage_beginning(plan, number) for number in range(2)], self.run)
+        step.forward = HybridForward(
+            step, [self._stage_beginning(plan, number) for number in range(2)], self.run
+        )
 
-    def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
-        """Run the layers. Hidden states of the host groups that pass the last layer follow the hidden states of the
-        device's tokens. Only now are these groups known, and the rows that are sampled together."""
+    def run(
+        self, forward: HybridForward, intermediate_hidden_states: Tensor | None
+    ) -> Tensor | None:
+        """Run the layers. Hidden states of the host groups that pass the last layer follow the
+        hidden states of the device's tokens. Only now are these groups known, and the rows that are
+        sampled together."""
         return self.advance(forward, intermediate_hidden_states, ([], []))
 
     def advance(
@@ -107,7 +114,9 @@ class CpuAttention(Mechanism):
         device = None
         if step.inputs is not None:
             step.inputs.intermediate_hidden_states = intermediate_hidden_states
-            attention = PagedAttention(runner.config, runner.caches.keys, runner.caches.values, step.inputs.batch)
+            attention = PagedAttention(
+                runner.config, runner.caches.keys, runner.caches.values, step.inputs.batch
+            )
             hidden, angles = decoder.embed(step.inputs.first, step.inputs.positions)
             device = DeviceRows(hidden, angles, attention, step.inputs.computed)
         for number, half in enumerate(halves):
@@ -144,7 +153,9 @@ class CpuAttention(Mechanism):
         tables = [record.block_table for record in self._runner.take_rows(rows)]
         # Arrays of their own: the CPU reads them as long as the token is under way.
         builder = InputBuilder(self._runner.block_size)
-        inputs = builder.build(rows, row_ends(rows), tables, self._runner.staging.add, torch.from_numpy)
+        inputs = builder.build(
+            rows, row_ends(rows), tables, self._runner.staging.add, torch.from_numpy
+        )
         return Beginning(plan.step, rows, inputs)
 
     def _stage_sampled(self, forward: HybridForward) -> SampledRows | None:
@@ -185,7 +196,9 @@ class LocalCpuAttention(CpuAttention):
         return msgspec.structs.replace(
             result,
             answers=answers,
-            host=msgspec.structs.replace(result.host, cohorts=self.hybrid.progress, work=work, lost=lost),
+            host=msgspec.structs.replace(
+                result.host, cohorts=self.hybrid.progress, work=work, lost=lost
+            ),
         )
 
 

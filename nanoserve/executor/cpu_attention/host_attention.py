@@ -1,8 +1,10 @@
-"""Attention on the CPU for sequences whose KV is in host memory, beside the computing device (APEX).
+"""Attention on the CPU for sequences whose KV is in host memory, beside the computing device
+(APEX).
 
-The device hands over the queries, keys and values of some rows in one layer and goes on; a thread with cores of its own
-writes the keys and values into the host pool and attends. It depends on no other thread, and the device need not wait
-for it. If it fails or hangs, the next question about a task says so, and the engine goes on without it.
+The device hands over the queries, keys and values of some rows in one layer and goes on; a thread
+with cores of its own writes the keys and values into the host pool and attends. It depends on no
+other thread, and the device need not wait for it. If it fails or hangs, the next question about a
+task says so, and the engine goes on without it.
 """
 
 import contextlib
@@ -27,10 +29,11 @@ from triton_ops.cpu import cpu_operators
 
 
 class QkvTransfer:
-    """Queries, keys and values of some rows in one layer on their way to the CPU, and the result on its way back.
+    """Queries, keys and values of some rows in one layer on their way to the CPU, and the result on
+    its way back.
 
-    From a GPU they pass through pinned memory: copied at once, on the stream that computed them, with an event behind
-    that the CPU waits for. From a device that is a CPU too, nothing is copied.
+    From a GPU they pass through pinned memory: copied at once, on the stream that computed them,
+    with an event behind that the CPU waits for. From a device that is a CPU too, nothing is copied.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
@@ -44,11 +47,13 @@ class QkvTransfer:
             self._computed.record(stream)
             self._on_host = to_pinned(query), to_pinned(key), to_pinned(value)
             self._copied.record(stream)
-        # After `take`: when the CPU's part began. The time in which the device computed the queries is no part.
+        # After `take`: when the CPU's part began. The time in which the device computed the queries
+        # is no part.
         self.began = time.monotonic()
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three on the CPU; waits for the device to have them there. For the thread that attends."""
+        """The three on the CPU; waits for the device to have them there. For the thread that
+        attends."""
         if self._copied is not None:
             self._copied.synchronize()
             self.began = time.monotonic() - self._computed.elapsed_time(self._copied) / 1000
@@ -57,18 +62,24 @@ class QkvTransfer:
     def make_room(self) -> Tensor:
         """[n, num_heads * head_dim] on the CPU, for the result."""
         rows, heads, head_dim = self._on_host[0].shape
-        return torch.empty(rows, heads * head_dim, dtype=self._on_host[0].dtype, pin_memory=self._copied is not None)
+        return torch.empty(
+            rows,
+            heads * head_dim,
+            dtype=self._on_host[0].dtype,
+            pin_memory=self._copied is not None,
+        )
 
     def bring_back(self, result: Tensor) -> Tensor:
-        """Return `result`, which fills the tensor of `make_room`, on the device. Call it on the thread that runs the
-        device: later work on its stream waits for the copy."""
+        """Return `result`, which fills the tensor of `make_room`, on the device. Call it on the
+        thread that runs the device: later work on its stream waits for the copy."""
         # torch keeps pinned memory from being used again until copies out of it are done.
         return result if self._copied is None else result.to(self._device, non_blocking=True)
 
 
 PATIENCE = 10.0  # seconds that one layer's attention may take: about a hundred times what it takes
 SECOND_LOOK = 1.0
-"""Seconds, at most, that it gets once it was found too slow: if the whole process was stopped, nothing hangs."""
+"""Seconds, at most, that it gets once it was found too slow: if the whole process was stopped,
+nothing hangs."""
 _LOOK_EVERY = 0.05
 _CLOSING = 1.0
 
@@ -78,11 +89,15 @@ class HostAttentionLost(RuntimeError):
 
 
 class HostTask:
-    """One layer's attention of some rows, under way. `ready` and `wait` raise HostAttentionLost if there will be no
-    result."""
+    """One layer's attention of some rows, under way. `ready` and `wait` raise HostAttentionLost if
+    there will be no result."""
 
     def __init__(
-        self, layer: int, transfer: QkvTransfer, batch: AttentionBatch, problem: Callable[[], str | None]
+        self,
+        layer: int,
+        transfer: QkvTransfer,
+        batch: AttentionBatch,
+        problem: Callable[[], str | None],
     ) -> None:
         self.layer = layer
         self.transfer = transfer
@@ -108,19 +123,22 @@ class HostTask:
             self._done.wait(_LOOK_EVERY)
 
     def result(self) -> Tensor:
-        """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that runs the device."""
+        """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that
+        runs the device."""
         if self._result is None:
             raise RuntimeError("the result was asked for before it was ready")
         return self.transfer.bring_back(self._result)
 
 
 class HostAttentionThread:
-    """A thread that attends for host sequences, one task after the other. Its methods are for the one thread that runs
-    the device. It waits first for the CPU's operators, if they are being built. Raises UsageError if there are fewer
-    cores than threads, if they are not this process's, or if the model has attention sinks.
+    """A thread that attends for host sequences, one task after the other. Its methods are for the
+    one thread that runs the device. It waits first for the CPU's operators, if they are being
+    built. Raises UsageError if there are fewer cores than threads, if they are not this process's,
+    or if the model has attention sinks.
 
     Args:
-        keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
+        keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size,
+            head_dim], in host memory.
         threads: number of threads that share each task.
         cores: numbers of the processors that they run on; None leaves that to the system.
         patience: seconds that one task may take before it counts as hanging.
@@ -139,17 +157,22 @@ class HostAttentionThread:
     ) -> None:
         if config.attention.sinks:
             raise UsageError(
-                f"{config.family}: attention in host memory does not support attention sinks; choose another policy"
+                f"{config.family}: attention in host memory does not support attention sinks; "
+                "choose another policy"
             )
         if cores is not None and threads > len(cores):
-            raise UsageError(f"{threads} host threads cannot share {len(cores)} cores; choose {len(cores)} at most")
+            raise UsageError(
+                f"{threads} host threads cannot share {len(cores)} cores; choose {len(cores)} at "
+                "most"
+            )
         cpu_operators().wait()  # they would be exchanged under the running thread
         self._config, self._device, self._patience = config, device, patience
         self._keys, self._values = keys, values
         self._tasks: SimpleQueue[HostTask | None] = SimpleQueue()
         self._work: deque[HostWork] = deque()
         self._given = self._ended = 0
-        self._since = self._last_end = 0.0  # when the oldest task under way became that; when the last one ended
+        # when the oldest task under way became that; when the last one ended
+        self._since = self._last_end = 0.0
         self._suspected: float | None = None
         self._failure: str | None = None
         self._problem: str | None = None
@@ -157,11 +180,16 @@ class HostAttentionThread:
         self._writing = threading.Lock()
         self._start(threads, cores)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> HostTask:
-        """Write n new keys and values, [n, num_kv_heads, head_dim] on the device, and attend for n queries, [n,
-        num_heads, head_dim], one of each row; returns at once. They may be views of larger tensors, and must not be
-        written to before the task is ready. The batch of these rows is on the CPU."""
-        task = HostTask(layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch
+    ) -> HostTask:
+        """Write n new keys and values, [n, num_kv_heads, head_dim] on the device, and attend for n
+        queries, [n, num_heads, head_dim], one of each row; returns at once. They may be views of
+        larger tensors, and must not be written to before the task is ready. The batch of these rows
+        is on the CPU."""
+        task = HostTask(
+            layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem
+        )
         if self._given == self._ended:
             self._since = time.monotonic()
         self._given += 1
@@ -174,7 +202,8 @@ class HostAttentionThread:
 
     @property
     def problem(self) -> str | None:
-        """Why there will be no more results, because it failed, hangs or was closed; None while all is well."""
+        """Why there will be no more results, because it failed, hangs or was closed; None while all
+        is well."""
         if self._problem is None:
             self._problem = self._trouble()
             if self._problem is not None:
@@ -182,12 +211,14 @@ class HostAttentionThread:
         return self._problem
 
     def close(self) -> None:
-        """End the thread, or give it up if it does not end within a second. Tasks that are left are dropped."""
+        """End the thread, or give it up if it does not end within a second. Tasks that are left are
+        dropped."""
         until = time.monotonic() + _CLOSING
         self._given_up = True
         self._problem = self._problem or "attention on the CPU was closed"
         self._tasks.put(None)
-        if self._writing.acquire(timeout=_CLOSING):  # what it has begun to write is complete, and nothing follows
+        # what it has begun to write is complete, and nothing follows
+        if self._writing.acquire(timeout=_CLOSING):
             self._writing.release()
         self._thread.join(max(0.0, until - time.monotonic()))
 
@@ -216,12 +247,17 @@ class HostAttentionThread:
         if (error := settled.get()) is not None:
             self._thread.join()
             numbers = ", ".join(map(str, cores or ()))
-            raise UsageError(f"host threads cannot run on the cores {numbers}: {error.strerror}") from error
+            raise UsageError(
+                f"host threads cannot run on the cores {numbers}: {error.strerror}"
+            ) from error
 
-    def _run(self, threads: int, cores: Sequence[int] | None, settled: "SimpleQueue[OSError | None]") -> None:
+    def _run(
+        self, threads: int, cores: Sequence[int] | None, settled: "SimpleQueue[OSError | None]"
+    ) -> None:
         try:
             if cores is not None and hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, cores)  # its team, which the first task makes, inherits them
+                # its team, which the first task makes, inherits them
+                os.sched_setaffinity(0, cores)
         except OSError as error:
             settled.put(error)
             return
@@ -232,7 +268,9 @@ class HostAttentionThread:
                 while (task := self._tasks.get()) is not None and self._attend(task):
                     pass
         except BaseException as error:
-            self._failure = f"attention on the CPU failed: {first_line(error) or type(error).__name__}"
+            self._failure = (
+                f"attention on the CPU failed: {first_line(error) or type(error).__name__}"
+            )
 
     def _attend(self, task: HostTask) -> bool:
         """Carry a task out; False once it was given up, and nothing may be written."""
@@ -266,8 +304,9 @@ class HostAttentionThread:
 
 
 def set_threads_of_this_thread(threads: int) -> None:
-    """Set how many threads share the torch work of the calling thread alone; `torch.set_num_threads` would also change
-    threads that begin to compute later."""
+    """Set how many threads share the torch work of the calling thread alone;
+    `torch.set_num_threads` would also change threads that begin to compute later."""
     torch.get_num_threads()  # the first call in a thread sets the number that all have
-    with contextlib.suppress(OSError, AttributeError):  # a torch without OpenMP has the same threads for everyone
+    # a torch without OpenMP has the same threads for everyone
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(threads)

@@ -1,4 +1,5 @@
-"""The part of this machine's CPU that attends for host sequences, and the cores that are left to the device."""
+"""The part of this machine's CPU that attends for host sequences, and the cores that are left to
+the device."""
 
 import contextlib
 import os
@@ -21,8 +22,8 @@ _CORES_BESIDE_A_GPU = 2
 
 
 def default_host_threads(device_type: str) -> int:
-    """Threads that attend on the CPU: half of the cores if the CPU is also the device, which computes with the other
-    half; all but two beside a GPU. At least 1."""
+    """Threads that attend on the CPU: half of the cores if the CPU is also the device, which
+    computes with the other half; all but two beside a GPU. At least 1."""
     cores = physical_cores()
     return max(1, cores // 2 if device_type == "cpu" else cores - _CORES_BESIDE_A_GPU)
 
@@ -34,21 +35,26 @@ class HostProcessor:
     threads: int
     cores: tuple[int, ...]
     device_cores: tuple[int, ...]
-    """Numbers of processors, whole cores each. They are the same where the host takes every core."""
+    """Numbers of processors, whole cores each. They are the same where the host takes every
+    core."""
     device_threads: int
     _before: tuple[set[int], int] | None = None
-    """While the device is kept to its cores, the processors and the number of threads that it had before."""
+    """While the device is kept to its cores, the processors and the number of threads that it had
+    before."""
 
     @classmethod
     def divide(cls, threads: int) -> Self:
-        """The last `threads` cores for the host, the others for the device; all for both if none is left. Counts only
-        processors that this process may use; UsageError if there are fewer."""
+        """The last `threads` cores for the host, the others for the device; all for both if none is
+        left. Counts only processors that this process may use; UsageError if there are fewer."""
         usable = physical_cores()
         if threads > usable:
             cores_text = f"{usable} cores"
             if usable == 1:
                 cores_text = "1 core"
-            raise UsageError(f"--host-threads {threads}: only {cores_text} may be used here; choose {usable} at most")
+            raise UsageError(
+                f"--host-threads {threads}: only {cores_text} may be used here; choose {usable} at "
+                "most"
+            )
         cores = cores_in_use()
         first = len(cores) - threads
         host = tuple(chain.from_iterable(cores[first:]))
@@ -59,12 +65,12 @@ class HostProcessor:
 
     @classmethod
     def set_apart(cls, threads: int | None, device: torch.device) -> Self:
-        """Set that many cores apart, or None for the default; UsageError if there are fewer. The computing thread calls
-        it, before anything is compiled for a number of threads.
+        """Set that many cores apart, or None for the default; UsageError if there are fewer. The
+        computing thread calls it, before anything is compiled for a number of threads.
 
-        A device that is the CPU is kept to its cores in this process, with at most one thread for each, until `close`.
-        All threads that exist are moved, because they may belong to its team; later ones inherit its cores, and the
-        host's thread chooses its own.
+        A device that is the CPU is kept to its cores in this process, with at most one thread for
+        each, until `close`. All threads that exist are moved, because they may belong to its team;
+        later ones inherit its cores, and the host's thread chooses its own.
         """
         processor = cls.divide(threads or default_host_threads(device.type))
         if device.type == "cpu":
@@ -78,7 +84,9 @@ class HostProcessor:
     def confines_device(self) -> bool:
         return self._before is not None
 
-    def start(self, config: ModelConfig, part: HostPart, device: torch.device) -> HostAttentionThread:
+    def start(
+        self, config: ModelConfig, part: HostPart, device: torch.device
+    ) -> HostAttentionThread:
         keys, values = part.blocks.unbind(1)
         return HostAttentionThread(
             config, keys.unbind(), values.unbind(), device, threads=self.threads, cores=self.cores
@@ -96,7 +104,8 @@ class HostProcessor:
 
 
 def _threads() -> list[int]:
-    """The system's numbers of this process's threads; empty where the system does not let threads be moved."""
+    """The system's numbers of this process's threads; empty where the system does not let threads
+    be moved."""
     return [int(entry.name) for entry in _THREADS.iterdir()] if _THREADS.is_dir() else []
 
 

@@ -1,7 +1,8 @@
 """The forward pass of a step in which the CPU attends for the sequences whose KV is in host memory.
 
-Their linear layers run on the device, together with the rows whose KV is there. They wait for their attention, which
-the CPU computes beside the steps (APEX, section 3.3) or in turn with the device (NEO).
+Their linear layers run on the device, together with the rows whose KV is there. They wait for their
+attention, which the CPU computes beside the steps (APEX, section 3.3) or in turn with the device
+(NEO).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.executor.compile.layer_runner import LayerRunner
-from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost, HostAttentionThread, HostTask
+from nanoserve.executor.cpu_attention.host_attention import (
+    HostAttentionLost,
+    HostAttentionThread,
+    HostTask,
+)
 from nanoserve.executor.step.forward_pass import LayerComputed
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Angles, Decoder, DecoderLayer
@@ -47,8 +52,10 @@ class HostGroup:
 
     step: int  # the plan in which they began
     rows: Sequence[Row]  # their rows in that plan, of one token each
-    batch: AttentionBatch  # where their keys and values are in host memory; its tensors are on the CPU
-    hidden: Tensor  # [n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual
+    # where their keys and values are in host memory; its tensors are on the CPU
+    batch: AttentionBatch
+    # [n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual
+    hidden: Tensor
     angles: Sequence[Angles]
     """RoPE angles at the rows' positions, for each kind of RoPE."""
     layer: int = 0  # the next one of this stage, counted from 0
@@ -81,37 +88,44 @@ class DeviceRows:
     """RoPE angles at the tokens' positions, for each kind of RoPE."""
     attention: PagedAttention
     computed: LayerComputed | None = None
-    """Called after each layer in which they have written their keys and values; None if nothing waits for that."""
+    """Called after each layer in which they have written their keys and values; None if nothing
+    waits for that."""
 
 
 class HybridPass:
-    """Walks over the layers of a stage with the rows of a step and with the host sequences that take part. `make_host`
-    starts the CPU's part; again when it has failed."""
+    """Walks over the layers of a stage with the rows of a step and with the host sequences that
+    take part. `make_host` starts the CPU's part; again when it has failed."""
 
-    def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttentionThread]) -> None:
-        self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
+    def __init__(
+        self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttentionThread]
+    ) -> None:
+        # groups whose attention the CPU was asked for, in this order
+        self.pending: list[HostGroup] = []
         self._layers = list(cast(Iterable[DecoderLayer], decoder.layers))
         self._first_layer = decoder.shard.layers.start
         self._make_host = make_host
         self._host = make_host()
         self._run_layer = layers
         self._loss: str | None = None
-        # An event in front of the newest attention: how far a GPU has come, which lags behind what is issued.
+        # An event in front of the newest attention: how far a GPU has come, which lags behind what
+        # is issued.
         self._mark = torch.cuda.Event() if decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    # ---- what is reported to the scheduler ---------------------------------------------------------------------------
+    # ---- what is reported to the scheduler -------------------------------------------------------
 
     @property
     def progress(self) -> tuple[CohortProgress, ...]:
         """How many of the model's layers are behind the groups that are under way."""
-        return tuple(CohortProgress(group.step, self._first_layer + group.layer) for group in self.pending)
+        return tuple(
+            CohortProgress(group.step, self._first_layer + group.layer) for group in self.pending
+        )
 
     def take_work(self) -> tuple[HostWork, ...]:
         return self._host.take_work()
 
     def take_loss(self) -> str | None:
-        """Why the CPU's part failed, if it did since the last call; then no group is under way any more. Call it in
-        every step, to notice a CPU that hangs."""
+        """Why the CPU's part failed, if it did since the last call; then no group is under way any
+        more. Call it in every step, to notice a CPU that hangs."""
         if self._loss is None and self.pending and self._host.problem is not None:
             self._lose(self._host.problem)
         loss, self._loss = self._loss, None
@@ -127,7 +141,8 @@ class HybridPass:
         self._host.close()
 
     def take(self, sequences: Sequence[int]) -> list[HostGroup]:
-        """Take some sequences out of the pending groups, as new groups. Sequences of another stage are skipped."""
+        """Take some sequences out of the pending groups, as new groups. Sequences of another stage
+        are skipped."""
         wanted, taken, left = set(sequences), list[HostGroup](), list[HostGroup]()
         for group in self.pending:
             chosen, others = [], []
@@ -146,20 +161,21 @@ class HybridPass:
         self.pending = left
         return taken
 
-    # ---- asynchronous overlap ---------------------------------------------------------------------------------
+    # ---- asynchronous overlap --------------------------------------------------------------------
 
     def overlap(
         self, device: DeviceRows | None, new_groups: Sequence[HostGroup]
     ) -> tuple[Tensor | None, list[HostGroup]]:
         """A step of Asynchronous Overlap (APEX, section 3.3).
 
-        A group whose attention in a layer is done when the step reaches that layer's second half joins it and the first
-        half of the next layer, whose attention is then the CPU's next task. Other groups try again in the next step:
-        the device waits only if it has nothing else to do. No group advances by more than a layer, so a token takes at
-        least L + 1 steps in a model of L layers: it enters layer 0 in one step, and ends layer L - 1 in the L-th after.
+        A group whose attention in a layer is done when the step reaches that layer's second half
+        joins it and the first half of the next layer, whose attention is then the CPU's next task.
+        Other groups try again in the next step: the device waits only if it has nothing else to do.
+        No group advances by more than a layer, so a token takes at least L + 1 steps in a model of
+        L layers: it enters layer 0 in one step, and ends layer L - 1 in the L-th after.
 
-        `new_groups` are at the first layer of this stage. Returns hidden states of the device's rows after the last
-        layer, [T, hidden_size], and the groups that passed it.
+        `new_groups` are at the first layer of this stage. Returns hidden states of the device's
+        rows after the last layer, [T, hidden_size], and the groups that passed it.
         """
         hidden = None
         if device is not None:
@@ -172,7 +188,9 @@ class HybridPass:
             if not groups and not candidates:
                 if device is not None:
                     assert hidden is not None
-                    hidden = self._run_layer(layer, hidden, *device.angles[layer.rope], device.attention)
+                    hidden = self._run_layer(
+                        layer, hidden, *device.angles[layer.rope], device.attention
+                    )
                     _mark(device, layer)
                 continue
             attended = self._first_half(layer, device, hidden, groups)
@@ -183,25 +201,30 @@ class HybridPass:
         return hidden, groups
 
     def _ready(self, groups: Sequence[HostGroup]) -> list[HostGroup]:
-        """The groups whose attention is done when the device reaches this point; none if the CPU's part failed."""
+        """The groups whose attention is done when the device reaches this point; none if the CPU's
+        part failed."""
         if self._mark is not None and groups:
             self._mark.synchronize()  # meanwhile the device attends
         try:
-            return [group for group in groups if group.pending is not None and group.pending.task.ready]
+            return [
+                group for group in groups if group.pending is not None and group.pending.task.ready
+            ]
         except HostAttentionLost as error:
             self._lose(str(error))
             return []
 
-    # ---- asymmetric pipelining --------------------------------------------------------------------------------
+    # ---- asymmetric pipelining -------------------------------------------------------------------
 
     def asymmetric(
         self, device: DeviceRows | None, first: Sequence[HostGroup], second: Sequence[HostGroup]
     ) -> tuple[Tensor | None, list[HostGroup]]:
-        """A step of Asymmetric Pipelining (NEO, arXiv:2411.01142, as APEX, section 2.3, describes it).
+        """A step of Asymmetric Pipelining (NEO, arXiv:2411.01142, as APEX, section 2.3, describes
+        it).
 
-        Two sub-batches alternate: while the CPU attends for one, the device computes the linear layers of the other.
-        Both end the stage. If the CPU's part fails, the device's rows, which belong to the first, end it alone. The
-        groups are at the first layer of the stage, or taken from those under way. Returns as `overlap`.
+        Two sub-batches alternate: while the CPU attends for one, the device computes the linear
+        layers of the other. Both end the stage. If the CPU's part fails, the device's rows, which
+        belong to the first, end it alone. The groups are at the first layer of the stage, or taken
+        from those under way. Returns as `overlap`.
         """
         hidden = None
         if device is not None:
@@ -225,20 +248,28 @@ class HybridPass:
         self._second_half(layer, None, None, done)
 
     def _done(self, halves: list[list[HostGroup]], number: int, layer: int) -> list[HostGroup]:
-        """Wait for the pending groups of a sub-batch in a layer; if that fails, both sub-batches lose all groups."""
-        groups = [group for group in halves[number] if group.layer == layer and group.pending is not None]
+        """Wait for the pending groups of a sub-batch in a layer; if that fails, both sub-batches
+        lose all groups."""
+        groups = [
+            group for group in halves[number] if group.layer == layer and group.pending is not None
+        ]
         if not self._wait(groups):
             halves[0], halves[1] = [], []
             return []
         return groups
 
-    # ---- halves of a layer ------------------------------------------------------------------------------------
+    # ---- halves of a layer -----------------------------------------------------------------------
 
     def _first_half(
-        self, layer: DecoderLayer, device: DeviceRows | None, hidden: Tensor | None, groups: Sequence[HostGroup]
+        self,
+        layer: DecoderLayer,
+        device: DeviceRows | None,
+        hidden: Tensor | None,
+        groups: Sequence[HostGroup],
     ) -> Tensor | None:
-        """Queries, keys and values of all rows; the groups' attention is handed to the CPU, then the device attends.
-        Returns the attention of the device's rows, [T, num_heads * head_dim]."""
+        """Queries, keys and values of all rows; the groups' attention is handed to the CPU, then
+        the device attends. Returns the attention of the device's rows, [T, num_heads *
+        head_dim]."""
         parts, own = _Joined(), slice(0, 0)
         if device is not None:
             assert hidden is not None
@@ -259,10 +290,14 @@ class HybridPass:
         return attended
 
     def _second_half(
-        self, layer: DecoderLayer, attended: Tensor | None, hidden: Tensor | None, groups: Sequence[HostGroup]
+        self,
+        layer: DecoderLayer,
+        attended: Tensor | None,
+        hidden: Tensor | None,
+        groups: Sequence[HostGroup],
     ) -> Tensor | None:
-        """Output and feed-forward part of all rows; the groups advance to the next layer. Returns the hidden states of
-        the device's rows."""
+        """Output and feed-forward part of all rows; the groups advance to the next layer. Returns
+        the hidden states of the device's rows."""
         parts, own = _Joined(), slice(0, 0)
         if attended is not None:
             assert hidden is not None
@@ -314,7 +349,8 @@ class _Joined:
     """Rows of several owners, one owner after another, for one run of a piece of a layer."""
 
     def __init__(self) -> None:
-        self._columns: list[list[Tensor]] = []  # for each argument of the piece, its rows of each owner
+        # for each argument of the piece, its rows of each owner
+        self._columns: list[list[Tensor]] = []
         self._end = 0
 
     @property
@@ -322,7 +358,8 @@ class _Joined:
         return not self._columns
 
     def add(self, *tensors: Tensor) -> slice:
-        """Append an owner's rows, one tensor for each argument; returns their place among all rows."""
+        """Append an owner's rows, one tensor for each argument; returns their place among all
+        rows."""
         if not self._columns:
             self._columns = [[] for _ in tensors]
         for column, tensor in zip(self._columns, tensors, strict=True):

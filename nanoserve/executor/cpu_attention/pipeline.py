@@ -1,7 +1,7 @@
 """WorkerCpuAttention: attention on the CPU in a stage of a pipeline.
 
-A header tells later stages which groups of host sequences follow a plan. The plan in which a group began says where its
-keys and values are.
+A header tells later stages which groups of host sequences follow a plan. The plan in which a group
+began says where its keys and values are.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import Tensor
 
-from nanoserve.executor.cpu_attention.cpu_attention import Beginning, CpuAttention, Halves, HybridForward
+from nanoserve.executor.cpu_attention.cpu_attention import (
+    Beginning,
+    CpuAttention,
+    Halves,
+    HybridForward,
+)
 from nanoserve.executor.cpu_attention.headers import Header, Leaving
 from nanoserve.scheduler.plan import StepResult
 
@@ -30,20 +35,29 @@ class WorkerCpuAttention(CpuAttention):
         self._worker = worker
 
     def expect(self, step: "PreparedStep", activations: "Activations") -> int:
-        """Wait for the header of the stage before, which says how many hidden states of host sequences come."""
+        """Wait for the header of the stage before, which says how many hidden states of host
+        sequences come."""
         if not isinstance(step.forward, HybridForward):
             return 0
         step.forward.arriving = activations.receive_header()
         return 0 if step.forward.arriving is None else step.forward.arriving.num_rows
 
-    def run(self, forward: HybridForward, intermediate_hidden_states: Tensor | None) -> Tensor | None:
-        """Run the layers with the groups that the header names, and make the header for the next stage."""
+    def run(
+        self, forward: HybridForward, intermediate_hidden_states: Tensor | None
+    ) -> Tensor | None:
+        """Run the layers with the groups that the header names, and make the header for the next
+        stage."""
         halves: Halves = [], []
         if forward.arriving is not None:
-            intermediate_hidden_states = self._arrive(forward, forward.arriving, intermediate_hidden_states, halves)
+            intermediate_hidden_states = self._arrive(
+                forward, forward.arriving, intermediate_hidden_states, halves
+            )
         hidden = self.advance(forward, intermediate_hidden_states, halves)
         before = forward.arriving or Header()
-        leaving = [Leaving(group.step, tuple(row.sequence for row in group.rows)) for group in forward.groups]
+        leaving = [
+            Leaving(group.step, tuple(row.sequence for row in group.rows))
+            for group in forward.groups
+        ]
         forward.leaving = Header(
             leaving=tuple(leaving),
             cohorts=before.cohorts + self.hybrid.progress,
@@ -67,7 +81,10 @@ class WorkerCpuAttention(CpuAttention):
             return result
         header = step.forward.leaving
         return msgspec.structs.replace(
-            result, host=msgspec.structs.replace(result.host, cohorts=header.cohorts, work=header.host_work)
+            result,
+            host=msgspec.structs.replace(
+                result.host, cohorts=header.cohorts, work=header.host_work
+            ),
         )
 
     def abandon(self) -> None:
@@ -76,16 +93,27 @@ class WorkerCpuAttention(CpuAttention):
         super().abandon()
 
     def _arrive(
-        self, forward: HybridForward, header: Header, intermediate_hidden_states: Tensor | None, halves: Halves
+        self,
+        forward: HybridForward,
+        header: Header,
+        intermediate_hidden_states: Tensor | None,
+        halves: Halves,
     ) -> Tensor | None:
-        """Put the groups that the header names into their sub-batches; returns the other hidden states."""
+        """Put the groups that the header names into their sub-batches; returns the other hidden
+        states."""
         for beginning in forward.beginning:
             if beginning is not None:
-                self._coming.update(dict.fromkeys((row.sequence for row in beginning.rows), beginning))
+                self._coming.update(
+                    dict.fromkeys((row.sequence for row in beginning.rows), beginning)
+                )
         if intermediate_hidden_states is None:
             return None
         # Sequences that the plan does not name are carried along.
-        sub_batches = {row.sequence: row.host.sub_batch for row in forward.step.plan.rows if row.host is not None}
+        sub_batches = {
+            row.sequence: row.host.sub_batch
+            for row in forward.step.plan.rows
+            if row.host is not None
+        }
         first = own = forward.step.num_tokens
         for named in header.leaving:
             end = first + len(named.sequences)

@@ -1,4 +1,5 @@
-"""DraftModel: a smaller model with the same tokenizer, or an EAGLE head, drafts one token after the other."""
+"""DraftModel: a smaller model with the same tokenizer, or an EAGLE head, drafts one token after the
+other."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -26,14 +27,15 @@ _MOST_AT_ONCE = 512
 
 
 class DraftModel:
-    """A Drafter (arXiv 2211.17192) whose KV cache has the model's blocks: what it keeps of a position is in the same
-    block and slot.
+    """A Drafter (arXiv 2211.17192) whose KV cache has the model's blocks: what it keeps of a
+    position is in the same block and slot.
 
-    It is lazy: it computes what it has not seen of a sequence when it is asked for draft tokens. It samples with the
-    noise that the model will be sampled with, but without penalties and grammars.
+    It is lazy: it computes what it has not seen of a sequence when it is asked for draft tokens. It
+    samples with the noise that the model will be sampled with, but without penalties and grammars.
 
-    An EAGLE head (2401.15077) is one into which pairs enter: at each position that feature and the token behind it. The
-    feature that it drafts stands in the cache of features until the model has computed that position.
+    An EAGLE head (2401.15077) is one into which pairs enter: at each position that feature and the
+    token behind it. The feature that it drafts stands in the cache of features until the model has
+    computed that position.
     """
 
     def __init__(
@@ -48,12 +50,17 @@ class DraftModel:
         """`features`: what the steps of the model keep for a `decoder` that is an EAGLE head."""
         device = decoder.device
         caches = make_caches(
-            decoder.config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device
+            decoder.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=decoder.dtype,
+            device=device,
         )
         self._decoder, self._forward = decoder.eval(), ForwardPass(decoder, caches, run_layer)
         self._inputs, self._staging = InputBuilder(block_size), Staging(device)
         self.features = features
-        self._shift = 0 if features is None else 1  # how far the token that enters at a position is ahead of it
+        # how far the token that enters at a position is ahead of it
+        self._shift = 0 if features is None else 1
 
     def draft(self, sequences: Sequence[DraftedSequence], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
@@ -72,7 +79,8 @@ class DraftModel:
         return drafts
 
     def _next_row(self, sequence: DraftedSequence, draft: list[int]) -> Row:
-        """Make a row of the tokens that are not in the cache yet. It samples if no token remains after it."""
+        """Make a row of the tokens that are not in the cache yet. It samples if no token remains
+        after it."""
         start, known = sequence.seen, len(sequence.tokens) - self._shift
         first = start + self._shift
         missing = tuple(sequence.tokens[first : first + _MOST_AT_ONCE])
@@ -94,7 +102,9 @@ class DraftModel:
             drafted = self._staging.add(self._slots_behind(rows, tables))
             self._staging.transfer()
             features = self.features.read(inputs.batch.slot_mapping)
-            inputs.intermediate_hidden_states = cast(EagleHead, self._decoder).pair(inputs.token_ids, features)
+            inputs.intermediate_hidden_states = cast(EagleHead, self._decoder).pair(
+                inputs.token_ids, features
+            )
             hidden = self._forward(inputs)[last_tokens]
             self.features.write(drafted, hidden)
         return sampled_tokens(self._decoder.compute_logits(hidden), settings)

@@ -29,15 +29,17 @@ class DraftedSequence:
 
 
 class Drafter(Protocol):
-    """Drafts tokens. What it drafts never changes an answer, only how many tokens a step answers."""
+    """Drafts tokens. What it drafts never changes an answer, only how many tokens a step
+    answers."""
 
     @property
     def features(self) -> FeatureCache | None:
-        """The pass that keeps the model's features for the drafter in every step; None if it needs none."""
+        """The pass that keeps the model's features for the drafter in every step; None if it needs
+        none."""
 
     def draft(self, sequences: Sequence[DraftedSequence], counts: Sequence[int]) -> list[list[int]]:
-        """Propose as many tokens to follow each sequence's as are asked for, or fewer. Raises any error;
-        FloatingPointError where its logits are not numbers."""
+        """Propose as many tokens to follow each sequence's as are asked for, or fewer. Raises any
+        error; FloatingPointError where its logits are not numbers."""
 
 
 def sampled_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:

@@ -35,7 +35,9 @@ class Drafting(Mechanism):
         """Have the runner's forward pass keep the features that the drafter reads."""
         self._runner = runner
         if self.drafter.features is not None:
-            runner.forward = FeaturePass(runner.decoder, runner.caches, runner.run_layer, self.drafter.features)
+            runner.forward = FeaturePass(
+                runner.decoder, runner.caches, runner.run_layer, self.drafter.features
+            )
 
     def prepare(self, step: "PreparedStep") -> None:
         """Follow the sequences that begin and end, and note which rows are sampled."""
@@ -67,15 +69,16 @@ class Drafting(Mechanism):
         self._sampled.clear()
 
     def follow(self, answers: tuple[Answer, ...], sampled: SampledSequences) -> tuple[Answer, ...]:
-        """The answers with the drafts that their rows ask for. A draft ends before what a grammar forbids. Once the
-        drafter has raised an error, which is told, nothing is drafted."""
+        """The answers with the drafts that their rows ask for. A draft ends before what a grammar
+        forbids. Once the drafter has raised an error, which is told, nothing is drafted."""
         asked = list[tuple[int, DraftedSequence, int]]()
         for place, answer in enumerate(answers):
             if answer.sequence not in sampled or not answer.tokens:
                 continue
             row, sequence = sampled[answer.sequence]
             sequence.tokens += answer.tokens
-            sequence.seen = min(sequence.seen, len(sequence.tokens) - 1)  # what is behind was drafted wrong
+            # what is behind was drafted wrong
+            sequence.seen = min(sequence.seen, len(sequence.tokens) - 1)
             if draft_of(row).propose and not answer.complete:
                 asked.append((place, sequence, draft_of(row).propose))
         if not asked or self.failed:
@@ -87,7 +90,9 @@ class Drafting(Mechanism):
                 drafts = self.drafter.draft(sequences, counts)
         except Exception as error:  # of any kind: decoding goes on without it
             self.failed, drafts = True, []
-            logging.getLogger("nanoserve").warning("nanoserve: nothing is drafted any more: %s", first_line(error))
+            logging.getLogger("nanoserve").warning(
+                "nanoserve: nothing is drafted any more: %s", first_line(error)
+            )
         followed = list(answers)
         for (place, sequence, _), draft in zip(asked, drafts, strict=False):
             grammar = sequence.sampling.grammar

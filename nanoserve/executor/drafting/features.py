@@ -11,10 +11,12 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 
 
 class FeatureCache:
-    """The decoder's features that a head proposes tokens from: a vector of each position, in the slot of its keys.
+    """The decoder's features that a head proposes tokens from: a vector of each position, in the
+    slot of its keys.
 
-    So features are found with a cached prefix, and what a wrong draft token left is overwritten. Blocks that come back
-    from host memory come without theirs: what is there instead makes draft tokens worse, and no answer.
+    So features are found with a cached prefix, and what a wrong draft token left is overwritten.
+    Blocks that come back from host memory come without theirs: what is there instead makes draft
+    tokens worse, and no answer.
     """
 
     def __init__(
@@ -28,8 +30,8 @@ class FeatureCache:
         layers: Sequence[int],
         fuse: Callable[[Tensor], Tensor],
     ) -> None:
-        """Vectors of this size: what `fuse` makes of the outputs of these layers side by side, [T, features] -> [T,
-        size]; without layers, of the final hidden states."""
+        """Vectors of this size: what `fuse` makes of the outputs of these layers side by side, [T,
+        features] -> [T, size]; without layers, of the final hidden states."""
         self.layers, self.fuse = layers, fuse
         with torch.inference_mode():
             # The last block is for padding. What was never written must be numbers.
@@ -50,13 +52,18 @@ class FeatureCache:
 
 
 class FeaturePass:
-    """A ForwardFunction: a ForwardPass that writes what the decoder computes of each token into a feature cache."""
+    """A ForwardFunction: a ForwardPass that writes what the decoder computes of each token into a
+    feature cache."""
 
-    def __init__(self, decoder: Decoder, caches: Caches, run_layer: LayerFunction, features: FeatureCache) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: Caches, run_layer: LayerFunction, features: FeatureCache
+    ) -> None:
         self._features = features
         self._run_layer = run_layer
         self._outputs = dict[int, Tensor]()  # of the layers that the features are made of
-        self._forward = ForwardPass(decoder, caches, self._run_and_keep if features.layers else run_layer)
+        self._forward = ForwardPass(
+            decoder, caches, self._run_and_keep if features.layers else run_layer
+        )
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         hidden = self._forward(inputs)

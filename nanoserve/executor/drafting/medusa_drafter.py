@@ -12,7 +12,8 @@ from nanoserve.models.draft_heads import MedusaHeads
 
 
 class MedusaDrafter:
-    """A Drafter (arXiv 2401.10774) without a cache of its own, and with as many draft tokens as heads."""
+    """A Drafter (arXiv 2401.10774) without a cache of its own, and with as many draft tokens as
+    heads."""
 
     def __init__(self, heads: MedusaHeads, features: FeatureCache, *, block_size: int) -> None:
         """`features`: the model's final hidden states."""

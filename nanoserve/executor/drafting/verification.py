@@ -1,4 +1,5 @@
-"""Verification: a row with draft tokens is sampled behind each, and answered by the longest run that is right."""
+"""Verification: a row with draft tokens is sampled behind each, and answered by the longest run
+that is right."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,11 @@ class VerifiedRows(SampledRows):
 
     @classmethod
     def stage(
-        cls, rows: Sequence[Row], ends: np.ndarray, states: Sequence[SamplingState], staging: Staging
+        cls,
+        rows: Sequence[Row],
+        ends: np.ndarray,
+        states: Sequence[SamplingState],
+        staging: Staging,
     ) -> "VerifiedRows | None":
         verified = list[VerifiedRow]()
         sequences, states_there = list[int](), list[SamplingState]()
@@ -70,7 +75,9 @@ class VerifiedRows(SampledRows):
                 last_tokens.append(end - 1 - draft_of(row).verify + count)
         if not verified:
             return None
-        staged = cls.at_positions(sequences, states_there, positions, np.array(last_tokens), staging)
+        staged = cls.at_positions(
+            sequences, states_there, positions, np.array(last_tokens), staging
+        )
         staged.rows = verified
         return staged
 
@@ -94,9 +101,12 @@ class VerifiedRows(SampledRows):
             first = end
 
 
-def _accept(row: VerifiedRow, tokens: Sequence[int], valid: Sequence[bool]) -> tuple[list[int], str | None]:
-    """Take the sampled tokens of a row up to the first that is not its draft token, and have its state note them.
-    Returns them, and the grammar's error, if there is one. An error behind a token is the next step's."""
+def _accept(
+    row: VerifiedRow, tokens: Sequence[int], valid: Sequence[bool]
+) -> tuple[list[int], str | None]:
+    """Take the sampled tokens of a row up to the first that is not its draft token, and have its
+    state note them. Returns them, and the grammar's error, if there is one. An error behind a token
+    is the next step's."""
     grammar = row.state.grammar
     taken = list[int]()
     for place, token in enumerate(tokens):

@@ -1,7 +1,8 @@
 """A GPU's KV blocks on their way to the host pool or back, through pinned memory for full speed.
 
-Two chunks of some blocks take turns: while the device fills or empties one on a stream of its own, beside the
-computing, the calling thread copies the other between pinned memory and the pool (Seesaw, section 5.2).
+Two chunks of some blocks take turns: while the device fills or empties one on a stream of its own,
+beside the computing, the calling thread copies the other between pinned memory and the pool
+(Seesaw, section 5.2).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,17 +15,20 @@ from torch import Tensor
 from triton_ops import gather_blocks, scatter_blocks
 
 CHUNK_BYTES = 256 * 1024
-"""Copied at a time, of one layer's keys or values: what was read is still in the processor's cache when written."""
+"""Copied at a time, of one layer's keys or values: what was read is still in the processor's cache
+when written."""
 
 BlockArrays = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Keys and values of each layer, [num_blocks, kv heads]; an element is what one head keeps of a block."""
+"""Keys and values of each layer, [num_blocks, kv heads]; an element is what one head keeps of a
+block."""
 
 
 def as_blocks(cache: Tensor) -> np.ndarray:
-    """[num_blocks, kv heads, block_size, head_dim] of any dtype -> [num_blocks, kv heads] of bytes; the same memory.
+    """[num_blocks, kv heads, block_size, head_dim] of any dtype -> [num_blocks, kv heads] of bytes;
+    the same memory.
 
-    numpy copies such elements whole, in the thread that asks for it and without the interpreter's lock; torch would
-    copy number by number, and start as many threads again as compute.
+    numpy copies such elements whole, in the thread that asks for it and without the interpreter's
+    lock; torch would copy number by number, and start as many threads again as compute.
     """
     num_blocks, heads, block_size, head_dim = cache.shape
     size = block_size * head_dim * cache.dtype.itemsize
@@ -33,12 +37,16 @@ def as_blocks(cache: Tensor) -> np.ndarray:
 
 
 def block_arrays(caches: Iterable[tuple[Tensor, Tensor] | Tensor]) -> BlockArrays:
-    """Arrays of each layer's keys and values: in pairs, or [layers, 2, num_blocks, kv heads, block_size, head_dim]."""
+    """Arrays of each layer's keys and values: in pairs, or [layers, 2, num_blocks, kv heads,
+    block_size, head_dim]."""
     return [(as_blocks(keys), as_blocks(values)) for keys, values in caches]
 
 
 def copy_blocks_between(
-    sources: BlockArrays, source_blocks: Sequence[int], targets: BlockArrays, target_blocks: Sequence[int]
+    sources: BlockArrays,
+    source_blocks: Sequence[int],
+    targets: BlockArrays,
+    target_blocks: Sequence[int],
 ) -> None:
     """Copy blocks to blocks, pairwise, in every layer; no target block may appear twice."""
     reads = np.array(source_blocks, np.intp)
@@ -53,11 +61,12 @@ def copy_blocks_between(
 
 
 STAGING_BYTES = 8 * 2**20
-"""Size of a chunk, on the device and again in pinned memory: enough for the full speed of the link between them."""
+"""Size of a chunk, on the device and again in pinned memory: enough for the full speed of the link
+between them."""
 
 Ready = Iterable[tuple[slice, "torch.cuda.Event | None"]]
-"""Layers whose blocks may be read, in turn, each with what the device must have passed before that. Taking the next one
-may wait."""
+"""Layers whose blocks may be read, in turn, each with what the device must have passed before that.
+Taking the next one may wait."""
 
 
 def staging_memory(block_bytes: int) -> int:
@@ -66,9 +75,12 @@ def staging_memory(block_bytes: int) -> int:
 
 
 class _Chunk:
-    """Room for some blocks on the device and in pinned memory: of all layers, or for more of them of fewer layers."""
+    """Room for some blocks on the device and in pinned memory: of all layers, or for more of them
+    of fewer layers."""
 
-    def __init__(self, num_blocks: int, block_shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_blocks: int, block_shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._block_shape = block_shape
         size = num_blocks * block_shape.numel()
         self._device = torch.empty(size, dtype=dtype, device=device)
@@ -77,16 +89,17 @@ class _Chunk:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def views(self, num_layers: int, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Views of both memories, [num_layers, 2, num_blocks, kv heads, block_size, head_dim], each in one piece."""
+        """Views of both memories, [num_layers, 2, num_blocks, kv heads, block_size, head_dim], each
+        in one piece."""
         _, two, *block = self._block_shape
         shape = torch.Size((num_layers, two, num_blocks, *block))
         return self._device[: shape.numel()].view(shape), self._pinned[: shape.numel()].view(shape)
 
 
 class GpuStaging:
-    """One direction's way of one layout's blocks; for one thread. The caches are one tensor per layer,
-    [num_device_blocks, kv heads, block_size, head_dim]; `shape` is a block's, (layers, 2, kv heads, block_size,
-    head_dim)."""
+    """One direction's way of one layout's blocks; for one thread. The caches are one tensor per
+    layer, [num_device_blocks, kv heads, block_size, head_dim]; `shape` is a block's, (layers, 2, kv
+    heads, block_size, head_dim)."""
 
     def __init__(
         self,
@@ -103,8 +116,15 @@ class GpuStaging:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._chunks = [_Chunk(self._blocks_per_chunk, shape, dtype, device) for _ in range(2)]
 
-    def out(self, device_blocks: Sequence[int], pool: BlockArrays, host_blocks: Sequence[int], ready: Ready) -> None:
-        """Copy out: the device fills a chunk while this thread empties the one before into the pool."""
+    def out(
+        self,
+        device_blocks: Sequence[int],
+        pool: BlockArrays,
+        host_blocks: Sequence[int],
+        ready: Ready,
+    ) -> None:
+        """Copy out: the device fills a chunk while this thread empties the one before into the
+        pool."""
         filled: tuple[_Chunk, Sequence[int], BlockArrays] | None = None
         chunks = cycle(self._chunks)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -132,8 +152,8 @@ class GpuStaging:
         host_blocks: Sequence[int],
         after: "torch.cuda.Event | None",
     ) -> None:
-        """Copy in: this thread fills a chunk from the pool while the device empties the one before into its caches.
-        The device must have passed `after` before it writes."""
+        """Copy in: this thread fills a chunk from the pool while the device empties the one before
+        into its caches. The device must have passed `after` before it writes."""
         chunks = cycle(self._chunks)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if after is not None:

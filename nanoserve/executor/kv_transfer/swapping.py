@@ -1,8 +1,9 @@
 """Swaps KV blocks between a device's cache and the host pool, beside the computing.
 
-Each direction has a thread, so that blocks come in while others still go out. On the CPU a block is copied straight
-from cache to pool or back. On a GPU it passes through staging, see `gpu_staging`. Blocks that a step fills and that
-leave the device at once go out layer by layer, while later layers are computed.
+Each direction has a thread, so that blocks come in while others still go out. On the CPU a block is
+copied straight from cache to pool or back. On a GPU it passes through staging, see `gpu_staging`.
+Blocks that a step fills and that leave the device at once go out layer by layer, while later layers
+are computed.
 """
 
 import threading
@@ -14,13 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.executor.kv_transfer.gpu_staging import BlockArrays, GpuStaging, Ready, block_arrays, copy_blocks_between
+from nanoserve.executor.kv_transfer.gpu_staging import (
+    BlockArrays,
+    GpuStaging,
+    Ready,
+    block_arrays,
+    copy_blocks_between,
+)
 from nanoserve.executor.kv_transfer.host_pool import HostPart
 from nanoserve.scheduler.optional import Swap
 
 
 class LayerMarks:
-    """One thread computes a step and says which layers are `computed`; another waits for them, one by one."""
+    """One thread computes a step and says which layers are `computed`; another waits for them, one
+    by one."""
 
     def __init__(self, issued: Callable[[], "torch.cuda.Event | None"]) -> None:
         self._issued = issued
@@ -41,8 +49,8 @@ class LayerMarks:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> "torch.cuda.Event | None":
-        """Wait until that layer is computed. Returns the event that a GPU must have passed before its blocks are read;
-        raises RuntimeError if the step was given up."""
+        """Wait until that layer is computed. Returns the event that a GPU must have passed before
+        its blocks are read; raises RuntimeError if the step was given up."""
         with self._changed:
             self._changed.wait_for(lambda: layer in self._marks or self._given_up)
             if layer not in self._marks:
@@ -53,8 +61,9 @@ class LayerMarks:
 class BlockMover:
     """Moves blocks between one layout's KV caches on a device and a worker's part of the host pool.
 
-    `out` and `into` may run at the same time, each in one thread. The caches are one tensor per layer,
-    [num_device_blocks, kv heads, block_size, head_dim]. Raises ValueError if they do not fit the part.
+    `out` and `into` may run at the same time, each in one thread. The caches are one tensor per
+    layer, [num_device_blocks, kv heads, block_size, head_dim]. Raises ValueError if they do not fit
+    the part.
     """
 
     def __init__(
@@ -65,10 +74,15 @@ class BlockMover:
         device: torch.device,
         last_layers: Sequence[int] | None = None,
     ) -> None:
-        """`last_layers`: of each tensor, the last layer that writes to it, if layers of several groups do."""
+        """`last_layers`: of each tensor, the last layer that writes to it, if layers of several
+        groups do."""
         layers, _, _, *block = part.blocks.shape
-        if len(key_caches) != layers or any(list(keys.shape[1:]) != block for keys in (*key_caches, *value_caches)):
-            raise ValueError(f"a part of {layers} layers and blocks of {block} does not fit the caches")
+        if len(key_caches) != layers or any(
+            list(keys.shape[1:]) != block for keys in (*key_caches, *value_caches)
+        ):
+            raise ValueError(
+                f"a part of {layers} layers and blocks of {block} does not fit the caches"
+            )
         self._writes = part.writes
         self._last_layers = last_layers or range(layers)
         self._block_bytes = part.blocks[:, :, 0].nbytes
@@ -83,7 +97,8 @@ class BlockMover:
             self._caches = block_arrays(zip(key_caches, value_caches, strict=True))
 
     def issued(self) -> "torch.cuda.Event | None":
-        """An event behind all work issued so far; None on the CPU, whose work is done when it is issued."""
+        """An event behind all work issued so far; None on the CPU, whose work is done when it is
+        issued."""
         if self._device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -97,23 +112,32 @@ class BlockMover:
         after: "torch.cuda.Event | None" = None,
         marks: LayerMarks | None = None,
     ) -> int:
-        """Copy device blocks into host blocks, pairwise, and return the bytes moved: none where another rank writes the
-        same heads. The device must have passed `after` before it reads. With the marks of a step that fills the blocks,
-        each layer is copied as soon as it is computed; raises RuntimeError if the step is given up before."""
+        """Copy device blocks into host blocks, pairwise, and return the bytes moved: none where
+        another rank writes the same heads. The device must have passed `after` before it reads.
+        With the marks of a step that fills the blocks, each layer is copied as soon as it is
+        computed; raises RuntimeError if the step is given up before."""
         if not self._writes:
             return 0
         ready: Ready = [(slice(None), after)]
         if marks is not None:
-            ready = ((slice(place, place + 1), marks.wait(layer)) for place, layer in enumerate(self._last_layers))
+            ready = (
+                (slice(place, place + 1), marks.wait(layer))
+                for place, layer in enumerate(self._last_layers)
+            )
         if self._device.type == "cuda":
             self._leaving.out(device_blocks, self._pool, host_blocks, ready)
         else:
             for layers, _ in ready:
-                copy_blocks_between(self._caches[layers], device_blocks, self._pool[layers], host_blocks)
+                copy_blocks_between(
+                    self._caches[layers], device_blocks, self._pool[layers], host_blocks
+                )
         return len(device_blocks) * self._block_bytes
 
     def into(
-        self, device_blocks: Sequence[int], host_blocks: Sequence[int], after: "torch.cuda.Event | None" = None
+        self,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        after: "torch.cuda.Event | None" = None,
     ) -> int:
         """Copy host blocks into device blocks, which every rank does; as `out`."""
         if self._device.type == "cuda":
@@ -124,7 +148,8 @@ class BlockMover:
 
 
 class _Job(NamedTuple):
-    """Swaps of one direction that are carried out together, as `BlockMover.out` and `into` take them."""
+    """Swaps of one direction that are carried out together, as `BlockMover.out` and `into` take
+    them."""
 
     swaps: Sequence[Swap]
     mover: BlockMover
@@ -135,15 +160,20 @@ class _Job(NamedTuple):
 class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
 
-    They call `done` with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds), and
-    `failed` with the error of each swap that failed; the others go on.
+    They call `done` with each swap that is done, the bytes moved, and when it began and ended
+    (monotonic seconds), and `failed` with the error of each swap that failed; the others go on.
     """
 
     def __init__(
-        self, done: Callable[[Swap, int, float, float], None], failed: Callable[[BaseException], None]
+        self,
+        done: Callable[[Swap, int, float, float], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._done, self._failed = done, failed
-        self._jobs: dict[str, SimpleQueue[_Job | None]] = {"out": SimpleQueue(), "in": SimpleQueue()}
+        self._jobs: dict[str, SimpleQueue[_Job | None]] = {
+            "out": SimpleQueue(),
+            "in": SimpleQueue(),
+        }
         self._threads = [
             threading.Thread(target=self._run, args=(jobs,), name=f"swap-{direction}", daemon=True)
             for direction, jobs in self._jobs.items()
@@ -152,11 +182,12 @@ class Swapper:
             thread.start()
 
     def begin(self, swaps: Sequence[Swap], mover: BlockMover) -> LayerMarks | None:
-        """Have a plan's swaps carried out, behind all work issued before; returns at once. Call it in the thread that
-        runs the plans, in their order.
+        """Have a plan's swaps carried out, behind all work issued before; returns at once. Call it
+        in the thread that runs the plans, in their order.
 
-        If swaps follow the rows of the plan's step, returns marks to set as its layers are computed, or to give up with
-        the step: these swaps, and later ones that go out, wait for them.
+        If swaps follow the rows of the plan's step, returns marks to set as its layers are
+        computed, or to give up with the step: these swaps, and later ones that go out, wait for
+        them.
         """
         after = mover.issued()
         behind_rows = [swap for swap in swaps if swap.after_row]
@@ -213,8 +244,9 @@ class LocalSwaps(Swapper):
         return marks
 
     def take_done(self, until: float | None) -> tuple[int, ...]:
-        """Ids of swaps that are done since the last call. Waits for the first at most to that monotonic time, or as
-        long as it takes; with none under way, not at all. Raises the error of one that failed."""
+        """Ids of swaps that are done since the last call. Waits for the first at most to that
+        monotonic time, or as long as it takes; with none under way, not at all. Raises the error of
+        one that failed."""
         done: list[int] = []
         while self._under_way:
             timeout: float | None = None
@@ -233,8 +265,8 @@ class LocalSwaps(Swapper):
         return tuple(done)
 
     def abandon(self) -> None:
-        """Wait for the swaps under way and drop their ids, because their blocks may be used again. Give up a step whose
-        layers are waited for."""
+        """Wait for the swaps under way and drop their ids, because their blocks may be used again.
+        Give up a step whose layers are waited for."""
         self._give_up_step()
         while self._under_way:
             self._ended.get()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class KvTransfer(Mechanism):
-    """Swaps KV blocks between the cache of a runner and its part of the host pool, with the threads of a Swapper."""
+    """Swaps KV blocks between the cache of a runner and its part of the host pool, with the threads
+    of a Swapper."""
 
     swapper: Swapper | None = None
 
@@ -42,8 +43,9 @@ class KvTransfer(Mechanism):
         )
 
     def begin(self, step: "PreparedStep") -> None:
-        """Have the plan's swaps carried out, behind all work issued so far. Where some follow the step's rows, they
-        follow its layers one by one. Raises RuntimeError if a swap follows a row and the step has none."""
+        """Have the plan's swaps carried out, behind all work issued so far. Where some follow the
+        step's rows, they follow its layers one by one. Raises RuntimeError if a swap follows a row
+        and the step has none."""
         swaps = step.plan.host.swaps
         if not swaps:
             return
@@ -66,7 +68,9 @@ class LocalKvTransfer(KvTransfer):
         swapped = self._take_done(time.monotonic())
         if not swapped:
             return result
-        return msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, swapped=swapped))
+        return msgspec.structs.replace(
+            result, host=msgspec.structs.replace(result.host, swapped=swapped)
+        )
 
     def wait(self, until: float | None) -> StepResult | None:
         swapped = self._take_done(until)
@@ -89,7 +93,9 @@ class WorkerKvTransfer(KvTransfer):
     def connect(self, worker: "Worker") -> None:
         def report(swap: Swap, num_bytes: int, began: float, ended: float) -> None:
             worker.report_moved(
-                SwapTimes(swap.swap, worker.rank, swap.direction, num_bytes, began, ended, swap.after_row)
+                SwapTimes(
+                    swap.swap, worker.rank, swap.direction, num_bytes, began, ended, swap.after_row
+                )
             )
 
         self.swapper = Swapper(report, worker.fail)

@@ -1,4 +1,5 @@
-"""measure_layouts: the profile of a number of worker processes, kept by an earlier call or measured now."""
+"""measure_layouts: the profile of a number of worker processes, kept by an earlier call or measured
+now."""
 
 import os
 import time
@@ -30,7 +31,8 @@ from nanoserve.utils.threads import processor_name_and_flags
 
 _CONTEXT, _STEPS = 16, 10  # of the scheduler that is timed
 _MESSAGES = 10
-_SETTINGS = ("dtype", "quantization", "block_size", "eager", "batch_invariant")  # that steps depend on
+# that steps depend on
+_SETTINGS = ("dtype", "quantization", "block_size", "eager", "batch_invariant")
 
 
 def measure_layouts(
@@ -41,32 +43,41 @@ def measure_layouts(
     *,
     anew: bool = False,
 ) -> LayoutProfile:
-    """Measure every layout of `devices` workers on the CPU, or read an earlier measurement from the user's cache.
-    Measuring takes about 10 seconds, in workers of its own, before anything else is loaded.
+    """Measure every layout of `devices` workers on the CPU, or read an earlier measurement from the
+    user's cache. Measuring takes about 10 seconds, in workers of its own, before anything else is
+    loaded.
 
-    The cache is neither read nor written if `anew`, nor under torchrun, whose link has no name. A measurement is not
-    kept if layers or operators were not compiled yet, or if other programs disturbed it. The config's layouts and
-    policy do not matter. Raises UsageError for a GPU, and what starting workers raises.
+    The cache is neither read nor written if `anew`, nor under torchrun, whose link has no name. A
+    measurement is not kept if layers or operators were not compiled yet, or if other programs
+    disturbed it. The config's layouts and policy do not matter. Raises UsageError for a GPU, and
+    what starting workers raises.
     """
     if config.device != "cpu":
-        raise UsageError(f"layouts are measured on the CPU, not on {config.device}: choose --device cpu")
+        raise UsageError(
+            f"layouts are measured on the CPU, not on {config.device}: choose --device cpu"
+        )
     config, model, path = _kept(resolved, config, devices)
     measure = partial(_measured, resolved, config, model)
     path = None if anew else path
-    return kept_or_measured(LayoutProfile, path, measure, progress, lambda found: found.built and found.steady)
+    return kept_or_measured(
+        LayoutProfile, path, measure, progress, lambda found: found.built and found.steady
+    )
 
 
 def kept_layouts(resolved: ResolvedModel, config: EngineConfig) -> LayoutProfile | None:
-    """Read the measurement that `measure_layouts` kept for as many workers; None if there is none."""
+    """Read the measurement that `measure_layouts` kept for as many workers; None if there is
+    none."""
     path = _kept(resolved, config, config.num_workers)[-1] if config.device == "cpu" else None
     with suppress(UsageError):  # it is not there, or damaged
         return None if path is None else read_profile(path, LayoutProfile)
     return None
 
 
-def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[EngineConfig, ModelConfig, Path | None]:
-    """Return the settings that matter to the measurement, the model's config, and the file that keeps the result; the
-    file is None under torchrun."""
+def _kept(
+    resolved: ResolvedModel, config: EngineConfig, devices: int
+) -> tuple[EngineConfig, ModelConfig, Path | None]:
+    """Return the settings that matter to the measurement, the model's config, and the file that
+    keeps the result; the file is None under torchrun."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     config = EngineConfig(**settings, pipeline_parallel=devices)
     model = read_config(resolved, config.quantization)
@@ -79,7 +90,9 @@ def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[
 
 def _measured(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig) -> LayoutProfile:
     last = config.num_workers - 1
-    group = WorkerGroup(WorkerStart(model=resolved, config=config, measures=True), model, host_blocks=0)
+    group = WorkerGroup(
+        WorkerStart(model=resolved, config=config, measures=True), model, host_blocks=0
+    )
 
     def heard() -> Iterator[FromWorker]:
         while True:
@@ -93,7 +106,9 @@ def _measured(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig)
         return time.perf_counter() - began
 
     try:
-        ready = (message for message in heard() if isinstance(message, Ready) and message.rank == last)
+        ready = (
+            message for message in heard() if isinstance(message, Ready) and message.rank == last
+        )
         profile = next(message.layouts for message in ready if message.layouts is not None)
         beside = [
             median(message_seconds(rows) for _ in range(_MESSAGES))

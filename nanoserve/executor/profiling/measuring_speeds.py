@@ -14,17 +14,21 @@ from nanoserve.models.decoder import SINGLE_RANK, TensorParallelGroup
 from triton_ops import project
 from triton_ops.cpu import cpu_operators
 
-_LOOKS = 3  # repeats of each measurement. The best counts, because other programs disturb for a moment
+# repeats of each measurement. The best counts, because other programs disturb for a moment
+_LOOKS = 3
 _LOOK_SECONDS = 0.02
-"""The least duration of a repeat: several time slices of the system's scheduler, where workers share cores."""
-_WEIGHT_BYTES = 2**26  # more than the caches near a core, or of a GPU, hold: weights come from memory in every step
+"""The least duration of a repeat: several time slices of the system's scheduler, where workers
+share cores."""
+# more than the caches near a core, or of a GPU, hold: weights come from memory in every step
+_WEIGHT_BYTES = 2**26
 _COPIED_BYTES = 2**25
 _PIECES = 8
-"""Pieces that weights and copies are divided into. They take turns, so that a repeat can end after any of them."""
+"""Pieces that weights and copies are divided into. They take turns, so that a repeat can end after
+any of them."""
 _DEPTH = 1024
 _SMALL_BATCH = 8
-"""Rows of the product that measures reading weights: a small batch. On a CPU torch reads weights several times as
-fast for one row, and about as fast as here for up to thirty."""
+"""Rows of the product that measures reading weights: a small batch. On a CPU torch reads weights
+several times as fast for one row, and about as fast as here for up to thirty."""
 _MANY_ROWS = 512
 _MESSAGES = 16
 _PASSES = 2
@@ -35,10 +39,14 @@ _LONG_SECONDS = 0.01
 
 @torch.inference_mode()
 def measure_speeds(
-    device: torch.device, dtype: torch.dtype, group: TensorParallelGroup = SINGLE_RANK, workers: int = 1
+    device: torch.device,
+    dtype: torch.dtype,
+    group: TensorParallelGroup = SINGLE_RANK,
+    workers: int = 1,
 ) -> MachineSpeeds:
-    """Measure together with all workers of the group, which call this at the same time and get the same result. Workers
-    that share a processor count as reaching equal shares of what all reach together.
+    """Measure together with all workers of the group, which call this at the same time and get the
+    same result. Workers that share a processor count as reaching equal shares of what all reach
+    together.
 
     The call takes 128 MiB: 64 of weights in this dtype on the device, 64 for copies.
     """
@@ -46,7 +54,9 @@ def measure_speeds(
         cpu_operators().load()
     together = _Together(device, group, workers)
     latency, bandwidth = _link(together) if workers > 1 else (0.0, math.inf)
-    weight_bandwidth, flops, host_link = together.mean(*_products(together, dtype), _host_link(together))
+    weight_bandwidth, flops, host_link = together.mean(
+        *_products(together, dtype), _host_link(together)
+    )
     return MachineSpeeds(
         memory_bandwidth=weight_bandwidth,
         flops=flops,
@@ -65,7 +75,8 @@ class _Together:
         self._now = Stopwatch(device).now
 
     def seconds(self, action: Callable[[], object]) -> float:
-        """Seconds of one action after a first, unmeasured one: the mean over a repeat, the best of a few repeats."""
+        """Seconds of one action after a first, unmeasured one: the mean over a repeat, the best of
+        a few repeats."""
         action()
         self._meet()
         best = math.inf
@@ -78,7 +89,8 @@ class _Together:
         return best
 
     def all_reduce_seconds(self, tensor: Tensor, passes: int) -> float:
-        """Seconds of one all-reduce out of `passes`, which end together. All workers get the same number."""
+        """Seconds of one all-reduce out of `passes`, which end together. All workers get the same
+        number."""
         self._group.all_reduce(tensor)
         self._meet()
         began = self._now()
@@ -98,8 +110,13 @@ class _Together:
 
 def _products(together: _Together, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes of weights per second with a small batch, operations per second with many rows."""
-    weights = torch.ones(_WEIGHT_BYTES // (_DEPTH * dtype.itemsize), _DEPTH, dtype=dtype, device=together.device)
-    few, many = (torch.ones(rows, _DEPTH, dtype=dtype, device=together.device) for rows in (_SMALL_BATCH, _MANY_ROWS))
+    weights = torch.ones(
+        _WEIGHT_BYTES // (_DEPTH * dtype.itemsize), _DEPTH, dtype=dtype, device=together.device
+    )
+    few, many = (
+        torch.ones(rows, _DEPTH, dtype=dtype, device=together.device)
+        for rows in (_SMALL_BATCH, _MANY_ROWS)
+    )
     pieces = cycle(weights.chunk(_PIECES))
     reading = together.seconds(lambda: project(few, next(pieces)))
     square = weights[:_DEPTH]
@@ -120,12 +137,15 @@ def _host_link(together: _Together) -> float:
             target, source = source, target
         target.copy_(source, non_blocking=True)
 
-    slowest = max(together.seconds(partial(copy, out=out)) for out in ((False, True) if on_gpu else (False,)))
+    slowest = max(
+        together.seconds(partial(copy, out=out)) for out in ((False, True) if on_gpu else (False,))
+    )
     return host.nbytes / _PIECES / slowest
 
 
 def _link(together: _Together) -> tuple[float, float]:
-    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Link)."""
+    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce
+    (Link)."""
     workers = together.workers
     small = together.all_reduce_seconds(torch.ones(1, device=together.device), _MESSAGES)
     size, seconds = _FIRST_BYTES, 0.0
@@ -134,4 +154,6 @@ def _link(together: _Together) -> tuple[float, float]:
         seconds = together.all_reduce_seconds(numbers, _PASSES)
         size *= 4
     moved = 2 * (workers - 1) / workers * numbers.nbytes
-    return small / (2 * (workers - 1).bit_length()), moved / max(seconds - small, seconds / _MESSAGES)
+    return small / (2 * (workers - 1).bit_length()), moved / max(
+        seconds - small, seconds / _MESSAGES
+    )

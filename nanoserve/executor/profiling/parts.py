@@ -1,4 +1,5 @@
-"""Probes for all parts of a step, samples taken round by round, and curves made of them (as APEX's profiler)."""
+"""Probes for all parts of a step, samples taken round by round, and curves made of them (as APEX's
+profiler)."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,17 +47,23 @@ class Effort:
 
     seconds: float  # time for all samples, the warm-up included
     fewest_rounds: int
-    most_rounds: int  # both hold whatever rounds take. A point that no round reaches keeps its warm-up's sample
+    # both hold whatever rounds take. A point that no round reaches keeps its warm-up's sample
+    most_rounds: int
     longest_sample: float  # seconds. If a size takes longer, larger ones are not measured
-    repeat_seconds: float = 0.0  # faster points are sampled a few times in a round, until this much time has passed
+    # faster points are sampled a few times in a round, until this much time has passed
+    repeat_seconds: float = 0.0
 
 
 def take_rounds(
-    probes: Probes, announce: Callable[[str], None], effort: Effort, clock: Callable[[], float] = time.perf_counter
+    probes: Probes,
+    announce: Callable[[str], None],
+    effort: Effort,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
-    The first call of each probe is a warm-up, which does not count unless there is no time for a second. Workers that
-    measure together agree on a ``clock``, and with it on what is sampled next."""
+    """Sample every point once a round, so that a busy moment spoils one sample of many points and
+    no point as a whole. The first call of each probe is a warm-up, which does not count unless
+    there is no time for a second. Workers that measure together agree on a ``clock``, and with it
+    on what is sampled next."""
     announce("warming up ...")
     began = clock()
     first: dict[tuple[str, Point], float] = {}
@@ -90,8 +97,11 @@ def _repeated(probe: Probe, seconds: float, clock: Callable[[], float]) -> list[
     return samples
 
 
-def _within_reason(points: Mapping[Point, Probe], longest: float, clock: Callable[[], float]) -> dict[Point, float]:
-    """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
+def _within_reason(
+    points: Mapping[Point, Probe], longest: float, clock: Callable[[], float]
+) -> dict[Point, float]:
+    """Warm up. A curve ends at the first size that takes too long; its last line is
+    extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
         began = clock()
@@ -110,11 +120,14 @@ def curve_of(samples: Sampled) -> MeasuredCurve:
         low.append(quartiles.low)
         seconds.append(quartiles.median)
         high.append(quartiles.high)
-    return MeasuredCurve(sizes=tuple(sizes), seconds=tuple(seconds), low=tuple(low), high=tuple(high))
+    return MeasuredCurve(
+        sizes=tuple(sizes), seconds=tuple(seconds), low=tuple(low), high=tuple(high)
+    )
 
 
 def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
-    """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
+    """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts:
+    it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
     times = {}
@@ -133,7 +146,9 @@ def grid_of(samples: Sampled) -> MeasuredGrid:
         low.append(tuple(quartiles.low for quartiles in row))
         seconds.append(tuple(quartiles.median for quartiles in row))
         high.append(tuple(quartiles.high for quartiles in row))
-    return MeasuredGrid(batches=batches, contexts=contexts, seconds=tuple(seconds), low=tuple(low), high=tuple(high))
+    return MeasuredGrid(
+        batches=batches, contexts=contexts, seconds=tuple(seconds), low=tuple(low), high=tuple(high)
+    )
 
 
 class _Quartiles(NamedTuple):
@@ -155,14 +170,17 @@ class ProfileSizes:
     tokens: tuple[int, ...]  # of a step, for its layers
     prompts: tuple[int, ...]  # of one prompt, for its attention
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]  # sequences, and keys of each, for decode attention on the device and in host memory
+    # sequences, and keys of each, for decode attention on the device and in host memory
+    contexts: tuple[int, ...]
     rows: tuple[int, ...]  # rows of a step, for its inputs, logits and scheduling
     copies: tuple[int, ...]  # bytes of copies between device and host memory
-    kv_bytes: int  # bytes of keys and values that attention is timed over, on the device and in host memory each
+    # bytes of keys and values that attention is timed over, on the device and in host memory each
+    kv_bytes: int
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, context: int) -> "ProfileSizes":
-        """The sizes that an engine with this context reaches, with the KV cache of its runner, and its largest batch
-        within ``kv_bytes``. Raises UsageError if it does not allow two of each."""
+        """The sizes that an engine with this context reaches, with the KV cache of its runner, and
+        its largest batch within ``kv_bytes``. Raises UsageError if it does not allow two of
+        each."""
         blocks = len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
         step_rows = min(config.max_num_seqs, blocks, step_tokens)
@@ -207,7 +225,8 @@ def kv_regions(steps: StepTimer, sizes: ProfileSizes, device: torch.device) -> K
 
 
 def device_probes(steps: StepTimer, sizes: ProfileSizes) -> dict[str, Mapping[Point, Probe]]:
-    """Probes for what a device does in a step; of the steps' runner only the KV cache's content changes."""
+    """Probes for what a device does in a step; of the steps' runner only the KV cache's content
+    changes."""
     regions = kv_regions(steps, sizes, steps.runner.device)
     attention = partial(attention_seconds, steps.runner.config, regions)
 
@@ -234,7 +253,8 @@ def device_probes(steps: StepTimer, sizes: ProfileSizes) -> dict[str, Mapping[Po
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Mapping[Point, Probe]]]:
-    """``device_probes`` for an idle runner, and probes for attention in host memory and for copies."""
+    """``device_probes`` for an idle runner, and probes for attention in host memory and for
+    copies."""
     cpu = torch.device("cpu")
     steps = StepTimer(runner, block_size=block_size)
     shares_memory = processor.confines_device
@@ -242,7 +262,9 @@ def open_probes(
     if shares_memory:
         keep_busy = linear_pieces(runner.decoder)
     on_host = kv_regions(steps, sizes, cpu)
-    host = HostAttentionTimer(runner.config, on_host, processor, device=runner.device, keep_busy=keep_busy)
+    host = HostAttentionTimer(
+        runner.config, on_host, processor, device=runner.device, keep_busy=keep_busy
+    )
 
     def exchange(batch: int) -> float:
         return host.seconds(batch, 1)
@@ -263,9 +285,16 @@ def open_probes(
 
 
 def profile_of(
-    found: Samples, runner: ModelRunner, processor: HostProcessor, *, block_size: int, settings: Any, **fields: Any
+    found: Samples,
+    runner: ModelRunner,
+    processor: HostProcessor,
+    *,
+    block_size: int,
+    settings: Any,
+    **fields: Any,
 ) -> Profile:
-    """A profile without factors, from samples of these parts. Call it from the thread that computes."""
+    """A profile without factors, from samples of these parts. Call it from the thread that
+    computes."""
     first_copies = next(iter(found["copy"].values()))
     measured = {"host_threads": processor.threads, "rounds": len(first_copies)}
     rows = [number for (number,) in found["head"]]
@@ -291,7 +320,8 @@ def profile_of(
 
 
 def _scheduling(decoder: Decoder, rows: Iterable[int]) -> Sampled:
-    """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
+    """Seconds of scheduling a step between two passes through the layers: much of a small model's
+    step."""
     compute_piece = linear_pieces(decoder)
 
     def compute() -> None:
@@ -300,14 +330,17 @@ def _scheduling(decoder: Decoder, rows: Iterable[int]) -> Sampled:
 
     found: dict[Point, list[float]] = {}
     for number in rows:
-        steps = measure_scheduler(number, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
+        steps = measure_scheduler(
+            number, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute
+        )
         found[number,] = [sum(parts) for parts in steps]
     return found
 
 
 def beside_host(found: Samples, most: float) -> float:
-    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory. A
-    factor above ``most``, threads of both over those of the device, comes from other programs."""
+    """The factor by which the device slows down while the host attends; 1 if they do not share the
+    CPU's memory. A factor above ``most``, threads of both over those of the device, comes from
+    other programs."""
     if "beside host" not in found:
         return 1.0
     (beside,) = found["beside host"].values()

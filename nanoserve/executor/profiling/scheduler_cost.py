@@ -1,4 +1,5 @@
-"""The cost of scheduling: pure Python time per step with many running sequences and nothing computed. No torch."""
+"""The cost of scheduling: pure Python time per step with many running sequences and nothing
+computed. No torch."""
 
 import gc
 import time
@@ -18,16 +19,23 @@ _SOME_TOKEN = 7
 
 
 def measure_scheduler(
-    sequences: int, *, context: int, steps: int, policy: str = "sarathi", compute: Callable[[], object] = lambda: None
+    sequences: int,
+    *,
+    context: int,
+    steps: int,
+    policy: str = "sarathi",
+    compute: Callable[[], object] = lambda: None,
 ) -> list[tuple[float, float]]:
-    """Seconds of ``schedule`` and of ``apply``, step by step, with this many decoding sequences, each of ``context``
-    tokens at the start. ``compute`` runs before each step, untimed: it displaces data from the processor's caches.
-    Raises UsageError for a policy that lets a sequence wait."""
+    """Seconds of ``schedule`` and of ``apply``, step by step, with this many decoding sequences,
+    each of ``context`` tokens at the start. ``compute`` runs before each step, untimed: it
+    displaces data from the processor's caches. Raises UsageError for a policy that lets a sequence
+    wait."""
     scheduler = _running_scheduler(sequences, context, steps, policy)
     seconds = []
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a collection belongs to whoever made the garbage; the slowest step would show little else
+    # a collection belongs to whoever made the garbage; the slowest step would show little else
+    gc.disable()
     try:
         for _ in range(steps):
             compute()
@@ -35,7 +43,9 @@ def measure_scheduler(
             plan = scheduler.schedule(0.0)
             planned = time.perf_counter()
             if plan is None or len(plan.rows) != sequences:
-                raise UsageError(f"{policy} does not decode all sequences in every step: choose another policy")
+                raise UsageError(
+                    f"{policy} does not decode all sequences in every step: choose another policy"
+                )
             result = _answered(plan)
             answered = time.perf_counter()
             scheduler.apply(result, 0.0)
@@ -50,7 +60,8 @@ def _running_scheduler(sequences: int, context: int, steps: int, policy: str) ->
     """A scheduler whose sequences have all been prefilled, by chunked prefill, and are decoding."""
     budget = sequences + _PREFILL_TOKENS
     measured, filling = make_policy(policy, budget), ChunkedPrefill(budget)
-    prefill_steps = -(-sequences * context // _PREFILL_TOKENS)  # the first ones decode while the others are prefilled
+    # the first ones decode while the others are prefilled
+    prefill_steps = -(-sequences * context // _PREFILL_TOKENS)
     longest = context + prefill_steps + steps + _WARM_UP_STEPS + 2
     blocks_each = -(-longest // BLOCK_SIZE)
     scheduler = Scheduler(

@@ -1,4 +1,5 @@
-"""The profile by which policies with host attention predict: a given one, or one measured when the engine starts."""
+"""The profile by which policies with host attention predict: a given one, or one measured when the
+engine starts."""
 
 import hashlib
 import logging
@@ -21,7 +22,13 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
-from nanoserve.executor.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
+from nanoserve.executor.profiling.parts import (
+    Effort,
+    ProfileSizes,
+    open_probes,
+    profile_of,
+    take_rounds,
+)
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.start.memory import memory_errors
 from nanoserve.executor.step.model_runner import ModelRunner
@@ -38,7 +45,9 @@ SIZES = ProfileSizes(
     copies=(2**16, 2**24),
     kv_bytes=2**28,
 )
-EFFORT = Effort(seconds=4.0, fewest_rounds=0, most_rounds=5, longest_sample=1.0, repeat_seconds=0.02)
+EFFORT = Effort(
+    seconds=4.0, fewest_rounds=0, most_rounds=5, longest_sample=1.0, repeat_seconds=0.02
+)
 STAGE = "measuring this machine"
 _MOSTLY = 0.8
 _LOG = logging.getLogger("nanoserve")
@@ -46,19 +55,22 @@ _LOG = logging.getLogger("nanoserve")
 
 @dataclass(frozen=True, slots=True)
 class ProfileSetting:
-    """The setting that measured times depend on most. Times of one setting say nothing about another."""
+    """The setting that measured times depend on most. Times of one setting say nothing about
+    another."""
 
     device: str
     host: str
     """Names of the device and of the CPU beside it; the same name where the CPU is the device."""
-    model: ModelConfig  # the model's config, with fixed values in fields that do not change a step's time
+    # the model's config, with fixed values in fields that do not change a step's time
+    model: ModelConfig
     dtype: str
     threads: int | None
     """Threads of a device that is the CPU; None for a GPU."""
     host_threads: int
 
     def difference(self, profile: Profile) -> str | None:
-        """In words, what the profile was made of, if that is another setting; None if it is this one."""
+        """In words, what the profile was made of, if that is another setting; None if it is this
+        one."""
         settings = profile.settings
         if (profile.device.name, profile.host.name) != (self.device, self.host):
             names = dict.fromkeys((profile.device.name, profile.host.name))
@@ -70,7 +82,10 @@ class ProfileSetting:
         if settings["dtype"] != self.dtype:
             return f"{settings['dtype']} numbers, not {self.dtype}"
         if settings["host_threads"] != self.host_threads:
-            return f"{settings['host_threads']} threads that attend in host memory, not {self.host_threads}"
+            return (
+                f"{settings['host_threads']} threads that attend in host memory, not "
+                f"{self.host_threads}"
+            )
         if self.threads is not None and settings["threads"] != self.threads:
             return f"a device of {settings['threads']} threads, not {self.threads}"
         return None
@@ -91,7 +106,8 @@ def step_shape(model: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StartingEngine:
-    """An engine on one device of this process that has nothing to do yet, and nothing in its KV cache."""
+    """An engine on one device of this process that has nothing to do yet, and nothing in its KV
+    cache."""
 
     stage: Stage
     config: EngineConfig
@@ -134,7 +150,8 @@ class StartingEngine:
         return {"operators": operators, "layers": layers}
 
     def sizes(self) -> ProfileSizes:
-        """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
+        """The sizes at which it is measured. Raises UsageError if its steps are too small to be
+        measured."""
         longest = self.config.max_model_len
         if longest is None:
             longest = self.model.max_position_embeddings
@@ -142,11 +159,14 @@ class StartingEngine:
         return SIZES.within(self.runner, self.config, context=min(longest, cached))
 
 
-def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
-    """The profile of an engine whose policy attends in host memory. Call it from the thread that computes.
+def hybrid_profile(
+    engine: StartingEngine, progress: ProgressCallback | None = None
+) -> Profile | None:
+    """The profile of an engine whose policy attends in host memory. Call it from the thread that
+    computes.
 
-    Returns None, after one line of warning, if this machine cannot be measured. Raises UsageError if the file is no
-    profile, or one of another setting.
+    Returns None, after one line of warning, if this machine cannot be measured. Raises UsageError
+    if the file is no profile, or one of another setting.
     """
     if engine.config.profile is not None:
         path = Path(engine.config.profile)
@@ -161,21 +181,31 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
     try:
         return profile_at_start(engine, progress)
     except (NanoserveError, HostAttentionLost) as reason:
-        _LOG.warning("nanoserve: the device does everything alone: no profile of this machine can be made (%s)", reason)
+        _LOG.warning(
+            "nanoserve: the device does everything alone: no profile of this machine can be made "
+            "(%s)",
+            reason,
+        )
         return None
 
 
 def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile:
-    """A short profile: the one that an earlier start kept, or a new one, measured in 3 to 6 seconds and at most 20.
+    """A short profile: the one that an earlier start kept, or a new one, measured in 3 to 6 seconds
+    and at most 20.
 
-    It times few sizes, a few times each, with the layers as they run now. The result is kept in the user's cache folder
-    under everything it depends on, unless other programs used the processors meanwhile. Raises UsageError for an engine
-    whose steps are too small; otherwise as `measure_shortly`.
+    It times few sizes, a few times each, with the layers as they run now. The result is kept in the
+    user's cache folder under everything it depends on, unless other programs used the processors
+    meanwhile. Raises UsageError for an engine whose steps are too small; otherwise as
+    `measure_shortly`.
     """
     sizes, layers = engine.sizes(), engine.runner.config.num_layers
-    path = kept_file(Profile, engine.setting, sizes, engine.config.block_size, layers, *engine.code.values())
+    path = kept_file(
+        Profile, engine.setting, sizes, engine.config.block_size, layers, *engine.code.values()
+    )
     measure = partial(measure_shortly, engine, sizes)
-    return kept_or_measured(Profile, path, measure, progress, lambda found: found.about["undisturbed"] >= _MOSTLY)
+    return kept_or_measured(
+        Profile, path, measure, progress, lambda found: found.about["undisturbed"] >= _MOSTLY
+    )
 
 
 def kept_or_measured(
@@ -201,8 +231,8 @@ def kept_or_measured(
 
 
 def kept_file(kind: type[AnyProfile], *depends_on: object) -> Path | None:
-    """The file in the user's cache for a profile that depends on all this, on the cores and on versions; None, after a
-    warning, if no folder can be written."""
+    """The file in the user's cache for a profile that depends on all this, on the cores and on
+    versions; None, after a warning, if no folder can be written."""
     versions = kind.__struct_config__.tag, __version__, str(torch.__version__)
     depending = msgspec.json.encode((versions, physical_cores(), depends_on), order="deterministic")
     key = hashlib.sha256(depending).hexdigest()[:24]
@@ -214,19 +244,22 @@ def kept_file(kind: type[AnyProfile], *depends_on: object) -> Path | None:
 
 
 def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
-    """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory for it;
-    HostAttentionLost if attention in host memory fails."""
+    """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory
+    for it; HostAttentionLost if attention in host memory fails."""
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
     began, computed = time.perf_counter(), time.thread_time()
     with (
-        memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
+        memory_errors(
+            runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"
+        ),
         open_probes(runner, engine.processor, sizes, block_size=engine.config.block_size) as probes,
     ):
         found = take_rounds(probes, lambda _: None, EFFORT)
     seconds = time.perf_counter() - began
     computed = time.thread_time() - computed
     undisturbed = 1.0
-    if runner.device.type == "cpu":  # this thread computes all the time, unless others take its core
+    # this thread computes all the time, unless others take its core
+    if runner.device.type == "cpu":
         undisturbed = round(computed / seconds, 2)
     device = Device(
         name=setting.device,

@@ -1,4 +1,5 @@
-"""Timing parts of steps: attention alone, on the device and in host memory; inputs, layers, logits with sampling."""
+"""Timing parts of steps: attention alone, on the device and in host memory; inputs, layers, logits
+with sampling."""
 
 import random
 import time
@@ -24,7 +25,8 @@ from triton_ops import paged_attention
 _SAMPLE_SECONDS = 2e-3
 _MOST_CALLS = 50
 _GREEDY = SamplingParams(temperature=0.0)
-_BRIEF = 0.05  # seconds; shorter steps run twice: in an engine a step finds its predecessor's data in the caches
+# seconds; shorter steps run twice: in an engine a step finds its predecessor's data in the caches
+_BRIEF = 0.05
 _MOST_DECODES = 64
 _BUSY_ROWS = 8
 
@@ -55,9 +57,10 @@ def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
 
 
 class KvRegions:
-    """Random keys and values of one layer, in which consecutive calls read different blocks. In a step each call reads
-    another layer's cache. So there is one region for each layer of the model, or as many as fit ``most_bytes``. The
-    largest of ``calls`` (rows, keys of each) always has room."""
+    """Random keys and values of one layer, in which consecutive calls read different blocks. In a
+    step each call reads another layer's cache. So there is one region for each layer of the model,
+    or as many as fit ``most_bytes``. The largest of ``calls`` (rows, keys of each) always has
+    room."""
 
     def __init__(
         self,
@@ -71,7 +74,9 @@ class KvRegions:
     ) -> None:
         self._block_size, self._layers = block_size, config.num_layers
         largest = max(self._num_blocks(rows, keys) for rows, keys in calls)
-        block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
+        block = torch.randn(
+            2, 1, config.num_kv_heads, block_size, config.head_dim, device=device
+        ).to(dtype)
         fitting = most_bytes // block.nbytes
         num_blocks = max(largest, min(config.num_layers * largest, fitting))
         # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
@@ -79,7 +84,8 @@ class KvRegions:
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 
     def tables(self, rows: int, keys: int) -> list[Tensor]:
-        """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the other."""
+        """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the
+        other."""
         each = self._num_blocks(rows, keys)
         regions = min(self._layers, len(self._order) // each)
         used = self._order[: regions * each]
@@ -90,9 +96,11 @@ class KvRegions:
         return rows * blocks_of_row
 
 
-def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
-    """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
-    ``keys`` keys of each row. Sliding windows are not applied."""
+def attention_seconds(
+    config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int
+) -> float:
+    """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at
+    the end of the ``keys`` keys of each row. Sliding windows are not applied."""
     key_cache, value_cache = regions.blocks.unbind()
     if config.attention.mla is not None:
         value_cache = key_cache[..., : config.value_dim]
@@ -106,16 +114,26 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
 
     def attend() -> None:
         table = next(tables)
-        paged_attention(out, query, key_cache, value_cache, table, starts, contexts, scale=scale, sliding_window=0)
+        paged_attention(
+            out,
+            query,
+            key_cache,
+            value_cache,
+            table,
+            starts,
+            contexts,
+            scale=scale,
+            sliding_window=0,
+        )
 
     watch = Stopwatch(device)
     return _mean_seconds(lambda: [watch.seconds(attend)])
 
 
 class HostAttentionTimer:
-    """Attention in host memory as in the engine, by a thread with cores of its own while the device computes. A CPU
-    shares the memory's bandwidth. Windows are not applied. The regions lie in host memory; ``keep_busy`` is a piece of
-    the device's work, a few milliseconds at most."""
+    """Attention in host memory as in the engine, by a thread with cores of its own while the device
+    computes. A CPU shares the memory's bandwidth. Windows are not applied. The regions lie in host
+    memory; ``keep_busy`` is a piece of the device's work, a few milliseconds at most."""
 
     def __init__(
         self,
@@ -126,13 +144,19 @@ class HostAttentionTimer:
         device: torch.device,
         keep_busy: Callable[[], object],
     ) -> None:
-        self._config, self._regions, self._device, self._keep_busy = config, regions, device, keep_busy
+        self._config, self._regions, self._device, self._keep_busy = (
+            config,
+            regions,
+            device,
+            keep_busy,
+        )
         part = HostPart(regions.blocks[None], writes=True)
         without_windows = replace(config, layers=replace(config.layers, sliding_windows=()))
         self._host = processor.start(without_windows, part, device)
 
     def seconds(self, rows: int, keys: int) -> float:
-        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
+        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the
+        result: a mean."""
         tables = cycle(self._regions.tables(rows, keys))
         query_key_value = self._random_query_key_value(rows)
 
@@ -147,7 +171,8 @@ class HostAttentionTimer:
 
     @torch.inference_mode()
     def device_seconds(self, rows: int, keys: int) -> float:
-        """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
+        """Seconds of a piece of the device's work while the host attends for `rows` sequences of
+        `keys` keys."""
         first_table = self._regions.tables(rows, keys)[0]
         at = self._rows(first_table, keys)
         query_key_value = self._random_query_key_value(rows)
@@ -156,7 +181,8 @@ class HostAttentionTimer:
 
         def work_beside() -> list[float]:
             nonlocal task
-            following = self._host.attend(0, *query_key_value, at)  # otherwise the host might finish first
+            # otherwise the host might finish first
+            following = self._host.attend(0, *query_key_value, at)
             seconds = watch.seconds(self._keep_busy)
             self._await(task)
             task = following
@@ -200,21 +226,23 @@ class StepTimer:
         self._begun: set[int] = set()
 
     def layer_seconds(self, tokens: int) -> float:
-        """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
+        """Seconds of a layer with the small attention of `attention_shape`, and a share of
+        embedding and last norm."""
         seconds = self.pass_seconds(tokens)
         if seconds * self.runner.config.num_layers < _BRIEF:
             seconds = self.pass_seconds(tokens)
         return seconds
 
     def pass_seconds(self, tokens: int) -> float:
-        """Time a layer as `layer_seconds` does, in exactly one pass: ranks that sum together must run equally many
-        passes."""
+        """Time a layer as `layer_seconds` does, in exactly one pass: ranks that sum together must
+        run equally many passes."""
         _, longest, _ = self.attention_shape(tokens)
         sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
         return self._forward_seconds(sizes) / self.runner.config.num_layers
 
     def attention_shape(self, tokens: int) -> tuple[int, int, int]:
-        """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
+        """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are
+        prompts of a block."""
         size, num_blocks = self.block_size, len(self.runner.caches.keys[0])
         if tokens <= min(_MOST_DECODES, num_blocks):
             size = 1
@@ -222,13 +250,15 @@ class StepTimer:
         return rows, size, size
 
     def inputs_seconds(self, rows: int) -> float:
-        """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
+        """Seconds before the layers of `rows` decodes, after a step that displaces their data from
+        a CPU's caches."""
         plan = self._decode_plan(rows)
         self._compute(plan)
         return self._watch.seconds(lambda: self.runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
-        """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
+        """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching
+        tokens."""
         plan = self._decode_plan(rows)
         step, hidden = self._compute(plan)
         return self._watch.seconds(lambda: self.runner.sample(step, hidden).answers())
@@ -243,7 +273,8 @@ class StepTimer:
         return step, self.runner.compute(step)
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
-        """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
+        """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a
+        CPU's caches."""
         texts, rows = [], []
         for number, size in enumerate(sizes):
             text = self._random_tokens(size)
@@ -262,8 +293,11 @@ class StepTimer:
         return seconds
 
     def _decode_plan(self, rows: int) -> StepPlan:
-        """A plan of decodes at the first position of sequences that have begun and have their block."""
-        first = tuple(Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows))
+        """A plan of decodes at the first position of sequences that have begun and have their
+        block."""
+        first = tuple(
+            Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows)
+        )
         later = tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows))
         begin = self._begin([(0,)] * rows)
         self.runner.prepare(StepPlan(0, begin=begin, rows=first))
@@ -278,16 +312,20 @@ class StepTimer:
         return (block,) * len(self.runner.config.cache_groups.windows)
 
     def _begin(self, texts: Sequence[tuple[int, ...]]) -> tuple[Begin, ...]:
-        """Begins for the timer's own sequences, numbered below 0. A second Begin replaces the first."""
+        """Begins for the timer's own sequences, numbered below 0. A second Begin replaces the
+        first."""
         begin = tuple(Begin(-1 - n, text, len(text), 0, 0, _GREEDY) for n, text in enumerate(texts))
         self._begun.update(one.sequence for one in begin)
         return begin
 
 
 def linear_pieces(decoder: Decoder) -> Callable[[], object]:
-    """Work beside attention in host memory: each call computes the next layer's products for few rows."""
+    """Work beside attention in host memory: each call computes the next layer's products for few
+    rows."""
     with torch.inference_mode():
-        hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+        hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(
+            decoder.dtype
+        )
         angles = decoder.angles(torch.arange(_BUSY_ROWS, device=decoder.device), decoder.dtype)
     layers = cycle(cast(Sequence[DecoderLayer], decoder.layers))
 

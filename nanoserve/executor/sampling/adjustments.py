@@ -1,4 +1,5 @@
-"""Logits that requests change before sampling: what a JSON schema allows, and bias, penalties and late end tokens."""
+"""Logits that requests change before sampling: what a JSON schema allows, and bias, penalties and
+late end tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -18,12 +19,16 @@ from triton_ops import allow_tokens
 class SequenceGrammar:
     """How far one sequence's output has come in its grammar.
 
-    The grammar alone decides when the text may end: end tokens are allowed when it is complete and not before.
-    min_tokens keeps them away for longer while anything else may come, but never when nothing else may.
+    The grammar alone decides when the text may end: end tokens are allowed when it is complete and
+    not before. min_tokens keeps them away for longer while anything else may come, but never when
+    nothing else may.
     """
 
-    def __init__(self, begin: Begin, schema: str, vocab_size: int, compiler: GrammarCompiler) -> None:
-        self.error: str | None = None  # why the sequence cannot go on, if so; it ends with it, and the others go on
+    def __init__(
+        self, begin: Begin, schema: str, vocab_size: int, compiler: GrammarCompiler
+    ) -> None:
+        # why the sequence cannot go on, if so; it ends with it, and the others go on
+        self.error: str | None = None
         self.complete = False  # nothing can follow
         self._compiler, self._schema = compiler, schema
         self._min_tokens = begin.params.min_tokens
@@ -32,12 +37,14 @@ class SequenceGrammar:
         self._late = _bits((*begin.end_tokens, *begin.params.stop_token_ids), vocab_size)
         try:
             self._matcher = compiler.matcher(schema)
-            self._matcher.consume(begin.tokens[begin.prompt_length :])  # after a preemption or a restart
+            # after a preemption or a restart
+            self._matcher.consume(begin.tokens[begin.prompt_length :])
         except NanoserveError as error:
             self._fail(error)
 
     def mask(self, output_length: int) -> np.ndarray | None:
-        """The tokens that may come next, one bit each: uint8 [ceil(vocab_size / 8)]; None if it cannot go on."""
+        """The tokens that may come next, one bit each: uint8 [ceil(vocab_size / 8)]; None if it
+        cannot go on."""
         if self.error is not None:
             return None
         try:
@@ -45,7 +52,9 @@ class SequenceGrammar:
         except NanoserveError as error:
             self._fail(error)
             return None
-        tokens: np.ndarray = allowed.tokens | self._ends if allowed.may_end else allowed.tokens & ~self._ends
+        tokens: np.ndarray = (
+            allowed.tokens | self._ends if allowed.may_end else allowed.tokens & ~self._ends
+        )
         if output_length < self._min_tokens and (others := tokens & ~self._late).any():
             tokens = others
         return tokens
@@ -65,7 +74,8 @@ class SequenceGrammar:
             self.complete = self._matcher.complete
 
     def after(self, draft_tokens: Sequence[int]) -> tuple["SequenceGrammar", int]:
-        """The state behind those of the draft tokens that the grammar allows, and how many they are; this one stays."""
+        """The state behind those of the draft tokens that the grammar allows, and how many they
+        are; this one stays."""
         if self.error is not None:
             return self, 0
         later = copy(self)
@@ -90,10 +100,13 @@ class GrammarMask:
 
     @classmethod
     def stage(
-        cls, grammars: Mapping[int, SequenceGrammar], output_lengths: Sequence[int], staging: Staging
+        cls,
+        grammars: Mapping[int, SequenceGrammar],
+        output_lengths: Sequence[int],
+        staging: Staging,
     ) -> "GrammarMask | None":
-        """Have the masks of a batch, whose grammars are given by row, moved to the device together; None if no sequence
-        can go on."""
+        """Have the masks of a batch, whose grammars are given by row, moved to the device together;
+        None if no sequence can go on."""
         masks = dict[int, np.ndarray]()
         for row, grammar in grammars.items():
             mask = grammar.mask(output_lengths[row])
@@ -118,7 +131,8 @@ _ENTRY = np.dtype([("token", "i8"), ("bias", "f4"), ("count", "f4"), ("seen", "?
 
 
 class TokenAdjustments:
-    """The tokens of one sequence whose logits are changed, and by what; grows by the tokens that are sampled.
+    """The tokens of one sequence whose logits are changed, and by what; grows by the tokens that
+    are sampled.
 
     Token ids outside the vocabulary can never be sampled and are left out.
     """
@@ -129,8 +143,13 @@ class TokenAdjustments:
         self._counts_tokens = begin.params.penalizes_tokens
         bias, possible = begin.params.logit_bias, range(vocab_size).__contains__
         biased = list(filter(possible, bias))
-        waits = begin.params.min_tokens > 0 and begin.params.json_schema is None  # else the grammar's mask sees to it
-        ends = list(filter(possible, (*begin.end_tokens, *begin.params.stop_token_ids))) if waits else []
+        # else the grammar's mask sees to it
+        waits = begin.params.min_tokens > 0 and begin.params.json_schema is None
+        ends = (
+            list(filter(possible, (*begin.end_tokens, *begin.params.stop_token_ids)))
+            if waits
+            else []
+        )
         seen = begin.tokens if self._counts_tokens else ()
         # Without a loop of ours: many samples may begin in one step, each with thousands of tokens.
         distinct = dict.fromkeys((*biased, *ends, *seen))
@@ -172,7 +191,8 @@ class TokenAdjustments:
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRows:
-    """The tables of P of the batch's rows, one after the other: N entries in all. A long one makes no other longer."""
+    """The tables of P of the batch's rows, one after the other: N entries in all. A long one makes
+    no other longer."""
 
     rows: Tensor
     """int64 [P], places in the batch."""
@@ -193,17 +213,25 @@ class AdjustmentRows:
     def stage(
         cls, tables: Mapping[int, TokenAdjustments], output_lengths: Sequence[int], staging: Staging
     ) -> "AdjustmentRows | None":
-        """Have the tables of a batch, given by row, moved to the device together; None if there is nothing in any."""
+        """Have the tables of a batch, given by row, moved to the device together; None if there is
+        nothing in any."""
         chosen = [(row, table) for row, table in tables.items() if len(table.entries)]
         if not chosen:
             return None
         params = [table.params for _, table in chosen]
-        penalties = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
-        waiting = [output_lengths[row] < one.min_tokens for (row, _), one in zip(chosen, params, strict=True)]
+        penalties = [
+            (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params
+        ]
+        waiting = [
+            output_lengths[row] < one.min_tokens
+            for (row, _), one in zip(chosen, params, strict=True)
+        ]
         owners = np.repeat(np.arange(len(chosen)), [len(table.entries) for _, table in chosen])
         # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
         packed = np.frombuffer(b"".join([table.entries.data for _, table in chosen]), _ENTRY)
-        tokens, bias, counts, seen = (staging.add(packed[name].copy()) for name in ("token", "bias", "count", "seen"))
+        tokens, bias, counts, seen = (
+            staging.add(packed[name].copy()) for name in ("token", "bias", "count", "seen")
+        )
         return cls(
             rows=staging.add(np.array([row for row, _ in chosen])),
             penalties=staging.add(np.array(penalties, np.float32)),
@@ -216,10 +244,12 @@ class AdjustmentRows:
         )
 
     def apply(self, logits: Tensor) -> Tensor:
-        """A changed copy of logits [R, V]: bias, then penalties, then end tokens forbidden (vLLM's order).
+        """A changed copy of logits [R, V]: bias, then penalties, then end tokens forbidden (vLLM's
+        order).
 
-        Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
-        presence and frequency subtract for tokens of the output alone (OpenAI).
+        Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as
+        Hugging Face has it); presence and frequency subtract for tokens of the output alone
+        (OpenAI).
         """
         rows, tokens, counts = self.rows[self.tables], self.tokens, self.counts
         repetition, presence, frequency = self.penalties[self.tables].unbind(1)

@@ -1,12 +1,13 @@
 """From logits to tokens, for a whole batch at once.
 
-Order of effects: logit bias, penalties and forbidden end tokens; what a grammar forbids; temperature; top_k; top_p
-within what top_k left; min_p. From temperature on this is the order of Hugging Face. vLLM applies min_p before top_k
-and top_p: there top_p is a share of what min_p left, so the two together may keep fewer tokens than here. What is kept
-is drawn from by an operator (`triton_ops.sampling`).
+Order of effects: logit bias, penalties and forbidden end tokens; what a grammar forbids;
+temperature; top_k; top_p within what top_k left; min_p. From temperature on this is the order of
+Hugging Face. vLLM applies min_p before top_k and top_p: there top_p is a share of what min_p left,
+so the two together may keep fewer tokens than here. What is kept is drawn from by an operator
+(`triton_ops.sampling`).
 
-Ties: top_k prefers lower token ids; top_p without top_k keeps all tokens that tie with the last one; greedy takes the
-lowest id.
+Ties: top_k prefers lower token ids; top_p without top_k keeps all tokens that tie with the last
+one; greedy takes the lowest id.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.executor.sampling.adjustments import AdjustmentRows, GrammarMask, SequenceGrammar, TokenAdjustments
+from nanoserve.executor.sampling.adjustments import (
+    AdjustmentRows,
+    GrammarMask,
+    SequenceGrammar,
+    TokenAdjustments,
+)
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 from triton_ops import draw_tokens
 
 _SETTINGS = np.dtype(
-    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "i8"), ("index", "i8")]
+    [
+        ("temperature", "f4"),
+        ("top_k", "i8"),
+        ("top_p", "f8"),
+        ("min_p", "f8"),
+        ("seed", "i8"),
+        ("index", "i8"),
+    ]
 )
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -32,7 +45,9 @@ _SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB1331
 class SamplingState:
     """The sampler's state of one sequence between its steps."""
 
-    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None) -> None:
+    def __init__(
+        self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None
+    ) -> None:
         params = self.params = begin.params
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
@@ -43,7 +58,8 @@ class SamplingState:
         self.grammar = grammar
         greedy = params.temperature == 0 and not params.adjusts_logits
         self.takes_greediest = greedy and params.json_schema is None and params.logprobs is None
-        """Whether nothing but the largest logit matters; the same on every rank, whose states have no grammars."""
+        """Whether nothing but the largest logit matters; the same on every rank, whose states have
+        no grammars."""
 
     def plain(self) -> "SamplingState":
         """How a drafter samples: with the same noise, without penalties and grammars."""
@@ -59,8 +75,9 @@ class SamplingState:
             self.grammar.append(token)
 
     def after(self, draft_tokens: Sequence[int]) -> "SamplingState":
-        """The state once these tokens are sampled; this one stays. Where a grammar forbids a draft token, the state is
-        that before it: what follows a token that cannot be sampled is never asked for."""
+        """The state once these tokens are sampled; this one stays. Where a grammar forbids a draft
+        token, the state is that before it: what follows a token that cannot be sampled is never
+        asked for."""
         if not draft_tokens or (self.adjustments is None and self.grammar is None):
             return self
         later = copy(self)
@@ -74,7 +91,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """G rows of the batch that are drawn in one way; all tensors are on the device once they are transferred."""
+    """G rows of the batch that are drawn in one way; all tensors are on the device once they are
+    transferred."""
 
     rows: Tensor
     """int64 [G], places in the batch."""
@@ -91,10 +109,15 @@ class Draw:
     """Whether a row of the group has a top_p below 1, or a min_p above 0."""
 
     @classmethod
-    def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "Draw":
+    def stage(
+        cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging
+    ) -> "Draw":
         """Have what the rows at these places are drawn with moved to the device."""
         chosen = settings[rows]
-        columns = {name: staging.add(chosen[name].copy()) for name in ("temperature", "top_k", "top_p", "min_p")}
+        columns = {
+            name: staging.add(chosen[name].copy())
+            for name in ("temperature", "top_k", "top_p", "min_p")
+        }
         return cls(
             rows=staging.add(rows),
             keys=staging.add(row_keys(chosen["seed"], chosen["index"], positions[rows])),
@@ -107,26 +130,41 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a batch of logits is sampled. Without anything the batch is plainly greedy."""
+    """How each row of a batch of logits is sampled. Without anything the batch is plainly
+    greedy."""
 
     draws: tuple[Draw, ...]
     adjustments: AdjustmentRows | None
     grammars: GrammarMask | None
 
     @classmethod
-    def stage(cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging) -> "SamplingRows":
-        """Have the settings of a batch moved to the device, with the positions that its sampled tokens will have in
-        their sequences; sample once they are transferred."""
+    def stage(
+        cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging
+    ) -> "SamplingRows":
+        """Have the settings of a batch moved to the device, with the positions that its sampled
+        tokens will have in their sequences; sample once they are transferred."""
         settings = np.frombuffer(b"".join([state.settings for state in states]), _SETTINGS)
         position = np.asarray(positions, np.int64)
         random = settings["temperature"] > 0
         by_top_k, by_top_p = settings["top_k"] > 0, settings["top_p"] < 1
         # A row's group depends on its own settings alone, and so does the way it is computed.
         groups = (random & by_top_k, random & ~by_top_k & by_top_p, random & ~by_top_k & ~by_top_p)
-        draws = (Draw.stage(settings, position, np.flatnonzero(group), staging) for group in groups if group.any())
-        adjusted = {row: state.adjustments for row, state in enumerate(states) if state.adjustments is not None}
-        grammars = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
-        lengths = [place - state.prompt_length for place, state in zip(positions, states, strict=True)]
+        draws = (
+            Draw.stage(settings, position, np.flatnonzero(group), staging)
+            for group in groups
+            if group.any()
+        )
+        adjusted = {
+            row: state.adjustments
+            for row, state in enumerate(states)
+            if state.adjustments is not None
+        }
+        grammars = {
+            row: state.grammar for row, state in enumerate(states) if state.grammar is not None
+        }
+        lengths = [
+            place - state.prompt_length for place, state in zip(positions, states, strict=True)
+        ]
         return cls(
             draws=tuple(draws),
             adjustments=AdjustmentRows.stage(adjusted, lengths, staging) if adjusted else None,
@@ -136,7 +174,8 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64 [R]; valid: bool [R], False if logits are not numbers or no token was left (any token then)."""
+    """tokens: int64 [R]; valid: bool [R], False if logits are not numbers or no token was left (any
+    token then)."""
 
     tokens: Tensor
     valid: Tensor
@@ -173,9 +212,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 def row_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Hash int64 [R] seeds, sample indices and positions into two words per row, int32 [R, 2].
 
-    They make random numbers without a generator: each is a hash of what it is for (seed, sample index, position, token
-    id). The same request therefore draws the same numbers on every device, in every batch, at every place in it, and
-    again after a preemption.
+    They make random numbers without a generator: each is a hash of what it is for (seed, sample
+    index, position, token id). The same request therefore draws the same numbers on every device,
+    in every batch, at every place in it, and again after a preemption.
     """
     key = _mix64(seed.astype(np.uint64) + _GOLDEN_RATIO)
     key = _mix64(key ^ index.astype(np.uint64))

@@ -1,5 +1,5 @@
-"""Gets a device ready for a model, in an engine's own process and in each worker alike, and attaches what the engine's
-settings ask for."""
+"""Gets a device ready for a model, in an engine's own process and in each worker alike, and
+attaches what the engine's settings ask for."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -37,7 +37,12 @@ class DeviceStart:
         *,
         in_worker: bool = False,
     ) -> None:
-        self._resolved, self._config, self._decoders, self._device = resolved, config, decoders, device
+        self._resolved, self._config, self._decoders, self._device = (
+            resolved,
+            config,
+            decoders,
+            device,
+        )
         self._in_worker = in_worker
         self.gpus: list[GpuStart] = []
         if device.type == "cuda":
@@ -54,12 +59,14 @@ class DeviceStart:
         if self._drafting is not None:
             self.drafter_bytes = self._drafting.block_bytes
         self.block_bytes = tuple(
-            kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes for one in decoders
+            kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes
+            for one in decoders
         )
         """Size of a KV block by layout, with that."""
 
     def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
-        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps are staged in."""
+        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps
+        are staged in."""
         longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
         reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
         if self.gpus and self._config.uses_host_memory:
@@ -70,12 +77,18 @@ class DeviceStart:
 
     @cached_property
     def layers(self) -> list[LayerRunner | None]:
-        """The runner of each decoder's layers; on a CPU it is compiled for the threads there are at the first use."""
+        """The runner of each decoder's layers; on a CPU it is compiled for the threads there are at
+        the first use."""
         found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
         if not found:
             found = [compiled_layers(decoder, self._config) for decoder in self._decoders]
-        if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
-            found[0].libraries += self._drafting.layers.libraries  # which are built and loaded with the model's own
+        if (
+            self._drafting is not None
+            and self._drafting.layers is not None
+            and found[0] is not None
+        ):
+            # which are built and loaded with the model's own
+            found[0].libraries += self._drafting.layers.libraries
         return found
 
     def stages(
@@ -87,13 +100,16 @@ class DeviceStart:
         *,
         async_scheduling: bool = False,
     ) -> list[Stage]:
-        """Make a stage for each decoder, with a cache of its number of blocks; raises what `Stage.build` raises."""
+        """Make a stage for each decoder, with a cache of its number of blocks; raises what
+        `Stage.build` raises."""
         drafter = self._drafting.build(num_blocks[0]) if self._drafting is not None else None
         stages = list[Stage]()
         for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True):
             mechanisms = list[Mechanism]()
             if pool is not None:
-                mechanisms.extend(self._host_mechanisms(pool.part(decoder.shard), processor, layers))
+                mechanisms.extend(
+                    self._host_mechanisms(pool.part(decoder.shard), processor, layers)
+                )
             if async_scheduling:
                 mechanisms.append(_fed_tokens())
             if self._config.speculate is not None:
@@ -106,7 +122,9 @@ class DeviceStart:
                 layers=layers,
                 mechanisms=mechanisms,
                 batch_invariant=self._config.batch_invariant,
-                grammars=GrammarCompiler(self._resolved.tokenizer_directory, decoder.config.vocab_size),
+                grammars=GrammarCompiler(
+                    self._resolved.tokenizer_directory, decoder.config.vocab_size
+                ),
                 storage=storage,
             )
             stages.append(stage)
@@ -115,7 +133,8 @@ class DeviceStart:
     def _host_mechanisms(
         self, part: "HostPart", processor: "HostProcessor | None", layers: LayerRunner | None
     ) -> list[Mechanism]:
-        """Make the mechanisms of host memory: swaps, and attention there if a processor is set apart for it."""
+        """Make the mechanisms of host memory: swaps, and attention there if a processor is set
+        apart for it."""
         from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer, WorkerKvTransfer
 
         if layers is None:

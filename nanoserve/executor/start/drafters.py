@@ -26,26 +26,40 @@ class DrafterStart:
     """A drafter between its weights and its KV cache."""
 
     def __init__(
-        self, config: EngineConfig, network: Decoder | MedusaHeads, feature_size: int, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        network: Decoder | MedusaHeads,
+        feature_size: int,
+        dtype: torch.dtype,
     ) -> None:
         """`feature_size`: of what the model's steps keep for it; 0 for a draft model."""
-        self._config, self._network, self._feature_size, self._dtype = config, network, feature_size, dtype
+        self._config, self._network, self._feature_size, self._dtype = (
+            config,
+            network,
+            feature_size,
+            dtype,
+        )
         self.block_bytes = feature_size * config.block_size * dtype.itemsize
         """Bytes of the drafter's caches for each KV block of the model."""
         self.layers: LayerRunner | None = None
         if isinstance(network, Decoder):
             self.block_bytes += kv_bytes_per_block(network.config, config.block_size, dtype)
-        if isinstance(network, Decoder) and not isinstance(network, Eagle3Head):  # its layer is of a kind of its own
+        # its layer is of a kind of its own
+        if isinstance(network, Decoder) and not isinstance(network, Eagle3Head):
             if network.device.type == "cpu":
                 self.layers = compiled_layers(network, config)
             else:
                 self.layers = None if config.eager else LayerRunner.torch_compile(network)
 
     def build(self, num_blocks: int) -> Drafter:
-        """Make the drafter, with caches for this number of blocks. Raises RuntimeFailure if memory does not suffice."""
+        """Make the drafter, with caches for this number of blocks. Raises RuntimeFailure if memory
+        does not suffice."""
         network, block_size = self._network, self._config.block_size
         device = next(network.parameters()).device
-        problem = f"the {format_size(num_blocks * self.block_bytes)} of --speculate {self._config.speculate} do not fit"
+        problem = (
+            f"the {format_size(num_blocks * self.block_bytes)} of --speculate "
+            f"{self._config.speculate} do not fit"
+        )
         with memory_errors(device, problem, "lower --kv-cache-memory, or leave --speculate out"):
             features = None
             if isinstance(network, EagleHead | MedusaHeads):
@@ -60,29 +74,41 @@ class DrafterStart:
                 )
             if isinstance(network, Decoder):
                 run_layer = self.layers or DecoderLayer.__call__
-                return DraftModel(network, features, num_blocks=num_blocks, block_size=block_size, run_layer=run_layer)
+                return DraftModel(
+                    network,
+                    features,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    run_layer=run_layer,
+                )
             assert features is not None
             return MedusaDrafter(network, features, block_size=block_size)
 
 
 @unreadable_as_model_error()
-def load_drafter(config: EngineConfig, resolved: ResolvedModel, decoder: Decoder) -> DrafterStart | None:
-    """Load the drafter that runs on this device, for a decoder that samples. None if nothing drafts, or the scheduler
-    does. Raises UsageError if the drafter was made for another model, and what `load_decoder` and `load_eagle`
-    raise."""
+def load_drafter(
+    config: EngineConfig, resolved: ResolvedModel, decoder: Decoder
+) -> DrafterStart | None:
+    """Load the drafter that runs on this device, for a decoder that samples. None if nothing
+    drafts, or the scheduler does. Raises UsageError if the drafter was made for another model, and
+    what `load_decoder` and `load_eagle` raise."""
     kind, _, name = (config.speculate or "").partition(":")
     model, device, dtype = decoder.model_config, decoder.device, decoder.dtype
     if kind == "draft":
-        network, draft = load_decoder(resolve_model(name, offline=config.offline), config, device, None)
+        network, draft = load_decoder(
+            resolve_model(name, offline=config.offline), config, device, None
+        )
         if draft.vocab_size > model.vocab_size:
             raise UsageError(
-                f"--speculate {config.speculate}: it has {draft.vocab_size} tokens and the model {model.vocab_size}; "
+                f"--speculate {config.speculate}: it has {draft.vocab_size} tokens and the model "
+                f"{model.vocab_size}; "
                 "choose a draft with the model's tokenizer"
             )
         return DrafterStart(config, network, 0, network.dtype)
     if kind not in HEADS:
         return None
-    if config.num_workers > 1:  # embedding and lm_head are elsewhere, or divided; a layer is needed for its sizes
+    # embedding and lm_head are elsewhere, or divided; a layer is needed for its sizes
+    if config.num_workers > 1:
         decoder, _ = load_decoder(resolved, config, device, None, shard=Shard(range(1)))
     directory = Path(name).expanduser()
     if kind == "medusa":

@@ -1,4 +1,5 @@
-"""Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode steps."""
+"""Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode
+steps."""
 
 import logging
 import time
@@ -17,7 +18,13 @@ from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sam
 from nanoserve.executor.start.memory import memory_errors, out_of_memory
 from nanoserve.executor.start.model_loading import compiler_errors
 from nanoserve.executor.step.answers import rows_per_chunk
-from nanoserve.executor.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes, graph_sizes
+from nanoserve.executor.step.decode_graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    StaticInputs,
+    bucket_sizes,
+    graph_sizes,
+)
 from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.executor.step.staging import Staging
@@ -33,7 +40,8 @@ from triton_ops.gpu.experts import never_waits
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
-"""Memory of a graph beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
+"""Memory of a graph beside the tensors of its step: a driver keeps its kernels' arguments on the
+device."""
 CAPTURE_WORKSPACE = 64 * 2**20
 """Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
 
@@ -57,7 +65,8 @@ class GpuStartReport:
     def __str__(self) -> str:
         layers = "compiled" if self.compiled else "eager"
         return (
-            f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs {format_size(self.step_memory)};"
+            f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs "
+            f"{format_size(self.step_memory)};"
             f" {self.graphs} decode steps captured in {self.graph_seconds:.1f} s,"
             f" which takes {format_size(self.graph_memory)}"
         )
@@ -72,17 +81,21 @@ class GpuStart:
         self._device = device
         self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
         """Runs the layers from now on."""
-        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
-        captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
+        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and
+        # uncaptured.
+        captures = (
+            not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
+        )
         buckets = bucket_sizes(config.max_num_seqs) if captures else ()
         self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
-        """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
-        the policy has such steps. Returns bytes to keep free for steps, and for capturing them; `longest` is the number
-        of tokens of the longest sequence. Raises RuntimeFailure if there is no room, or kernels cannot be built."""
+        """Run the largest step twice: to compile what it needs, then to see its memory; also in
+        pieces of layers, if the policy has such steps. Returns bytes to keep free for steps, and
+        for capturing them; `longest` is the number of tokens of the longest sequence. Raises
+        RuntimeFailure if there is no room, or kernels cannot be built."""
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         num_rows = min(num_tokens, config.max_num_seqs)
@@ -108,14 +121,22 @@ class GpuStart:
         if not self._sizes:
             return self._step_memory
         captured = max(rows * width for rows, width in self._sizes)
-        # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.
+        # The graphs keep the memory of the largest of their steps, whose activations grow with its
+        # tokens at most.
         activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
         return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._sizes)
 
-    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuStartReport:
-        """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
+    def capture(
+        self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
+    ) -> GpuStartReport:
+        """Have the runner replay its decode steps from now on, unless all runs eagerly;
+        RuntimeFailure without room."""
         free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
-        captured = len(self._sizes) if self._sizes and self._captured(runner, max_model_len, progress) else 0
+        captured = (
+            len(self._sizes)
+            if self._sizes and self._captured(runner, max_model_len, progress)
+            else 0
+        )
         return GpuStartReport(
             compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
@@ -125,18 +146,23 @@ class GpuStart:
             graph_memory=max(0, free - torch.cuda.mem_get_info(self._device)[0]) if captured else 0,
         )
 
-    def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
+    def _captured(
+        self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
+    ) -> bool:
         most_blocks = -(-max_model_len // self._config.block_size)
         advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
         problem = f"capturing {len(self._sizes)} decode steps does not fit"
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             groups = len(runner.config.cache_groups.windows)
-            static = StaticInputs(self._sizes, most_blocks=most_blocks, device=self._device, groups=groups)
+            static = StaticInputs(
+                self._sizes, most_blocks=most_blocks, device=self._device, groups=groups
+            )
             graphs = DecodeGraphs(runner.forward, static)
             try:
                 graphs.capture(CudaRecorder(self._device), progress)
             except RuntimeError as error:  # whatever cannot be captured can still be run
-                # Ending a recording that failed fails as well, and that error comes in the place of the first.
+                # Ending a recording that failed fails as well, and that error comes in the place of
+                # the first.
                 first = error.__context__ or error
                 for each in (first, error):
                     if out_of_memory(each):
@@ -152,17 +178,24 @@ class GpuStart:
 def run_largest_step(
     decoder: Decoder, run_layer: LayerFunction, *, num_tokens: int, num_rows: int, block_size: int
 ) -> Tensor | None:
-    """Compute and sample the largest step: as many tokens as a step may have, one row as long as possible, the others
-    decodes. Returns its tokens, or None on a shard that does not sample.
+    """Compute and sample the largest step: as many tokens as a step may have, one row as long as
+    possible, the others decodes. Returns its tokens, or None on a shard that does not sample.
 
-    All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
+    All positions read the same block of a cache of one block, and nothing is written: the tokens
+    mean nothing.
     """
     caches = make_caches(
-        decoder.config, num_blocks=1, block_size=block_size, dtype=decoder.dtype, device=decoder.device
+        decoder.config,
+        num_blocks=1,
+        block_size=block_size,
+        dtype=decoder.dtype,
+        device=decoder.device,
     )
     for cache in (*caches.keys, *caches.values):
         cache.zero_()
-    hidden = ForwardPass(decoder, caches, run_layer)(_largest_inputs(decoder, num_tokens, num_rows, block_size))
+    hidden = ForwardPass(decoder, caches, run_layer)(
+        _largest_inputs(decoder, num_tokens, num_rows, block_size)
+    )
     if not decoder.shard.is_last:
         return None
     vocab_size = decoder.config.vocab_size
@@ -177,7 +210,9 @@ def run_largest_step(
     return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
 
 
-def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size: int) -> StepInputs:
+def _largest_inputs(
+    decoder: Decoder, num_tokens: int, num_rows: int, block_size: int
+) -> StepInputs:
     device, longest = decoder.device, num_tokens - (num_rows - 1)
     lengths = torch.tensor([longest] + [1] * (num_rows - 1), dtype=torch.int32, device=device)
     starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -201,7 +236,8 @@ def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size
 
 
 def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
-    """Bytes that a step takes on a GPU beyond what is held before and after it. The step has run once already."""
+    """Bytes that a step takes on a GPU beyond what is held before and after it. The step has run
+    once already."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -214,8 +250,8 @@ def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
 
 
 def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
-    """Whether nothing in a decode step waits for the device. Trying would not do: a recording that fails leaves torch's
-    allocator in a state in which memory cannot be given back."""
+    """Whether nothing in a decode step waits for the device. Trying would not do: a recording that
+    fails leaves torch's allocator in a state in which memory cannot be given back."""
     config = decoder.config
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True

@@ -13,22 +13,27 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.scheduler.windows import most_blocks, most_tokens
 from nanoserve.utils.sizes import format_size
 
-CPU_SHARE = 0.25  # the cache's default share of free memory: the machine's owner is working on it too
+# the cache's default share of free memory: the machine's owner is working on it too
+CPU_SHARE = 0.25
 CUDA_SHARE = 0.95
-"""The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of it in one piece."""
+"""The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of
+it in one piece."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of a cache group's layers and all heads for `block_size` tokens."""
+    """Bytes of one block: keys and values of a cache group's layers and all heads for `block_size`
+    tokens."""
     return config.cache_groups.block_numbers * block_size * dtype.itemsize
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Bytes that can still be allocated on the device; for the CPU within what its control group allows."""
+    """Bytes that can still be allocated on the device; for the CPU within what its control group
+    allows."""
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch
+        # held by torch
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + unused
     limits = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     limits.append(_free_memory(Path("/proc/meminfo")))
@@ -36,7 +41,8 @@ def available_memory(device: torch.device | str) -> int:
 
 
 def _free_memory(meminfo: Path) -> int:
-    """The kernel's estimate of what can be used without swapping; without /proc (macOS), the physical memory."""
+    """The kernel's estimate of what can be used without swapping; without /proc (macOS), the
+    physical memory."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -46,14 +52,22 @@ def _free_memory(meminfo: Path) -> int:
 
 
 def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
-    """Bytes left in each control group above this process that has a limit (cgroup version 2, then version 1)."""
+    """Bytes left in each control group above this process that has a limit (cgroup version 2, then
+    version 1)."""
     own = mount
     if membership.is_file():
         for line in membership.read_text().splitlines():
             if line.startswith("0::"):
                 path = line.removeprefix("0::").strip()
                 own = mount / path.lstrip("/")
-    rooms = [_room(mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
+    rooms = [
+        _room(
+            mount / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        )
+    ]
     for group in (own, *own.parents):
         if group.is_relative_to(mount):
             rooms.append(_room(group, "memory.max", "memory.current", "inactive_file"))
@@ -61,7 +75,8 @@ def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
 
 
 def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Limit minus usage, where usage leaves out file cache that the kernel drops when memory is short."""
+    """Limit minus usage, where usage leaves out file cache that the kernel drops when memory is
+    short."""
     try:
         allowed = (group / limit).read_text().strip()
         used = int((group / usage).read_text())
@@ -78,28 +93,32 @@ def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
 def choose_num_blocks(
     per_block: int, free: int, longest: int, config: EngineConfig, windows: tuple[int, ...] = (0,)
 ) -> int:
-    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes; `longest` is the model's own limit in
-    tokens, `windows` are those of its cache groups.
+    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes; `longest` is the
+    model's own limit in tokens, `windows` are those of its cache groups.
 
-    Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs`` requests of full
-    length can use. Without ``--max-model-len``, such a cache may be smaller than the longest request: the caller lowers
-    the limit to `most_tokens`. Raises UsageError if one request of full length does not fit, or more is asked
-    for than is free.
+    Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs``
+    requests of full length can use. Without ``--max-model-len``, such a cache may be smaller than
+    the longest request: the caller lowers the limit to `most_tokens`. Raises UsageError if one
+    request of full length does not fit, or more is asked for than is free.
     """
     length = config.max_model_len or longest
     per_request = most_blocks(windows, length, config.block_size)
     if config.kv_cache_memory is not None:
-        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, config.block_size, windows)
+        return _explicit(
+            config.kv_cache_memory, free, per_block, per_request, length, config.block_size, windows
+        )
     share = CUDA_SHARE
     if config.device == "cpu":
         share = CPU_SHARE
     affordable = int(free * share) // per_block
     if config.max_model_len is not None:
-        affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
+        # asked for by name: more than the usual share, if it is there
+        affordable = max(affordable, per_request)
     if affordable < 1 or affordable * per_block > free:
         needed = format_size(per_request * per_block)
         raise UsageError(
-            f"one request of {length} tokens needs {needed} of KV cache, but only {format_size(free)} of memory"
+            f"one request of {length} tokens needs {needed} of KV cache, but only "
+            f"{format_size(free)} of memory"
             " is free; lower --max-model-len or free some memory"
         )
     most = most_blocks(windows, length, config.block_size, config.max_num_batched_tokens)
@@ -107,11 +126,18 @@ def choose_num_blocks(
 
 
 def _explicit(
-    asked: int, free: int, per_block: int, per_request: int, length: int, block_size: int, windows: tuple[int, ...]
+    asked: int,
+    free: int,
+    per_block: int,
+    per_request: int,
+    length: int,
+    block_size: int,
+    windows: tuple[int, ...],
 ) -> int:
     if asked > free:
         raise UsageError(
-            f"--kv-cache-memory {format_size(asked)} is more than the {format_size(free)} of memory that is free;"
+            f"--kv-cache-memory {format_size(asked)} is more than the {format_size(free)} of "
+            "memory that is free;"
             f" ask for less"
         )
     blocks = asked // per_block
@@ -121,7 +147,8 @@ def _explicit(
         if tokens:
             shorter = f" or lower --max-model-len to {tokens}"
         raise UsageError(
-            f"--kv-cache-memory {format_size(asked)} holds {tokens} tokens, but one request may have"
+            f"--kv-cache-memory {format_size(asked)} holds {tokens} tokens, but one request may "
+            "have"
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
         )
     return blocks
@@ -129,20 +156,24 @@ def _explicit(
 
 @contextmanager
 def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[None]:
-    """Turn torch's many ways of saying "out of memory" into a RuntimeFailure of one line. It says the problem, as in
-    "a step of 7 tokens does not fit", and what to change, as in "lower --max-num-batched-tokens"."""
+    """Turn torch's many ways of saying "out of memory" into a RuntimeFailure of one line. It says
+    the problem, as in "a step of 7 tokens does not fit", and what to change, as in "lower
+    --max-num-batched-tokens"."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         free = format_size(available_memory(device))
-        raise RuntimeFailure(f"out of memory on {device}: {problem} into {free} free; {advice}") from error
+        raise RuntimeFailure(
+            f"out of memory on {device}: {problem} into {free} free; {advice}"
+        ) from error
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left."""
-    # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries and Triton do.
+    # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries and
+    # Triton do.
     told = (
         "DefaultCPUAllocator",
         "Cannot allocate memory",  # for a file to be mapped to

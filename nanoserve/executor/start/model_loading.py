@@ -1,4 +1,5 @@
-"""The device that runs a model, whether it can, and the model on it: for the engine's own process and for a worker.
+"""The device that runs a model, whether it can, and the model on it: for the engine's own process
+and for a worker.
 
 What is wrong with a machine is said before anything is loaded.
 """
@@ -29,7 +30,12 @@ from nanoserve.models.shards import Shard, shards_of_layouts
 from nanoserve.utils.files import unreadable_as_model_error
 from nanoserve.utils.sizes import format_size
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
-from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration, program_shape
+from triton_ops.gpu.configurations import (
+    OLDEST_GENERATION,
+    UnsupportedByGpu,
+    attention_configuration,
+    program_shape,
+)
 
 if TYPE_CHECKING:
     from nanoserve.models.resharding import ReshardableWeights
@@ -38,35 +44,40 @@ _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 def usable_device(name: str) -> torch.device:
-    """The device called `name`: cpu, cuda (the current GPU) or cuda:N; UsageError if none is there, or too old."""
+    """The device called `name`: cpu, cuda (the current GPU) or cuda:N; UsageError if none is there,
+    or too old."""
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device {shown(name)}; choose cpu, cuda or cuda:N with N the number of a GPU")
+        raise UsageError(
+            f"unknown device {shown(name)}; choose cpu, cuda or cuda:N with N the number of a GPU"
+        )
     if device.type == "cpu":
         return torch.device("cpu")
     return usable_gpu(device.index, asked=f"--device {name}", instead="choose --device cpu")
 
 
 def check_cuda(*, asked: str, instead: str) -> None:
-    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none, which begins with
-    what needs it, `asked`, and ends with what to do `instead`."""
+    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none,
+    which begins with what needs it, `asked`, and ends with what to do `instead`."""
     if torch.version.cuda is None:
         raise UsageError(
-            f"{asked}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or {instead}"
+            f"{asked}: torch {torch.__version__} was built without CUDA; install a CUDA build of "
+            f"torch, or {instead}"
         )
     if not torch.cuda.is_available():
         raise UsageError(
-            f"{asked}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its driver is"
+            f"{asked}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its "
+            "driver is"
             f" recent enough for CUDA {torch.version.cuda}, or {instead}"
         )
 
 
 def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
-    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`. Raises UsageError if there
-    is no such GPU, or it is too old for the kernels."""
+    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`. Raises
+    UsageError if there is no such GPU, or it is too old for the kernels."""
     check_cuda(asked=asked, instead=instead)
     count = torch.cuda.device_count()
     if index is None:
@@ -79,19 +90,24 @@ def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
     if major < OLDEST_GENERATION:
         raise UsageError(
             f"{asked}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
-            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); {instead}"
+            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); "
+            f"{instead}"
         )
     return device
 
 
 def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
-    """Raise UsageError if a GPU's attention cannot run a model in this dtype, named as for `resolve_dtype`."""
+    """Raise UsageError if a GPU's attention cannot run a model in this dtype, named as for
+    `resolve_dtype`."""
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
         for own in {config.of_shape(shape) for shape in config.layers.shapes or (None,)}:
             shape = program_shape(
-                head_dim=own.head_dim, value_dim=own.value_dim, block_size=block_size, heads_per_kv_head=own.group_size
+                head_dim=own.head_dim,
+                value_dim=own.value_dim,
+                block_size=block_size,
+                heads_per_kv_head=own.group_size,
             )
             attention_configuration(generation, width, shape)
     except UnsupportedByGpu as reason:
@@ -99,7 +115,8 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
 
 
 def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have Triton keep what it compiles where that can be written: elsewhere, for this process, if need be."""
+    """Have Triton keep what it compiles where that can be written: elsewhere, for this process, if
+    need be."""
     home = environment.get("HOME") or os.path.expanduser("~")
     wanted = Path(environment.get(_CACHE_VARIABLE) or Path(home, ".triton", "cache"))
     try:
@@ -113,7 +130,8 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
     atexit.register(remove_directory, instead)
     environment[_CACHE_VARIABLE] = str(instead)
     logging.getLogger("nanoserve").warning(
-        "nanoserve: kernels are compiled again in every process: the Triton cache folder %s cannot be written (%s); set"
+        "nanoserve: kernels are compiled again in every process: the Triton cache folder %s cannot "
+        "be written (%s); set"
         " %s to one of your own",
         wanted,
         reason,
@@ -123,28 +141,34 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
 
 @contextmanager
 def compiler_errors(device: torch.device) -> Iterator[None]:
-    """Say in one line what keeps Triton from launching a kernel for the first time, when it builds a small library.
-    Raises RuntimeFailure, within, if there is no C compiler, or it fails, or the GPU is too small for the kernel."""
+    """Say in one line what keeps Triton from launching a kernel for the first time, when it builds
+    a small library. Raises RuntimeFailure, within, if there is no C compiler, or it fails, or the
+    GPU is too small for the kernel."""
     try:
         yield
     except Exception as error:
         reason = first_line(error)
         if type(error).__name__ == "OutOfResources":  # Triton's, which is not installed everywhere
-            raise RuntimeFailure(f"{device} is too small for a kernel: {reason}; choose --device cpu") from error
+            raise RuntimeFailure(
+                f"{device} is too small for a kernel: {reason}; choose --device cpu"
+            ) from error
         if not isinstance(error, CalledProcessError) and not (
             "C compiler" in reason and isinstance(error, RuntimeError)
         ):
             raise
         raise RuntimeFailure(
-            f"kernels cannot be launched on {device}: install gcc and Python's headers, or set CC to a C compiler"
+            f"kernels cannot be launched on {device}: install gcc and Python's headers, or set CC "
+            "to a C compiler"
             f" ({reason})"
         ) from error
 
 
 @unreadable_as_model_error()
-def read_config(resolved: ResolvedModel, quantization: str | None = None, device: str = "cpu") -> ModelConfig:
-    """The model's shape, with its weights rounded for the device if that is asked for; nothing else of it is read.
-    Raises ModelError if it cannot be used, UsageError if it is quantized already."""
+def read_config(
+    resolved: ResolvedModel, quantization: str | None = None, device: str = "cpu"
+) -> ModelConfig:
+    """The model's shape, with its weights rounded for the device if that is asked for; nothing else
+    of it is read. Raises ModelError if it cannot be used, UsageError if it is quantized already."""
     if resolved.directory is None:
         found = dummy_config(resolved.name)
     else:
@@ -153,9 +177,11 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None, device
 
 
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
-    """Name the setting that forces sliding-window layers to keep full KV, or None. Such a setting does not support
-    cache groups yet: all layers share one block table, and windows are masks."""
-    has_windows = any(0 < window < model.max_position_embeddings for window in model.layers.sliding_windows)
+    """Name the setting that forces sliding-window layers to keep full KV, or None. Such a setting
+    does not support cache groups yet: all layers share one block table, and windows are masks."""
+    has_windows = any(
+        0 < window < model.max_position_embeddings for window in model.layers.sliding_windows
+    )
     if not has_windows and not model.layers.shapes:
         return None
     shares_host_memory = config.uses_host_memory and config.num_workers > 1
@@ -168,13 +194,17 @@ def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
 
 
 def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the cache groups that an engine like this uses, whatever groups it has. Raises UsageError if it
-    can have no such ones."""
+    """The model with the cache groups that an engine like this uses, whatever groups it has. Raises
+    UsageError if it can have no such ones."""
     if (asked := keeps_all_positions(model, config)) is None:
-        starts = {shard.layers.start for shards in shards_of_layouts(model, config) for shard in shards}
+        starts = {
+            shard.layers.start for shards in shards_of_layouts(model, config) for shard in shards
+        }
         return replace(model, groups=model.cut(tuple(sorted(starts))))
     if model.layers.shapes:
-        raise UsageError(f"{asked}: layers of {model.family} differ in their keys and values; leave it out")
+        raise UsageError(
+            f"{asked}: layers of {model.family} differ in their keys and values; leave it out"
+        )
     return model.in_one_group()
 
 
@@ -187,8 +217,9 @@ def load_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder with its weights, or a shard of it, and the config of the whole model. Raises ModelError if the model
-    cannot be used; UsageError if a setting makes no sense for it; RuntimeFailure if the memory does not suffice."""
+    """The decoder with its weights, or a shard of it, and the config of the whole model. Raises
+    ModelError if the model cannot be used; UsageError if a setting makes no sense for it;
+    RuntimeFailure if the memory does not suffice."""
     settings: dict[str, Any] = {"shard": shard, "group": group, "quantization": config.quantization}
     with _loading(resolved, config, device):
         if resolved.directory is None:
@@ -200,7 +231,9 @@ def load_decoder(
             decoder, model = load_model(resolved.directory, config.dtype, device, told, **settings)
     if (used := with_cache_groups(model, config)) is not model:
         numbers = used.layer_kv_numbers(decoder.shard.degree)
-        decoder.config = replace(decoder.config, groups=used.cache_groups.of_layers(decoder.shard.layers, numbers))
+        decoder.config = replace(
+            decoder.config, groups=used.cache_groups.of_layers(decoder.shard.layers, numbers)
+        )
     return decoder, used
 
 
@@ -213,8 +246,9 @@ def load_layouts(
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
 ) -> "ReshardableWeights":
-    """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
-    is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
+    """A worker's decoders under several layouts, the first of which is in place. The model is in a
+    directory; a dummy is written to one first. Raises ModelError, UsageError, RuntimeFailure as
+    `load_decoder`."""
     from nanoserve.models.resharding import ReshardableWeights
 
     model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
@@ -244,7 +278,9 @@ def _loading(resolved: ResolvedModel, config: EngineConfig, device: torch.device
         check_model(device, model, config.dtype, config.block_size)
     files = () if resolved.directory is None else resolved.directory.glob("*.safetensors")
     size = sum(file.stat().st_size for file in files)
-    problem = f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"
+    problem = (
+        f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"
+    )
     advice = "choose a smaller model or --dtype, or free some memory"
     with unreadable_as_model_error(), memory_errors(device, problem, advice):
         yield

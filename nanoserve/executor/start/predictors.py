@@ -31,8 +31,8 @@ def check_profile(path: str) -> None:
 
 
 class DevicePredictors:
-    """The predictors of an engine on one device of this process. The device's speeds are measured at once, while it has
-    nothing else to do."""
+    """The predictors of an engine on one device of this process. The device's speeds are measured
+    at once, while it has nothing else to do."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.speeds = measure_speeds(device, dtype)
@@ -48,7 +48,9 @@ class DevicePredictors:
         """By layout. Raises UsageError if the profile that is given is of something else."""
         if processor is None:
             return make_predictors(self.speeds, model, config)
-        starting = StartingEngine(stage=stage, config=config, model=model, speeds=self.speeds, processor=processor)
+        starting = StartingEngine(
+            stage=stage, config=config, model=model, speeds=self.speeds, processor=processor
+        )
         return hybrid_predictors(hybrid_profile(starting, progress))
 
 
@@ -66,21 +68,34 @@ def worker_predictors(
 
 
 def make_predictors(
-    speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig, measured: LayoutProfile | None = None
+    speeds: MachineSpeeds | None,
+    model: ModelConfig,
+    config: EngineConfig,
+    measured: LayoutProfile | None = None,
 ) -> Sequence[Predictor]:
-    """Predictors of steps and moves, by layout: from what was ``measured`` of the layouts, else from speeds; none where
-    these were not measured."""
+    """Predictors of steps and moves, by layout: from what was ``measured`` of the layouts, else
+    from speeds; none where these were not measured."""
     if speeds is None:
         return ()
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
+    machine, precision = (
+        speeds.machine(devices=config.num_workers),
+        Precision.of(8 * dtype.itemsize),
+    )
 
     def costs(layout: ParallelLayout) -> StepCosts:
-        return StepCosts(model, machine, layout, precision) if measured is None else measured.costs(model, layout)
+        return (
+            StepCosts(model, machine, layout, precision)
+            if measured is None
+            else measured.costs(model, layout)
+        )
 
     predictors = layout_predictors([*map(costs, config.layouts)])
-    # How many draft tokens pay hangs on small differences between steps: these are learned while they run.
-    return predictors if config.speculate is None else [CorrectedPredictor(one) for one in predictors]
+    # How many draft tokens pay hangs on small differences between steps: these are learned while
+    # they run.
+    return (
+        predictors if config.speculate is None else [CorrectedPredictor(one) for one in predictors]
+    )
 
 
 def hybrid_predictors(profile: Profile | None) -> Sequence[Predictor]:

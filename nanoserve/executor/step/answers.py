@@ -1,4 +1,5 @@
-"""Results of a step: sampled tokens and log probabilities, on the device, then on the host, then as answers."""
+"""Results of a step: sampled tokens and log probabilities, on the device, then on the host, then as
+answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ ELEMENTS_PER_CHUNK = 1 << 24
 
 
 def rows_per_chunk(vocab_size: int) -> int:
-    """How many positions' logits to hold at once, so that a long prompt of a large vocabulary still fits: 64 MiB."""
+    """How many positions' logits to hold at once, so that a long prompt of a large vocabulary still
+    fits: 64 MiB."""
     return max(1, ELEMENTS_PER_CHUNK // vocab_size)
 
 
@@ -39,7 +41,8 @@ class LogprobColumns(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
-        """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
+        """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row;
+        waits for nothing."""
         return cls(tokens, *token_logprobs(logits, tokens, most))
 
     def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
@@ -56,7 +59,8 @@ class LogprobColumns(NamedTuple):
 
 @dataclass(slots=True)
 class ScoredPrompt:
-    """The L prompt tokens that one row's logits predict, with their log probabilities once they are scored."""
+    """The L prompt tokens that one row's logits predict, with their log probabilities once they are
+    scored."""
 
     sequence: int
     first_token: int
@@ -71,7 +75,8 @@ class ScoredPrompt:
     """bool [] for each part, whether its logits are numbers."""
 
     def score(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
-        """Compute the tokens' log probabilities from the step's hidden states, some positions at a time."""
+        """Compute the tokens' log probabilities from the step's hidden states, some positions at a
+        time."""
         chunk = rows_per_chunk(decoder.config.vocab_size)
         for start in range(0, len(self.targets), chunk):
             part, first = self.targets[start : start + chunk], self.first_token + start
@@ -84,14 +89,16 @@ class ScoredPrompt:
     def answer(self) -> Answer:
         if not all(finite.item() for finite in self.finite):
             return Answer(self.sequence, error=NOT_NUMBERS)
-        logprobs = [logprob for part in self.parts for logprob in part.rows([self.top] * len(part.tokens))]
+        logprobs = [
+            logprob for part in self.parts for logprob in part.rows([self.top] * len(part.tokens))
+        ]
         return Answer(self.sequence, prompt_logprobs=tuple(logprobs))
 
 
 @dataclass(slots=True)
 class SampledRows:
-    """The rows of a step that are sampled, at N positions together, with their tokens once they are. Here a row is
-    sampled at one position, behind its last token."""
+    """The rows of a step that are sampled, at N positions together, with their tokens once they
+    are. Here a row is sampled at one position, behind its last token."""
 
     sequences: list[int]
     states: list[SamplingState]
@@ -100,14 +107,15 @@ class SampledRows:
     """int64 [N], the place in the step of the token before each position."""
     settings: SamplingRows
     asked: list[tuple[int, int]]
-    """Positions, counted from 0 to N - 1, that want log probabilities, each with how many of the likeliest tokens to
-    name."""
+    """Positions, counted from 0 to N - 1, that want log probabilities, each with how many of the
+    likeliest tokens to name."""
     asked_places: Tensor | None
     """int64 [number of these], if there are any."""
     greedy: bool
     """Whether each position takes the token of the largest logit, and nobody needs the others."""
     device_tokens: Tensor | None = None
-    """int64 [N], on the device; None before they are sampled, and where another rank gathers the logits."""
+    """int64 [N], on the device; None before they are sampled, and where another rank gathers the
+    logits."""
     tokens: Tensor | None = None
     """int64 [N], on the host; None before they have arrived."""
     valid: Tensor | None = None
@@ -117,10 +125,14 @@ class SampledRows:
 
     @classmethod
     def stage(
-        cls, rows: Sequence[Row], ends: np.ndarray, states: Sequence[SamplingState], staging: Staging
+        cls,
+        rows: Sequence[Row],
+        ends: np.ndarray,
+        states: Sequence[SamplingState],
+        staging: Staging,
     ) -> "SampledRows | None":
-        """Have what sampling needs moved to the device, for all rows of the step with their `row_ends` and states; None
-        if no row is sampled."""
+        """Have what sampling needs moved to the device, for all rows of the step with their
+        `row_ends` and states; None if no row is sampled."""
         sampled = [place for place, row in enumerate(rows) if row.sample]
         if not sampled:
             return None
@@ -141,7 +153,8 @@ class SampledRows:
         last_tokens: np.ndarray,
         staging: Staging,
     ) -> Self:
-        """Stage N positions of sequences, with the sampling state and the place of the last token of each."""
+        """Stage N positions of sequences, with the sampling state and the place of the last token
+        of each."""
         asked = list[tuple[int, int]]()
         for place, state in enumerate(states):
             if state.params.logprobs is not None:
@@ -157,7 +170,8 @@ class SampledRows:
         )
 
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
-        """Sample from the logits of the step's hidden states, and have the tokens copied to the host."""
+        """Sample from the logits of the step's hidden states, and have the tokens copied to the
+        host."""
         hidden = hidden[self.last_tokens]
         if self.greedy and decoder.shard.degree > 1:  # no rank needs the logits of the others
             maxima, tokens = decoder.greediest(hidden)

@@ -1,8 +1,10 @@
-"""CUDA graphs of the decode step: all its kernels are launched at once, which a host could not do one by one in time.
+"""CUDA graphs of the decode step: all its kernels are launched at once, which a host could not do
+one by one in time.
 
-A graph has the addresses and shapes of its tensors built in. So there is one per number of rows, up to a bucket of
-which a step is padded, and all read their inputs where `StaticInputs` keeps them. Where tokens are drafted, there are
-also graphs of several tokens a row, for few rows: with many rows draft tokens seldom pay.
+A graph has the addresses and shapes of its tensors built in. So there is one per number of rows, up
+to a bucket of which a step is padded, and all read their inputs where `StaticInputs` keeps them.
+Where tokens are drafted, there are also graphs of several tokens a row, for few rows: with many
+rows draft tokens seldom pay.
 """
 
 from bisect import bisect_left
@@ -19,13 +21,15 @@ from triton_ops.cache import SKIPPED_SLOT
 LARGEST_BUCKET = 256
 """Rows: beyond it a step's kernels run longer than the host needs to launch them."""
 WIDTHS = (2, 4, 8)
-"""Tokens of a row in graphs of steps with draft tokens: a row's draft tokens are at most 7, and it is padded."""
+"""Tokens of a row in graphs of steps with draft tokens: a row's draft tokens are at most 7, and it
+is padded."""
 LARGEST_DRAFT_BUCKET = 32
 STAGE = "capturing decode steps"
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that may run."""
+    """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that
+    may run."""
     largest = min(max_num_seqs, LARGEST_BUCKET)
     smaller = [size for size in (1, 2, 4) if size < largest]
     smaller.extend(range(8, largest, 8))
@@ -36,21 +40,29 @@ def graph_sizes(buckets: Sequence[int], *, draft_tokens: bool) -> list[tuple[int
     """Rows and tokens per row of each graph, ascending in both."""
     sizes = [(rows, 1) for rows in buckets]
     if draft_tokens:
-        sizes.extend((rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_DRAFT_BUCKET)
+        sizes.extend(
+            (rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_DRAFT_BUCKET
+        )
     return sizes
 
 
 class StaticInputs:
-    """Where the graphs read a decode step: a bucket of B rows of W tokens reads the first B or B * W of each tensor.
+    """Where the graphs read a decode step: a bucket of B rows of W tokens reads the first B or B *
+    W of each tensor.
 
-    What pads writes nowhere (slot -1), and what it computes is ignored; within a row it stands behind the tokens, which
-    do not see it. A row that pads attends over W tokens of some block. Its other numbers are those of an earlier step,
-    and valid ones.
+    What pads writes nowhere (slot -1), and what it computes is ignored; within a row it stands
+    behind the tokens, which do not see it. A row that pads attends over W tokens of some block. Its
+    other numbers are those of an earlier step, and valid ones.
     """
 
     @torch.inference_mode()  # as steps run: compiled code is made for tensors of one mode
     def __init__(
-        self, sizes: Sequence[tuple[int, int]], *, most_blocks: int, device: torch.device, groups: int = 1
+        self,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        most_blocks: int,
+        device: torch.device,
+        groups: int = 1,
     ) -> None:
         self.sizes = sizes  # as of `graph_sizes`
         self.most_blocks = most_blocks  # in a row of the longest sequence
@@ -62,13 +74,18 @@ class StaticInputs:
         if most_width > 1:
             blocks += most_width  # what pads a row stands behind its last block, perhaps
         # Of each cache group: block tables and slots.
-        self._tables = [torch.zeros(most_rows, blocks, dtype=torch.int32, device=device) for _ in range(groups)]
+        self._tables = [
+            torch.zeros(most_rows, blocks, dtype=torch.int32, device=device) for _ in range(groups)
+        ]
         self._starts = {
             width: torch.arange(0, (most_rows + 1) * width, width, dtype=torch.int32, device=device)
             for _, width in sizes
         }
         self._contexts = torch.ones(most_rows, dtype=torch.int32, device=device)
-        self._slots = [torch.full((tokens,), SKIPPED_SLOT, dtype=torch.int64, device=device) for _ in range(groups)]
+        self._slots = [
+            torch.full((tokens,), SKIPPED_SLOT, dtype=torch.int64, device=device)
+            for _ in range(groups)
+        ]
 
     def first(self, rows: int, width: int = 1) -> StepInputs:
         tokens, starts = rows * width, self._starts[width][: rows + 1]
@@ -81,14 +98,21 @@ class StaticInputs:
 
 
 def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -> None:
-    """Copy a decode step into a bucket's inputs, and make padding of the rows behind it. places: int64, which of the
-    step's tokens stands in each place of the bucket, -1 where it is padded; None where rows have one token."""
+    """Copy a decode step into a bucket's inputs, and make padding of the rows behind it. places:
+    int64, which of the step's tokens stands in each place of the bucket, -1 where it is padded;
+    None where rows have one token."""
     _, starts, new_contexts, _ = inputs.batch.tensors
     contexts = static.batch.context_lengths
     rows, width = inputs.batch.block_tables.shape
     tokens = rows
-    sources = [batch.slot_mapping for batch in inputs.batches] + [inputs.token_ids, inputs.positions]
-    targets = [batch.slot_mapping for batch in static.batches] + [static.token_ids, static.positions]
+    sources = [batch.slot_mapping for batch in inputs.batches] + [
+        inputs.token_ids,
+        inputs.positions,
+    ]
+    targets = [batch.slot_mapping for batch in static.batches] + [
+        static.token_ids,
+        static.positions,
+    ]
     if places is not None:
         tokens = len(places)
         sources = [source[places.clamp(min=0)] for source in sources]
@@ -106,13 +130,15 @@ def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -
 
 
 def padded_places(query_starts: Tensor, width: int) -> Tensor:
-    """Which token stands in each place of rows that are padded behind to `width`: int64 [R * width], -1 for padding."""
+    """Which token stands in each place of rows that are padded behind to `width`: int64 [R *
+    width], -1 for padding."""
     places = query_starts[:-1, None].long() + torch.arange(width, device=query_starts.device)
     return places.masked_fill_(places >= query_starts[1:, None], -1).flatten()
 
 
 class DecodeGraphs:
-    """A ForwardFunction: decode steps that fit a bucket are replayed, all others run as they did before."""
+    """A ForwardFunction: decode steps that fit a bucket are replayed, all others run as they did
+    before."""
 
     def __init__(self, forward: ForwardFunction, static: StaticInputs) -> None:
         self._forward = forward
@@ -120,12 +146,14 @@ class DecodeGraphs:
         self._buckets: dict[int, list[int]] = {}  # by width
         for rows, width in static.sizes:
             self._buckets.setdefault(width, []).append(rows)
-        # By bucket and width: the inputs that a graph reads, what replays it, and the hidden states that it writes.
+        # By bucket and width: the inputs that a graph reads, what replays it, and the hidden states
+        # that it writes.
         self._graphs: dict[tuple[int, int], tuple[StepInputs, Callable[[], None], Tensor]] = {}
 
     @torch.inference_mode()
     def capture(self, recorder: "CudaRecorder", progress: ProgressCallback | None = None) -> None:
-        """Record all buckets, the largest first: the smaller ones find room in the memory that it took."""
+        """Record all buckets, the largest first: the smaller ones find room in the memory that it
+        took."""
         sizes = sorted(self._static.sizes, key=lambda size: size[0] * size[1], reverse=True)
         for done, (rows, width) in enumerate(sizes):
             if progress is not None:
@@ -153,7 +181,8 @@ class DecodeGraphs:
         places = padded_places(inputs.batch.query_starts, width)
         fill(static, inputs, places)
         replay()
-        # Padding lands behind the last token: nothing here may wait for the device to count what is none.
+        # Padding lands behind the last token: nothing here may wait for the device to count what is
+        # none.
         count = len(inputs.token_ids)
         own = hidden.new_empty(count + 1, hidden.shape[1])
         return own.index_copy_(0, places.where(places >= 0, count), hidden[: len(places)])[:count]
@@ -168,11 +197,14 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run a step whose tensors never move. Returns what replays it, and the tensor that then holds its result."""
+        """Run a step whose tensors never move. Returns what replays it, and the tensor that then
+        holds its result."""
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
-            step()  # what happens once, such as compiling a kernel or claiming a workspace, must not be recorded
+            # what happens once, such as compiling a kernel or claiming a workspace, must not be
+            # recorded
+            step()
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:

@@ -1,4 +1,5 @@
-"""The forward pass of a step: from the rows of a plan to tensors, and over the paged cache to hidden states."""
+"""The forward pass of a step: from the rows of a plan to tensors, and over the paged cache to
+hidden states."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Row
 
 LayerComputed = Callable[[int], None]
-"""Called with each layer of a stage, once its keys and values are written or the work that writes them is issued."""
+"""Called with each layer of a stage, once its keys and values are written or the work that writes
+them is issued."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Inputs of one forward pass over T tokens in R rows. The tensors are views, valid until the next step."""
+    """Inputs of one forward pass over T tokens in R rows. The tensors are views, valid until the
+    next step."""
 
     token_ids: Tensor
     positions: Tensor
@@ -30,11 +33,14 @@ class StepInputs:
     longest: int
     """Most tokens of a row."""
     intermediate_hidden_states: Tensor | None = None
-    """[T, hidden_size], from the stage before, or the pairs that an EAGLE head takes; None in the first stage."""
+    """[T, hidden_size], from the stage before, or the pairs that an EAGLE head takes; None in the
+    first stage."""
     computed: LayerComputed | None = None
-    """Called after each layer, while later ones are still computed; None if nothing waits for that."""
+    """Called after each layer, while later ones are still computed; None if nothing waits for
+    that."""
     more: tuple[AttentionBatch, ...] = ()
-    """Where the rows are in the other cache groups, if the model has several; `batch` is for the first one."""
+    """Where the rows are in the other cache groups, if the model has several; `batch` is for the
+    first one."""
 
     @property
     def batches(self) -> tuple[AttentionBatch, ...]:
@@ -44,25 +50,32 @@ class StepInputs:
     @property
     def first(self) -> Tensor:
         """The decoder's inputs: the hidden states from the stage before, or the token ids."""
-        return self.token_ids if self.intermediate_hidden_states is None else self.intermediate_hidden_states
+        return (
+            self.token_ids
+            if self.intermediate_hidden_states is None
+            else self.intermediate_hidden_states
+        )
 
 
 ForwardFunction = Callable[[StepInputs], Tensor]
-"""Hidden states of all tokens of a step, one row after another: [T, hidden_size], valid until the next call."""
+"""Hidden states of all tokens of a step, one row after another: [T, hidden_size], valid until the
+next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """Keys and values: [num_blocks, num_kv_heads, block_size, head_dim]. There is one tensor for each layer of a cache
-    group. The groups share it: each has its own blocks. With one group that is one tensor per layer. Latents are keys;
-    their values have a width of 0. Where layers differ, a tensor is as wide as `of_layer` needs it."""
+    """Keys and values: [num_blocks, num_kv_heads, block_size, head_dim]. There is one tensor for
+    each layer of a cache group. The groups share it: each has its own blocks. With one group that
+    is one tensor per layer. Latents are keys; their values have a width of 0. Where layers differ,
+    a tensor is as wide as `of_layer` needs it."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
     def of_layer(self, config: ModelConfig, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one layer: whole tensors, or one of several equal parts of each block. To be
-        contiguous, such a view begins at the layer's first part and counts its blocks in parts: see `InputBuilder`."""
+        """Return the keys and values of one layer: whole tensors, or one of several equal parts of
+        each block. To be contiguous, such a view begins at the layer's first part and counts its
+        blocks in parts: see `InputBuilder`."""
         groups, own = config.cache_groups, config.of_layer(layer)
         tensor, part = groups.tensor_of(layer)
         shares = groups.shares[groups.places[layer][0]]
@@ -85,8 +98,9 @@ def make_caches(
     device: torch.device,
     storage: Tensor | None = None,
 ) -> Caches:
-    """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid out one after
-    another in the storage, uint8 on that device, which several caches may share in turn; None takes new memory."""
+    """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid
+    out one after another in the storage, uint8 on that device, which several caches may share in
+    turn; None takes new memory."""
     keys, values = list[Tensor](), list[Tensor]()
     end = 0  # of what is taken of the storage
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
@@ -104,10 +118,14 @@ def make_caches(
 class ForwardPass:
     """A ForwardFunction: the decoder over its caches, each layer by `run_layer`."""
 
-    def __init__(self, decoder: Decoder, caches: Caches, run_layer: LayerFunction = DecoderLayer.__call__) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: Caches, run_layer: LayerFunction = DecoderLayer.__call__
+    ) -> None:
         self._decoder = decoder
         groups = decoder.config.cache_groups
-        layers = [caches.of_layer(decoder.config, layer) for layer in range(decoder.config.num_layers)]
+        layers = [
+            caches.of_layer(decoder.config, layer) for layer in range(decoder.config.num_layers)
+        ]
         self._keys, self._values = zip(*layers, strict=True)
         self._groups = [group for group, _ in groups.places] if len(groups.windows) > 1 else []
         self._run_layer = run_layer
@@ -117,7 +135,9 @@ class ForwardPass:
         if self._groups:
             batches = inputs.batches
             of_layers = [batches[group] for group in self._groups]
-        attention = PagedAttention(self._decoder.config, self._keys, self._values, inputs.batch, of_layers)
+        attention = PagedAttention(
+            self._decoder.config, self._keys, self._values, inputs.batch, of_layers
+        )
         run_layer = self._run_layer
         if inputs.computed is not None:
             run_layer = _followed(run_layer, inputs.computed)
@@ -136,12 +156,12 @@ def _followed(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunctio
     return run
 
 
-# ---- from rows to tensors ------------------------------------------------------------------------------------
+# ---- from rows to tensors ------------------------------------------------------------------------
 
 
 class BlockTable:
-    """The blocks of one sequence in order of position, as an array that grows by doubling. Where the sequence has no
-    block, as a window has left it behind, stands some block: it is not read."""
+    """The blocks of one sequence in order of position, as an array that grows by doubling. Where
+    the sequence has no block, as a window has left it behind, stands some block: it is not read."""
 
     def __init__(self) -> None:
         self._blocks = np.zeros(16, np.int32)
@@ -150,7 +170,9 @@ class BlockTable:
     def extend(self, blocks: Sequence[int]) -> None:
         length = self._length + len(blocks)
         if length > len(self._blocks):
-            self._blocks = np.concatenate((self._blocks, np.zeros(max(length, len(self._blocks)), np.int32)))
+            self._blocks = np.concatenate(
+                (self._blocks, np.zeros(max(length, len(self._blocks)), np.int32))
+            )
         self._blocks[self._length : length] = np.maximum(blocks, 0)
         self._length = length
 
@@ -164,7 +186,8 @@ class BlockTable:
 
 
 def row_ends(rows: Sequence[Row]) -> np.ndarray:
-    """Where the tokens of each row end among those of the step, one row after the other: int64 [R]."""
+    """Where the tokens of each row end among those of the step, one row after the other: int64
+    [R]."""
     return np.cumsum([len(row.tokens) for row in rows])
 
 
@@ -172,8 +195,8 @@ class InputBuilder:
     """Fills numpy buffers that are kept between steps."""
 
     def __init__(self, block_size: int, shares: tuple[int, ...] = (1,)) -> None:
-        """shares: those of the cache groups, whose blocks take turns in a BlockTable. Where layers share a tensor, each
-        block counts as so many."""
+        """shares: those of the cache groups, whose blocks take turns in a BlockTable. Where layers
+        share a tensor, each block counts as so many."""
         self.block_size, self.groups, self._shares = block_size, len(shares), shares
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
@@ -186,9 +209,10 @@ class InputBuilder:
         add: Callable[[np.ndarray], Tensor],
         add_batch: Callable[[np.ndarray], Tensor] | None = None,
     ) -> StepInputs:
-        """Lay the rows of a step end to end, as `row_ends` says. `add` has an array moved to the device before the
-        next step is built, and `add_batch` those of the AttentionBatch, which may be needed elsewhere. Raises
-        RuntimeError if a row's block table is too short for its last position."""
+        """Lay the rows of a step end to end, as `row_ends` says. `add` has an array moved to the
+        device before the next step is built, and `add_batch` those of the AttentionBatch, which may
+        be needed elsewhere. Raises RuntimeError if a row's block table is too short for its last
+        position."""
         add_batch = add_batch or add
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]
@@ -204,21 +228,33 @@ class InputBuilder:
         block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
         tables_of_groups = [block_tables]
         if self.groups > 1:
-            tables_of_groups = [block_tables[:, group :: self.groups] * n for group, n in enumerate(self._shares)]
+            tables_of_groups = [
+                block_tables[:, group :: self.groups] * n for group, n in enumerate(self._shares)
+            ]
 
         token_ids, positions, slots = self._token_buffers(num_tokens)
-        token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
+        token_ids[:] = np.fromiter(
+            chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens
+        )
         row_of_token = np.repeat(np.arange(len(rows)), lengths)
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
         first_table = tables_of_groups[0]
         self._fill_slots(slots, first_table, row_of_token, positions)
-        batch = AttentionBatch(add_batch(first_table), add_batch(query_starts), add_batch(contexts), add_batch(slots))
+        batch = AttentionBatch(
+            add_batch(first_table), add_batch(query_starts), add_batch(contexts), add_batch(slots)
+        )
         more = list[AttentionBatch]()
         for table in tables_of_groups[1:]:
             group_slots = np.empty_like(slots)
             self._fill_slots(group_slots, table, row_of_token, positions)
-            more.append(AttentionBatch(add(table), batch.query_starts, batch.context_lengths, add(group_slots)))
-        return StepInputs(add(token_ids), add(positions), batch, int(lengths.max()), more=tuple(more))
+            more.append(
+                AttentionBatch(
+                    add(table), batch.query_starts, batch.context_lengths, add(group_slots)
+                )
+            )
+        return StepInputs(
+            add(token_ids), add(positions), batch, int(lengths.max()), more=tuple(more)
+        )
 
     def _fill_slots(
         self, slots: np.ndarray, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray
@@ -227,12 +263,15 @@ class InputBuilder:
         slots *= self.block_size
         slots += positions % self.block_size
 
-    def _check_capacity(self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray) -> None:
+    def _check_capacity(
+        self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray
+    ) -> None:
         short = np.flatnonzero(ends > num_blocks * self.block_size)
         if len(short):
             place = short[0]
             raise RuntimeError(
-                f"sequence {rows[place].sequence}: {num_blocks[place]} blocks of {self.block_size} slots"
+                f"sequence {rows[place].sequence}: {num_blocks[place]} blocks of {self.block_size} "
+                "slots"
                 f" do not reach position {ends[place] - 1}"
             )
 
@@ -243,9 +282,13 @@ class InputBuilder:
         return self._token_columns[:, :num_tokens]
 
     def _row_buffers(self, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Block tables [num_rows, width], query starts [num_rows + 1] and context lengths [num_rows] of one buffer."""
+        """Block tables [num_rows, width], query starts [num_rows + 1] and context lengths
+        [num_rows] of one buffer."""
         size = num_rows * (width + 2) + 1
         if size > len(self._row_columns):
             self._row_columns = np.zeros(2 * size, np.int32)
-        tables, rest = self._row_columns[: num_rows * width], self._row_columns[num_rows * width : size]
+        tables, rest = (
+            self._row_columns[: num_rows * width],
+            self._row_columns[num_rows * width : size],
+        )
         return tables.reshape(num_rows, width), rest[: num_rows + 1], rest[num_rows + 1 :]

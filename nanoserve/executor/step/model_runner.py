@@ -1,8 +1,9 @@
-"""ModelRunner: keeps the sequences' records and the KV cache of one device, computes the rows of plans, and samples.
+"""ModelRunner: keeps the sequences' records and the KV cache of one device, computes the rows of
+plans, and samples.
 
-A plan is prepared, begun, computed, sampled, then answered. Only the answers wait for the device, so that on a GPU the
-next plan can be launched while this one computes. In a pipeline another thread prepares a plan while the one before it
-is computed.
+A plan is prepared, begun, computed, sampled, then answered. Only the answers wait for the device,
+so that on a GPU the next plan can be launched while this one computes. In a pipeline another thread
+prepares a plan while the one before it is computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +46,13 @@ class SequenceRecord:
         self.sampling = SamplingState(begin, vocab_size, grammar)
 
     def take(self, row: Row) -> None:
-        """Note a row that is about to be computed. What it samples counts as known: the device will know it. Raises
-        RuntimeError for tokens that are neither of Begin nor sampled."""
+        """Note a row that is about to be computed. What it samples counts as known: the device will
+        know it. Raises RuntimeError for tokens that are neither of Begin nor sampled."""
         end = row.start + len(row.tokens)
         if end > self.num_known:
-            raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
+            raise RuntimeError(
+                f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens"
+            )
         if row.new_blocks:
             self.block_table.extend(row.new_blocks)
         if row.sample:
@@ -62,14 +65,16 @@ class PreparedStep:
 
     plan: StepPlan
     rows: Sequence[Row]
-    """The rows that the forward pass computes: all of the plan's, unless a mechanism computes some."""
+    """The rows that the forward pass computes: all of the plan's, unless a mechanism computes
+    some."""
     results: DeviceToHostCopy
     copies: Tensor | None = None
     """int64 [number of copies, 2], source and target blocks; None if the plan has none."""
     inputs: StepInputs | None = None
     """Inputs of the rows; None if there are none."""
     forward: Callable[[Tensor | None], Tensor | None] | None = None
-    """Computes the layers in place of the runner's forward pass, and stages the sampled rows: a mechanism's."""
+    """Computes the layers in place of the runner's forward pass, and stages the sampled rows: a
+    mechanism's."""
     prompts: list[ScoredPrompt] = field(default_factory=list)
     sampled: SampledRows | None = None
     launch_seconds: float = 0.0
@@ -81,7 +86,8 @@ class PreparedStep:
         return 0 if self.inputs is None else len(self.inputs.token_ids)
 
     def answers(self) -> tuple[Answer, ...]:
-        """Wait for the device, then answer for each row that has a result. Call it once, after `sample`."""
+        """Wait for the device, then answer for each row that has a result. Call it once, after
+        `sample`."""
         self.results.wait()
         sampled = () if self.sampled is None else tuple(self.sampled.answers())
         if not self.prompts:
@@ -94,8 +100,8 @@ class PreparedStep:
 
 
 def _joined(prompt: Answer, sampled: Answer) -> Answer:
-    """Join the answers of a row that has prompt log probabilities and a sampled token; an error of either is the
-    error."""
+    """Join the answers of a row that has prompt log probabilities and a sampled token; an error of
+    either is the error."""
     error = prompt.error or sampled.error
     if error is not None:
         return Answer(sampled.sequence, error=error)
@@ -103,10 +109,11 @@ def _joined(prompt: Answer, sampled: Answer) -> Answer:
 
 
 class ModelRunner:
-    """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
+    """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON
+    schemas.
 
-    Its KV cache is in the decoder's dtype, and in `storage` if that is given, as `make_caches` has it. The mechanisms
-    are attached in their order. Raises torch's errors when memory runs out.
+    Its KV cache is in the decoder's dtype, and in `storage` if that is given, as `make_caches` has
+    it. The mechanisms are attached in their order. Raises torch's errors when memory runs out.
     """
 
     def __init__(
@@ -125,7 +132,12 @@ class ModelRunner:
         self.block_size, self.run_layer = block_size, run_layer
         self.config = config = decoder.config
         self.caches = make_caches(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=decoder.dtype,
+            device=device,
+            storage=storage,
         )
         # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
@@ -134,7 +146,9 @@ class ModelRunner:
         self.staging = Staging(device)
         self.records: dict[int, SequenceRecord] = {}
         self._grammars = grammars
-        self._inputs = cycle([InputBuilder(block_size, config.cache_groups.shares) for _ in range(2)])
+        self._inputs = cycle(
+            [InputBuilder(block_size, config.cache_groups.shares) for _ in range(2)]
+        )
         self._preparing = bound(mechanisms, Mechanism.prepare)
         self._beginning = bound(mechanisms, Mechanism.begin)
         for mechanism in mechanisms:
@@ -148,19 +162,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """Do the host's part of a plan: its inputs are on their way to the device when this returns. Another thread may
-        prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns. Raises
-        RuntimeError if the plan has rows in host memory or grammars where there are none, or sequences or tokens
-        unknown here."""
+        """Do the host's part of a plan: its inputs are on their way to the device when this
+        returns. Another thread may prepare the next step while this one is computed, but none
+        beyond it: two sets of buffers take turns. Raises RuntimeError if the plan has rows in host
+        memory or grammars where there are none, or sequences or tokens unknown here."""
         for sequence in plan.end:
             self.records.pop(sequence, None)
         for begin in plan.begin:
-            self.records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
+            self.records[begin.sequence] = SequenceRecord(
+                begin, self.config.vocab_size, self._grammar(begin)
+            )
         step = PreparedStep(plan, plan.rows, DeviceToHostCopy(self.device))
         for prepare in self._preparing:
             prepare(step)
         if plan.copies:
-            step.copies = self.staging.add(np.array([(copy.source, copy.target) for copy in plan.copies]))
+            step.copies = self.staging.add(
+                np.array([(copy.source, copy.target) for copy in plan.copies])
+            )
         if step.rows:
             self._stage_rows(step)
         self.staging.transfer()
@@ -168,8 +186,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, step: PreparedStep) -> None:
-        """Issue what comes before the layers of a step whose turn has come. Raises RuntimeError if nothing here carries
-        out the plan's swaps."""
+        """Issue what comes before the layers of a step whose turn has come. Raises RuntimeError if
+        nothing here carries out the plan's swaps."""
         if step.plan.host.swaps and not self.moves_blocks:
             raise RuntimeError("this executor has no host pool")
         step.results.begin()
@@ -180,9 +198,12 @@ class ModelRunner:
             begin(step)
 
     @torch.inference_mode()
-    def compute(self, step: PreparedStep, intermediate_hidden_states: Tensor | None = None) -> Tensor | None:
-        """Issue the work of a step's layers: from the hidden states of the stage before, [T, hidden_size], None in the
-        first stage, to those of this stage, valid until the next step; None without rows."""
+    def compute(
+        self, step: PreparedStep, intermediate_hidden_states: Tensor | None = None
+    ) -> Tensor | None:
+        """Issue the work of a step's layers: from the hidden states of the stage before, [T,
+        hidden_size], None in the first stage, to those of this stage, valid until the next step;
+        None without rows."""
         if step.forward is not None:
             return step.forward(intermediate_hidden_states)
         if step.inputs is None:
@@ -192,9 +213,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
-        """Issue the work behind the last layer: logits and samples of what `compute` returned in the last stage.
+        """Issue the work behind the last layer: logits and samples of what `compute` returned in
+        the last stage.
 
-        All ranks of a tensor-parallel group do so; the first one alone has the answers. Returns the step.
+        All ranks of a tensor-parallel group do so; the first one alone has the answers. Returns the
+        step.
         """
         if hidden is not None:
             for prompt in step.prompts:
@@ -215,7 +238,7 @@ class ModelRunner:
             records.append(record)
         return records
 
-    # ---- the parts of prepare --------------------------------------------------------------------------------------
+    # ---- the parts of prepare --------------------------------------------------------------------
 
     def _grammar(self, begin: Begin) -> SequenceGrammar | None:
         """The grammar of a sequence that begins, if it has one and is sampled here."""
@@ -252,5 +275,7 @@ class ModelRunner:
             top, length = record.params.prompt_logprobs, len(row.tokens)
             targets = record.prompt[row.start + 1 : row.start + 1 + length]
             if top is not None and len(targets):
-                prompts.append(ScoredPrompt(row.sequence, end - length, self.staging.add(targets), top))
+                prompts.append(
+                    ScoredPrompt(row.sequence, end - length, self.staging.add(targets), top)
+                )
         return prompts

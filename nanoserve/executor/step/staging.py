@@ -1,4 +1,5 @@
-"""The copies between host and device of one step, one each way: nobody waits for them before it must."""
+"""The copies between host and device of one step, one each way: nobody waits for them before it
+must."""
 
 from itertools import cycle
 
@@ -7,24 +8,31 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it reads them."""
+"""Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it
+reads them."""
 _FIRST_BYTES = 64 * 1024
 
 
 class Staging:
-    """Collects the arrays of one step, then moves all of them to the device in one copy, without waiting for it.
+    """Collects the arrays of one step, then moves all of them to the device in one copy, without
+    waiting for it.
 
-    `add` returns the tensor that will hold an array; work issued after `transfer` finds it filled. On the CPU nothing
-    is moved: the tensor is a view of the array, which must not change until the step is done.
+    `add` returns the tensor that will hold an array; work issued after `transfer` finds it filled.
+    On the CPU nothing is moved: the tensor is a view of the array, which must not change until the
+    step is done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Two take turns: the next step is prepared while the copy of the last one may still be on its way.
-        self._buffers = None if device.type == "cpu" else cycle((HostBuffer(device), HostBuffer(device)))
+        # Two take turns: the next step is prepared while the copy of the last one may still be on
+        # its way.
+        self._buffers = (
+            None if device.type == "cpu" else cycle((HostBuffer(device), HostBuffer(device)))
+        )
         self._filling: HostBuffer | None = None
 
     def add(self, array: np.ndarray) -> Tensor:
-        """The tensor on the device that the next transfer fills with an array, in the array's shape and dtype."""
+        """The tensor on the device that the next transfer fills with an array, in the array's shape
+        and dtype."""
         if self._buffers is None:
             return torch.from_numpy(array)
         if self._filling is None:
@@ -40,7 +48,8 @@ class Staging:
 
 
 class HostBuffer:
-    """Host memory (pinned, for a GPU) and its target on the device. It grows to the size of the largest step so far."""
+    """Host memory (pinned, for a GPU) and its target on the device. It grows to the size of the
+    largest step so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,15 +64,19 @@ class HostBuffer:
     def begin(self) -> None:
         """Start on another step, with new memory on the device."""
         if self._copied is not None:
-            self._copied.synchronize()  # the step before the last: done long ago, unless the device lags
+            # the step before the last: done long ago, unless the device lags
+            self._copied.synchronize()
         self._renew()
 
     def add(self, array: np.ndarray) -> Tensor:
         """Pack an array behind those before it; returns where it will be on the device."""
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         if start + array.nbytes > len(self._bytes):
-            self._send()  # torch keeps pinned memory from being used again until copies out of it are done
-            self._bytes = torch.empty(2 * (start + array.nbytes), dtype=torch.uint8, pin_memory=self._pinned)
+            # torch keeps pinned memory from being used again until copies out of it are done
+            self._send()
+            self._bytes = torch.empty(
+                2 * (start + array.nbytes), dtype=torch.uint8, pin_memory=self._pinned
+            )
             self._renew()
             start = 0
         self._end = start + array.nbytes
@@ -74,7 +87,8 @@ class HostBuffer:
     def transfer(self) -> None:
         self._send()
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device))  # not of the GPU that happens to be current
+            # not of the GPU that happens to be current
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def _renew(self) -> None:
         self._target = torch.empty(len(self._bytes), dtype=torch.uint8, device=self._device)
@@ -91,12 +105,14 @@ def to_pinned(tensor: Tensor) -> Tensor:
 
 
 class DeviceToHostCopy:
-    """The results of one step on their way to the host: on a GPU through pinned memory, with an event behind the
-    copies; on the CPU a tensor is its own copy, and there is nothing to wait for."""
+    """The results of one step on their way to the host: on a GPU through pinned memory, with an
+    event behind the copies; on the CPU a tensor is its own copy, and there is nothing to wait
+    for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device_seconds: float | None = None
-        """After `wait`: how long the step took on a GPU; None on the CPU, where the host's time is the device's."""
+        """After `wait`: how long the step took on a GPU; None on the CPU, where the host's time is
+        the device's."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)

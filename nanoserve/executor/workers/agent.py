@@ -1,4 +1,5 @@
-"""Agents: torchrun's other processes. Each keeps one worker for the engine, from one rendezvous to the next."""
+"""Agents: torchrun's other processes. Each keeps one worker for the engine, from one rendezvous to
+the next."""
 
 import select
 import socket
@@ -34,8 +35,8 @@ class WorkerAgent:
     """Finds the model on this machine, and fetches it if need be."""
 
     def keep(self) -> None:
-        """Until the command is done on the first machine. Raises NanoserveError if this process cannot take part, or
-        the first machine is gone or failed."""
+        """Until the command is done on the first machine. Raises NanoserveError if this process
+        cannot take part, or the first machine is gone or failed."""
         self.process.use_interface()
         try:
             resolved = self.resolve()
@@ -64,7 +65,9 @@ class WorkerAgent:
 
     def _over(self, number: int) -> bool:
         """Whether the workers of a meeting have nothing left to do."""
-        return self.keys.finished() is not None or any(map(self.keys.has, (f"{number}/over", f"{number + 1}/engine")))
+        return self.keys.finished() is not None or any(
+            map(self.keys.has, (f"{number}/over", f"{number + 1}/engine"))
+        )
 
     def _enter(self, number: int, mine: Presence) -> None:
         self.keys.set(f"{number}/present/{self.process.rank}", msgspec.msgpack.encode(mine))
@@ -80,10 +83,13 @@ class WorkerAgent:
             time.sleep(_POLL_SECONDS)
         start = WorkerStart.read(self.keys.get(handed_out))
         directory = choose_directory()
-        child = start_worker(self.process.local_rank, threads_of_each(self.process.local_world_size), directory)
+        child = start_worker(
+            self.process.local_rank, threads_of_each(self.process.local_world_size), directory
+        )
         try:
             make_directory(directory)
-            # A model without a directory may have been given one: all workers share this machine's memory then.
+            # A model without a directory may have been given one: all workers share this machine's
+            # memory then.
             model = replace(resolved, directory=resolved.directory or start.model.directory)
             here = msgspec.structs.replace(start, local_rank=self.process.local_rank, model=model)
             self._keep_worker(number, child, here)
@@ -107,4 +113,6 @@ def _report(start: WorkerStart, ending: str) -> None:
         prepare_socket(reports)
         reports.set(zmq.LINGER, _LAST_WORDS_MILLISECONDS)
         connect(reports, start.reports, start.engine_key)
-        reports.send(msgspec.msgpack.encode(WorkerFailed(start.rank, ending, RuntimeFailure.exit_code)))
+        reports.send(
+            msgspec.msgpack.encode(WorkerFailed(start.rank, ending, RuntimeFailure.exit_code))
+        )

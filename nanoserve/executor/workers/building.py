@@ -1,4 +1,5 @@
-"""Makes a worker: in each parallel layout its place among the others, its part of the model, its KV cache."""
+"""Makes a worker: in each parallel layout its place among the others, its part of the model, its KV
+cache."""
 
 import os
 import socket
@@ -26,7 +27,12 @@ from nanoserve.executor.start.model_loading import (
     with_cache_groups,
 )
 from nanoserve.executor.step.model_runner import ModelRunner
-from nanoserve.executor.workers.distributed import Activations, RankGroup, join_workers, leave_workers
+from nanoserve.executor.workers.distributed import (
+    Activations,
+    RankGroup,
+    join_workers,
+    leave_workers,
+)
 from nanoserve.executor.workers.endpoint import WorkerEndpoint
 from nanoserve.executor.workers.messages import Allocate, Hello, Loaded, Loading, Ready, WorkerStart
 from nanoserve.executor.workers.worker import Worker, WorkerLayout
@@ -38,16 +44,19 @@ from nanoserve.utils.threads import cores_in_use
 
 
 def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
-    """Meet the other workers, load this one's part, make the KV cache as large as the engine says, and serve. When
-    another worker is lost, meet all again and go on. Raises NanoserveError if the model or the device cannot be used,
-    or memory does not suffice; torch's RuntimeError if the other workers cannot be reached."""
+    """Meet the other workers, load this one's part, make the KV cache as large as the engine says,
+    and serve. When another worker is lost, meet all again and go on. Raises NanoserveError if the
+    model or the device cannot be used, or memory does not suffice; torch's RuntimeError if the
+    other workers cannot be reached."""
     config = start.config
     device = usable_device(config.device if config.device == "cpu" else f"cuda:{start.local_rank}")
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
     model = with_cache_groups(read_config(start.model, config.quantization, config.device), config)
-    everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
+    everyone = join_workers(
+        start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host
+    )
     decoders, weights = _load(start, model, endpoint, everyone, device)
     device_start = DeviceStart(start.model, config, decoders, device, in_worker=True)
     reserved, speeds = device_start.reserved_bytes(), None
@@ -75,7 +84,9 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     pool = None
     if start.host_pool is not None:
         (path, blocks), dtype = start.host_pool, decoders[0].dtype
-        pool = HostPool.open(Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype)
+        pool = HostPool.open(
+            Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype
+        )
     stages = device_start.stages(allocate.num_blocks, pool, processor, storage)
     layouts = [_worker_layout(stage, config) for stage in stages]
     for layout in layouts:
@@ -85,8 +96,12 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         assert speeds is not None, "only policies that attend in host memory ask for it"
         whole = as_whole_stage(layouts[0].stage, storage, config.block_size)
         assert processor is not None, "likewise"
-        measured = StartingEngine(stage=whole, config=config, model=model, speeds=speeds, processor=processor)
-        profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
+        measured = StartingEngine(
+            stage=whole, config=config, model=model, speeds=speeds, processor=processor
+        )
+        profile = hybrid_profile(
+            measured, lambda *progress: endpoint.report(Loading(start.rank, *progress))
+        )
     while True:
         worker = Worker(start, endpoint, layouts, weights)
         endpoint.report(Ready(start.rank, profile))
@@ -95,8 +110,11 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         _rejoin(start, endpoint, layouts, loaded)
 
 
-def _rejoin(start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[WorkerLayout], loaded: Loaded) -> None:
-    """Leave the other workers, and meet them and the new one as in the beginning, but with what is here already."""
+def _rejoin(
+    start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[WorkerLayout], loaded: Loaded
+) -> None:
+    """Leave the other workers, and meet them and the new one as in the beginning, but with what is
+    here already."""
     decoders = [layout.stage.runner.decoder for layout in layouts]
     for layout, decoder in zip(layouts, decoders, strict=True):
         layout.stage.forget()
@@ -106,7 +124,9 @@ def _rejoin(start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[Work
     endpoint.move(start)
     endpoint.introduce(Hello(start.rank))
     config, device = start.config, decoders[0].device
-    everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
+    everyone = join_workers(
+        start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host
+    )
     for decoder in decoders:
         decoder.set_group(everyone.split(decoder.shard))
     endpoint.report(loaded)
@@ -123,7 +143,8 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
     config = start.config
     workers = config.num_workers * config.data_parallel
     threads = (config.host_threads or default_host_threads(device.type)) // workers
-    # Before any thread computes: else threads that attend for one stage would get cores on which another one computes.
+    # Before any thread computes: else threads that attend for one stage would get cores on which
+    # another one computes.
     if hasattr(os, "sched_setaffinity"):
         own = part_of(cores_in_use(), start.local_rank, workers)
         os.sched_setaffinity(0, {processor for core in own for processor in core})
@@ -131,14 +152,24 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
 
 
 def _load(
-    start: WorkerStart, model: ModelConfig, endpoint: WorkerEndpoint, everyone: RankGroup, device: torch.device
+    start: WorkerStart,
+    model: ModelConfig,
+    endpoint: WorkerEndpoint,
+    everyone: RankGroup,
+    device: torch.device,
 ) -> tuple[Sequence[Decoder], ReshardableWeights | None]:
-    """The worker's decoders by layout, that of the layout to begin in filled; and the weights of all layouts, None
-    where there is one."""
+    """The worker's decoders by layout, that of the layout to begin in filled; and the weights of
+    all layouts, None where there is one."""
     config = start.config
     shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
-    groups = [everyone.split(shard) for shard in shards]  # all of them now: a change of layout makes none
-    arguments = start.model, config, device, lambda *progress: endpoint.report(Loading(start.rank, *progress))
+    # all of them now: a change of layout makes none
+    groups = [everyone.split(shard) for shard in shards]
+    arguments = (
+        start.model,
+        config,
+        device,
+        lambda *progress: endpoint.report(Loading(start.rank, *progress)),
+    )
     if len(shards) == 1:
         return [load_decoder(*arguments, shard=shards[0], group=groups[0])[0]], None
     weights = load_layouts(*arguments, shards=shards, groups=groups)
@@ -159,15 +190,19 @@ def _worker_layout(stage: Stage, config: EngineConfig) -> WorkerLayout:
     return WorkerLayout(decoder.shard, stage, activations)
 
 
-def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequence[tuple[int, ...]]:
-    """The cores of one of the workers of this machine: equal parts but for one core; more workers than cores share."""
+def part_of(
+    cores: Sequence[tuple[int, ...]], number: int, workers: int
+) -> Sequence[tuple[int, ...]]:
+    """The cores of one of the workers of this machine: equal parts but for one core; more workers
+    than cores share."""
     if workers > len(cores):
         return [cores[number % len(cores)]]
     return cores[number * len(cores) // workers : (number + 1) * len(cores) // workers]
 
 
 def as_whole_stage(stage: Stage, storage: Tensor, block_size: int) -> Stage:
-    """A first stage that can be measured as if its layers were a model, over the storage of its own cache."""
+    """A first stage that can be measured as if its layers were a model, over the storage of its own
+    cache."""
     runner = ModelRunner(
         as_whole_model(stage.runner.decoder),
         num_blocks=len(stage.runner.caches.keys[0]),
@@ -180,7 +215,8 @@ def as_whole_stage(stage: Stage, storage: Tensor, block_size: int) -> Stage:
 
 
 def as_whole_model(stage: Decoder) -> Decoder:
-    """The layers of a first stage as a model of its own, which answers nonsense. It takes no further memory."""
+    """The layers of a first stage as a model of its own, which answers nonsense. It takes no
+    further memory."""
     config = stage.config
     with torch.device("meta"):
         whole = Decoder(config, initialize=False)

@@ -5,7 +5,13 @@ import threading
 import msgspec
 import zmq
 
-from nanoserve.executor.workers.messages import FromWorker, Hello, ToWorker, WorkerStart, worker_decoder
+from nanoserve.executor.workers.messages import (
+    FromWorker,
+    Hello,
+    ToWorker,
+    WorkerStart,
+    worker_decoder,
+)
 from nanoserve.utils.sockets import connect
 
 
@@ -30,13 +36,15 @@ class WorkerEndpoint:
             connect(socket, address, start.engine_key)
 
     def move(self, start: WorkerStart) -> None:
-        """Connect to these addresses. Messages at the addresses before, both ways, are of no use any more."""
+        """Connect to these addresses. Messages at the addresses before, both ways, are of no use
+        any more."""
         for context in (self.plans.context, self._context):
             context.destroy(linger=0)
         self._connect(start)
 
     def introduce(self, hello: Hello) -> None:
-        """The first word, over the socket that plans come from: the engine can only send them to whom it has heard."""
+        """The first word, over the socket that plans come from: the engine can only send them to
+        whom it has heard."""
         self.plans.send(self._encoder.encode(hello))
 
     def hear(self) -> ToWorker:
@@ -46,7 +54,8 @@ class WorkerEndpoint:
 
     def report(self, message: FromWorker) -> None:
         """Put a message on its way. Any thread may do so."""
-        with self._reporting:  # a socket may go from thread to thread, but has to be used by one at a time
+        # a socket may go from thread to thread, but has to be used by one at a time
+        with self._reporting:
             self._reports.send(self._encoder.encode(message))
 
     def close(self) -> None:
@@ -62,8 +71,9 @@ def identity(rank: int) -> bytes:
 def prepare_socket(socket: "zmq.Socket[bytes]") -> None:
     """No bounds on what is queued, since plans in flight are bounded.
 
-    ZeroMQ's own heartbeats stay off: an engine that is stopped for a while (Ctrl-Z) would lose its connections, and
-    with them, without a word, the plans that it sends before the workers have come back.
+    ZeroMQ's own heartbeats stay off: an engine that is stopped for a while (Ctrl-Z) would lose its
+    connections, and with them, without a word, the plans that it sends before the workers have come
+    back.
     """
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)

@@ -44,22 +44,26 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class WorkersExecutor:
-    """The Executor of several devices: one worker process each, as many plans in flight as pipeline stages.
+    """The Executor of several devices: one worker process each, as many plans in flight as pipeline
+    stages.
 
-    When a worker dies, `collect` says that everything in flight is lost. With the next call a new one is started, and
-    the others meet it with the weights that they have; where they cannot, all are ended and started anew. Plans that
-    are submitted before all are ready wait. How often that may go on is up to the caller.
-    Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
+    When a worker dies, `collect` says that everything in flight is lost. With the next call a new
+    one is started, and the others meet it with the weights that they have; where they cannot, all
+    are ended and started anew. Plans that are submitted before all are ready wait. How often that
+    may go on is up to the caller. Raises NanoserveError, from the constructor or
+    `wait_until_ready`, if the workers cannot start.
 
     Args:
         model: with the cache groups that this engine uses.
         host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
-        metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
-            "coupled": from stage to stage, with them.
+        metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM,
+            section 3.3); "coupled": from stage to stage, with them.
         observe_times: keep what workers did when, for `take_times`.
-        profiles: have the first worker find out what policies that attend in host memory predict by.
+        profiles: have the first worker find out what policies that attend in host memory predict
+            by.
         engine: number of the engine, of ``config.data_parallel``.
-        wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
+        wait: until they are ready; without, `wait_until_ready` is to be called before anything
+            else.
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class WorkersExecutor:
         self._start = WorkerStart(
             model=resolved,
             config=config,
-            local_rank=engine * config.num_workers,  # each engine takes the GPUs behind those of the one before
+            # each engine takes the GPUs behind those of the one before
+            local_rank=engine * config.num_workers,
             coupled=metadata == "coupled",
             observe_times=observe_times,
             profiles=profiles,
@@ -117,7 +122,8 @@ class WorkersExecutor:
         self._moves = Moves(self.num_workers)
         self._host_losses = HostLosses()
         self._asked = -1  # rank of the worker that was asked last to prepare its layers
-        self.prepared: dict[int, bool] = {}  # workers that are done with their layers: whether these run compiled
+        # workers that are done with their layers: whether these run compiled
+        self.prepared: dict[int, bool] = {}
         self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
         self._running_since: float | None = None
 
@@ -134,11 +140,12 @@ class WorkersExecutor:
         self._progress = None  # a second start is not shown
         self._start = replace(self._start, profiles=False, again=True)
 
-    # ---- plans ------------------------------------------------------------------------------------------------
+    # ---- plans -----------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to the workers, or keep it until they are ready. Raises WorkersFailed if they cannot be started
-        again; RuntimeError if the executor is closed or as many plans as may be are in flight already."""
+        """Send a plan to the workers, or keep it until they are ready. Raises WorkersFailed if they
+        cannot be started again; RuntimeError if the executor is closed or as many plans as may be
+        are in flight already."""
         self._open_group()
         if plan.ends:
             if len(self._in_flight) >= self.max_in_flight:
@@ -154,8 +161,8 @@ class WorkersExecutor:
             self._held.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """New results, in order; waits for one as long as anything is in flight. Raises WorkersFailed if they cannot be
-        started again."""
+        """New results, in order; waits for one as long as anything is in flight. Raises
+        WorkersFailed if they cannot be started again."""
         self._open_group()
         if not self._in_flight and not self._moves.swapping and until is None:
             until = self.now()
@@ -163,7 +170,8 @@ class WorkersExecutor:
             self._wait(lambda: bool(self._results) or self._host_losses.pending, until)
         except WorkersDied as death:
             return [self._lost(death)]
-        if self._host_losses.pending:  # behind what was known before; the next plan is sent behind this
+        # behind what was known before; the next plan is sent behind this
+        if self._host_losses.pending:
             self._results.append(self._host_losses.tell(self._in_flight))
             self._open_group().send(ForgetHost())
         results, self._results = self._results, []
@@ -182,7 +190,8 @@ class WorkersExecutor:
 
     @property
     def ready(self) -> bool:
-        """Whether all workers run and give signs of life, so that a plan would be computed at once."""
+        """Whether all workers run and give signs of life, so that a plan would be computed at
+        once."""
         return self._running and self._group is not None and not self._group.quiet
 
     @property
@@ -192,7 +201,8 @@ class WorkersExecutor:
 
     @property
     def sources(self) -> "list[zmq.Socket[bytes] | int]":
-        """Sockets and descriptors that become readable when `collect` should be called. A death replaces them."""
+        """Sockets and descriptors that become readable when `collect` should be called. A death
+        replaces them."""
         return [] if self._group is None else self._group.sources
 
     def now(self) -> float:
@@ -205,7 +215,7 @@ class WorkersExecutor:
             self._group = None
         self._ended_by = None
 
-    # ---- workers ----------------------------------------------------------------------------------------------
+    # ---- workers ---------------------------------------------------------------------------------
 
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
@@ -229,15 +239,20 @@ class WorkersExecutor:
         ran = 0.0 if self._running_since is None else self.now() - self._running_since
         if not ran and isinstance(death.error, ModelError | UsageError):
             # The first ones did not meet it: the model's files are gone, say. The next ones would.
-            self._failure = WorkersFailed(f"the workers died and cannot be started again: {death.error}")
+            self._failure = WorkersFailed(
+                f"the workers died and cannot be started again: {death.error}"
+            )
             raise self._failure
-        logging.getLogger("nanoserve").warning("nanoserve: %s; %s restarted", death, "it is" if alone else "all are")
+        logging.getLogger("nanoserve").warning(
+            "nanoserve: %s; %s restarted", death, "it is" if alone else "all are"
+        )
         self._forget_life()
         self._ended_by = death
         return StepResult(None, lost=str(death), ran=ran)
 
     def _wait(self, known: Callable[[], bool], until: float | None = None) -> None:
-        """Take in what the workers say, until that is known or the time is up. Raises WorkersDied."""
+        """Take in what the workers say, until that is known or the time is up. Raises
+        WorkersDied."""
         if self._death is not None:
             raise self._death
         while True:
@@ -288,8 +303,8 @@ class WorkersExecutor:
             self._progress("start workers", self._ready, self.num_workers)
 
     def _allocate(self) -> None:
-        """Once all have loaded, tell them how large the KV cache is, the same in every life. Nothing can be sent to a
-        worker before its Hello, which comes another way."""
+        """Once all have loaded, tell them how large the KV cache is, the same in every life.
+        Nothing can be sent to a worker before its Hello, which comes another way."""
         if min(self._introduced, len(self._loaded)) < self.num_workers:
             return
         if not self.capacities:
@@ -298,11 +313,14 @@ class WorkersExecutor:
             longest, windows = self._model.max_position_embeddings, self.windows
             self.capacities = tuple(
                 LayoutCapacity(
-                    common_num_blocks(workers, self._config, longest, number, windows), layout.pipeline_parallel
+                    common_num_blocks(workers, self._config, longest, number, windows),
+                    layout.pipeline_parallel,
                 )
                 for number, layout in enumerate(self._config.layouts)
             )
-        self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
+        self._open_group().send(
+            Allocate(tuple(capacity.num_blocks for capacity in self.capacities))
+        )
 
     def _go(self) -> None:
         """Send the plans that are held back until all workers are ready."""
@@ -328,7 +346,9 @@ class WorkersExecutor:
             self._death = death
 
     def _new_group(self) -> WorkerGroup:
-        return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks, self._group)
+        return WorkerGroup(
+            replace(self._start, layout=self.layout), self._model, self._host_blocks, self._group
+        )
 
     def _open_group(self) -> WorkerGroup:
         """Return the workers, or start new ones if the last workers are dead."""
@@ -337,7 +357,8 @@ class WorkersExecutor:
         if self._ended_by is not None:
             try:
                 self._group = self._new_group()
-            except NanoserveError as error:  # the file that a dummy model has its shape from is gone, say
+            # the file that a dummy model has its shape from is gone, say
+            except NanoserveError as error:
                 self._failure = WorkersFailed(f"{self._ended_by}, and {error}")
                 raise self._failure from None
             self._ended_by = None
@@ -347,8 +368,8 @@ class WorkersExecutor:
 
 
 class RemoteLayers:
-    """One worker after the other loads or compiles its layers, executor by executor: the second finds what the first
-    has made. All are of one model."""
+    """One worker after the other loads or compiles its layers, executor by executor: the second
+    finds what the first has made. All are of one model."""
 
     def __init__(self, executors: Sequence[WorkersExecutor]) -> None:
         self._executors = executors
@@ -357,7 +378,9 @@ class RemoteLayers:
     @property
     def loaded(self) -> bool:
         """Whether all layers run compiled."""
-        return all(sum(executor.prepared.values()) == executor.num_workers for executor in self._executors)
+        return all(
+            sum(executor.prepared.values()) == executor.num_workers for executor in self._executors
+        )
 
     @property
     def pending(self) -> bool:
@@ -365,35 +388,44 @@ class RemoteLayers:
         return self._wanted and self._current() is not None
 
     def start(self, *, waited: bool = False) -> None:
-        """Begin to load them, or to compile what is missing; `waited` as in `BackgroundLibrary.start`."""
+        """Begin to load them, or to compile what is missing; `waited` as in
+        `BackgroundLibrary.start`."""
         self._wanted, self._waited = True, waited
         self.go_on()
 
     def go_on(self) -> None:
-        """Have the next worker begin, if any is to. Call it when a worker is done, and when workers run again."""
+        """Have the next worker begin, if any is to. Call it when a worker is done, and when workers
+        run again."""
         if self._wanted and (executor := self._current()) is not None:
             executor.prepare_next(waited=self._waited)
 
     def wait(self) -> None:
-        """Wait for what has been started, as long as the workers live; between two runs, when no plan is in flight."""
+        """Wait for what has been started, as long as the workers live; between two runs, when no
+        plan is in flight."""
         for executor in self._executors if self._wanted else ():
             if executor is self._current():
                 executor.wait_for(lambda executor=executor: self._current() is not executor)  # type: ignore[misc]
 
     def _current(self) -> WorkersExecutor | None:
         """The first whose workers have not all prepared their layers, and still can."""
-        waiting = (one for one in self._executors if not one.failed and len(one.prepared) < one.num_workers)
+        waiting = (
+            one for one in self._executors if not one.failed and len(one.prepared) < one.num_workers
+        )
         return next(waiting, None)
 
 
 def common_num_blocks(
-    workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0, windows: tuple[int, ...] = (0,)
+    workers: Sequence[Loaded],
+    config: EngineConfig,
+    longest: int,
+    layout: int = 0,
+    windows: tuple[int, ...] = (0,),
 ) -> int:
-    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own limit, in tokens,
-    `windows` are those of its cache groups.
+    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own
+    limit, in tokens, `windows` are those of its cache groups.
 
-    Workers on the CPUs of one machine share its memory; GPUs have their own. Raises UsageError if a request of full
-    length does not fit, or more is asked for than is free.
+    Workers on the CPUs of one machine share its memory; GPUs have their own. Raises UsageError if a
+    request of full length does not fit, or more is asked for than is free.
     """
     per_block: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
@@ -401,23 +433,34 @@ def common_num_blocks(
         per_block[worker.memory] += worker.block_bytes[layout]
         free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
     total = sum(per_block.values())
-    # The memory that holds the fewest blocks is the measure: so much could be free of all together, and be used.
+    # The memory that holds the fewest blocks is the measure: so much could be free of all together,
+    # and be used.
     together = min(free[memory] * total // per_block[memory] for memory in free)
-    if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
+    # the engines beside this one load at the same time, and take as much
+    if config.device == "cpu":
         together //= config.data_parallel
     return choose_num_blocks(total, together, longest, config, windows)
 
 
 def start_workers(
-    resolved: ResolvedModel, config: EngineConfig, *, progress: ProgressCallback | None, **settings: Any
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    *,
+    progress: ProgressCallback | None,
+    **settings: Any,
 ) -> list[WorkersExecutor]:
-    """Start the workers of every engine, at the same time; progress is that of the first engine. `settings` are others
-    of the WorkersExecutor. Raises NanoserveError if some cannot start; none is left then."""
+    """Start the workers of every engine, at the same time; progress is that of the first engine.
+    `settings` are others of the WorkersExecutor. Raises NanoserveError if some cannot start; none
+    is left then."""
     with ExitStack() as failing:
         executors: list[WorkersExecutor] = []
         for engine in range(config.data_parallel):
             shown = progress if engine == 0 else None
-            executors.append(WorkersExecutor(resolved, config, progress=shown, engine=engine, wait=False, **settings))
+            executors.append(
+                WorkersExecutor(
+                    resolved, config, progress=shown, engine=engine, wait=False, **settings
+                )
+            )
             failing.callback(executors[-1].close)
         layers = RemoteLayers(executors)
         for executor in executors:
@@ -428,11 +471,14 @@ def start_workers(
 
 
 def wait_for_news(executors: Sequence[WorkersExecutor], until: float | None) -> None:
-    """Wait until workers say something, which may be nothing of note, at most until that monotonic time and for a
-    second: workers that are silent are noticed then. All executors were asked for their news before."""
+    """Wait until workers say something, which may be nothing of note, at most until that monotonic
+    time and for a second: workers that are silent are noticed then. All executors were asked for
+    their news before."""
     if any(executor.has_news for executor in executors):
         return
-    seconds = WATCH_SECONDS if until is None else min(WATCH_SECONDS, max(0.0, until - time.monotonic()))
+    seconds = (
+        WATCH_SECONDS if until is None else min(WATCH_SECONDS, max(0.0, until - time.monotonic()))
+    )
     poller = zmq.Poller()
     for executor in executors:
         for source in executor.sources:

@@ -1,5 +1,5 @@
-"""Measuring layouts in a worker: at each tensor degree it runs its shard of some layers, while all other workers do
-so."""
+"""Measuring layouts in a worker: at each tensor degree it runs its shard of some layers, while all
+other workers do so."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -57,8 +57,8 @@ _MOST_BYTES = 2**28  # of a shard's layers; more would be read no slower
 
 
 def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
-    """Meet the other workers, measure with them, report, and from then on answer plans at once, for the time that a
-    message takes. Raises NanoserveError as `work` does."""
+    """Meet the other workers, measure with them, report, and from then on answer plans at once, for
+    the time that a message takes. Raises NanoserveError as `work` does."""
     config, devices = start.config, start.config.num_workers
     device = usable_device(config.device)
     model = read_config(start.model, config.quantization, config.device)
@@ -108,13 +108,17 @@ def _degree_probes(
     stage, rank = divmod(start.rank, degree)
     shard = Shard(_some_layers(model, config, degree), rank=rank, degree=degree)
     place = Shard(shard.layers, stage, config.num_workers // degree, rank, degree)
-    decoder, _ = load_decoder(start.model, config, device, None, shard=shard, group=everyone.split(place))
+    decoder, _ = load_decoder(
+        start.model, config, device, None, shard=shard, group=everyone.split(place)
+    )
     layers, size = compiled_layers(decoder.eval(), config), config.block_size
     run_layer: LayerFunction = DecoderLayer.__call__
     if layers is not None:
         run_layer = layers
     blocks = max(_SIZES.tokens[-1] // size, *_SIZES.rows)
-    runner = ModelRunner(decoder, num_blocks=blocks, block_size=size, device=device, run_layer=run_layer)
+    runner = ModelRunner(
+        decoder, num_blocks=blocks, block_size=size, device=device, run_layer=run_layer
+    )
     steps = StepTimer(runner, block_size=size)
     probes = device_probes(steps, _SIZES)
     probes["layer"] = over(steps.pass_seconds, _SIZES.tokens)
@@ -137,8 +141,8 @@ def _computes_nothing(_: int) -> float | None:
 
 
 def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range:
-    """Choose as many layers as a worker has at this degree, unless their weights are huge: caches then keep as much of
-    them as in a run."""
+    """Choose as many layers as a worker has at this degree, unless their weights are huge: caches
+    then keep as much of them as in a run."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     counts = ModelCounts(model, precision=Precision.of(8 * dtype.itemsize))
     most = int(_MOST_BYTES * degree * model.num_layers / counts.stage_weight_bytes(0))
@@ -161,7 +165,8 @@ def _degree_times(samples: Samples, degree: str) -> DegreeTimes:
 
 
 def _send_seconds(rank: int, devices: int, size: int) -> float | None:
-    """Half the time of a message of `size` bytes to the next worker and back; workers send in pairs."""
+    """Half the time of a message of `size` bytes to the next worker and back; workers send in
+    pairs."""
     message, peer = torch.ones(size, dtype=torch.uint8), rank ^ 1
     if peer >= devices:
         return None
@@ -176,7 +181,8 @@ def _send_seconds(rank: int, devices: int, size: int) -> float | None:
 
 
 def _together(probe: Callable[..., float | None]) -> Callable[..., float]:
-    """Samples that all workers begin at the same time. Each worker gets the mean over the workers that computed."""
+    """Samples that all workers begin at the same time. Each worker gets the mean over the workers
+    that computed."""
 
     def sample(*sizes: int) -> float:
         _mean(0.0)  # meet
@@ -186,7 +192,8 @@ def _together(probe: Callable[..., float | None]) -> Callable[..., float]:
 
 
 def _mean(seconds: float | None) -> float:
-    """The mean over the workers that have a number: the same in all, so that they agree about how long to go on."""
+    """The mean over the workers that have a number: the same in all, so that they agree about how
+    long to go on."""
     sum_and_count = [0.0, 0.0]
     if seconds is not None:
         sum_and_count = [seconds, 1.0]

@@ -16,14 +16,15 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a worker: as one line of JSON, in which a path is a string, on the stdin of one that the
-    engine starts."""
+    """The first message to a worker: as one line of JSON, in which a path is a string, on the stdin
+    of one that the engine starts."""
 
     model: ResolvedModel  # where this machine has it
     config: EngineConfig
     rank: int = 0
     local_rank: int = 0
-    """Its number among the workers on its machine. Engines beside each other have their workers in a row."""
+    """Its number among the workers on its machine. Engines beside each other have their workers in
+    a row."""
     plans: str = ""
     reports: str = ""
     """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
@@ -32,13 +33,17 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     layout: int = 0  # number of the parallel layout to begin in
     host_pool: tuple[str, int] | None = None
     """File in memory with the blocks of the host tier, and how many; None without that tier."""
-    coupled: bool = False  # plans come from the stage before, with the hidden states, and not ahead of them
+    # plans come from the stage before, with the hidden states, and not ahead of them
+    coupled: bool = False
     observe_times: bool = False  # whether to report what was done when
     profiles: bool = False
-    """Whether the first worker is to find out what policies that attend in host memory predict by."""
+    """Whether the first worker is to find out what policies that attend in host memory predict
+    by."""
     again: bool = False
-    """Whether workers ran before: what they measured together is known, and others may not measure any more."""
-    measures: bool = False  # whether it is to measure layouts with the other workers, and nothing else
+    """Whether workers ran before: what they measured together is known, and others may not measure
+    any more."""
+    # whether it is to measure layouts with the other workers, and nothing else
+    measures: bool = False
 
     @classmethod
     def read(cls, line: bytes) -> Self:
@@ -60,13 +65,15 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag=True):
-    """A worker is lost and started anew: leave the group, and meet with all again, with the weights that are here."""
+    """A worker is lost and started anew: leave the group, and meet with all again, with the weights
+    that are here."""
 
     start: WorkerStart
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Load or compile what makes steps faster; it takes over between two steps. `waited`: no plan comes before."""
+    """Load or compile what makes steps faster; it takes over between two steps. `waited`: no plan
+    comes before."""
 
     waited: bool = False
 
@@ -78,12 +85,13 @@ class RunPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
-    """Run the plan that the stage before sends with its hidden states. For coupled workers behind the first stage."""
+    """Run the plan that the stage before sends with its hidden states. For coupled workers behind
+    the first stage."""
 
 
 class ForgetHost(msgspec.Struct, frozen=True, tag=True):
-    """Drop the host sequences under way, in every stage. It is ordered among the plans, and concerns the plans before
-    it."""
+    """Drop the host sequences under way, in every stage. It is ordered among the plans, and
+    concerns the plans before it."""
 
 
 ToWorker = Allocate | Rejoin | Prepare | RunPlan | Follow | ForgetHost
@@ -114,11 +122,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     memory: str
-    """Name of the memory that holds its KV cache. Workers that share a memory give the same name."""
+    """Name of the memory that holds its KV cache. Workers that share a memory give the same
+    name."""
     block_bytes: tuple[int, ...]  # size of its part of one KV block, by layout
     free_bytes: int  # what is free of that memory, beside what steps need
     speeds: MachineSpeeds | None = None
-    """Speeds that it reaches while the other workers measure too; None where no policy decides by them."""
+    """Speeds that it reaches while the other workers measure too; None where no policy decides by
+    them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -126,8 +136,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     profile: Profile | None = None
-    """Profile for policies that attend in host memory, if it was asked for and could be measured."""
-    layouts: LayoutProfile | None = None  # what was measured of layouts, the same by all workers, if that was asked for
+    """Profile for policies that attend in host memory, if it was asked for and could be
+    measured."""
+    # what was measured of layouts, the same by all workers, if that was asked for
+    layouts: LayoutProfile | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -179,4 +191,15 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
     """How many ForgetHost it has followed: what they concern needs not be lost again."""
 
 
-FromWorker = Hello | Loading | Loaded | Ready | Prepared | WorkerFailed | Answered | StepObserved | Moved | HostLost
+FromWorker = (
+    Hello
+    | Loading
+    | Loaded
+    | Ready
+    | Prepared
+    | WorkerFailed
+    | Answered
+    | StepObserved
+    | Moved
+    | HostLost
+)

@@ -1,4 +1,5 @@
-"""Work that several workers share: host sequences that fail in one stage, swaps, changes of layout."""
+"""Work that several workers share: host sequences that fail in one stage, swaps, changes of
+layout."""
 
 from collections.abc import Iterable
 
@@ -13,15 +14,17 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 class HostLosses:
     """Host sequences under way. After a loss it drops what plans sent before still answer for them.
 
-    A loss in one stage is a loss of the whole engine. Once it is reported, all stages are sent ForgetHost ahead of the
-    next plan; but earlier plans may still answer host sequences that other stages had passed on.
+    A loss in one stage is a loss of the whole engine. Once it is reported, all stages are sent
+    ForgetHost ahead of the next plan; but earlier plans may still answer host sequences that other
+    stages had passed on.
     """
 
     def __init__(self) -> None:
         self._told = 0
         self._reason: str | None = None
         self._under_way: set[int] = set()
-        self._silenced: dict[int, set[int]] = {}  # sequences, by plan that was in flight when they were lost
+        # sequences, by plan that was in flight when they were lost
+        self._silenced: dict[int, set[int]] = {}
 
     @property
     def pending(self) -> bool:
@@ -49,8 +52,8 @@ class HostLosses:
             self._reason = f"worker {lost.rank}: {lost.reason}"
 
     def tell(self, in_flight: Iterable[int]) -> StepResult:
-        """The loss as a result; `in_flight` are the plans that have not ended. Send all workers ForgetHost ahead of the
-        next plan."""
+        """The loss as a result; `in_flight` are the plans that have not ended. Send all workers
+        ForgetHost ahead of the next plan."""
         result = StepResult(None, host=HostResult(lost=self._reason))
         self._told += 1
         self._reason = None
@@ -66,7 +69,8 @@ class Moves:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._swaps: dict[int, int] = {}  # by swap: how many workers are not done with it
-        self._resharded: list[ReshardTimes] = []  # times of the workers that are done with the change of layout
+        # times of the workers that are done with the change of layout
+        self._resharded: list[ReshardTimes] = []
 
     @property
     def swapping(self) -> bool:
@@ -82,7 +86,10 @@ class Moves:
             self._resharded.append(times)
             if len(self._resharded) < self._num_workers:
                 return None
-            began, ended = min(one.began for one in self._resharded), max(one.ended for one in self._resharded)
+            began, ended = (
+                min(one.began for one in self._resharded),
+                max(one.ended for one in self._resharded),
+            )
             self._resharded.clear()
             return StepResult(times.step, seconds=ended - began)
         self._swaps[times.swap] -= 1

@@ -13,17 +13,19 @@ from nanoserve.utils.watchdog import ParentWatchdog, TiedChild
 
 _PROGRAM = "from nanoserve.executor.workers.process import main; main()"
 _SWITCH_SECONDS = 0.0002
-"""How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
-that has only just let go of it, to send something, waits until the next plan is prepared: longer than a small step."""
+"""How long one of a worker's two threads may keep the interpreter when the other wants it. With
+Python's 5 ms, a loop that has only just let go of it, to send something, waits until the next plan
+is prepared: longer than a small step."""
 
 
 def main() -> None:
-    """Entry point of a worker: the first line of stdin is its WorkerStart. It works for the engine until its process is
-    ended, or cannot go on."""
+    """Entry point of a worker: the first line of stdin is its WorkerStart. It works for the engine
+    until its process is ended, or cannot go on."""
     watchdog = ParentWatchdog.of_this_process()
     start = WorkerStart.read(watchdog.read_line())
     watchdog.start()
-    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
+    # leftovers of a killed compiler are removed with it
+    os.environ["TMPDIR"] = str(watchdog.directory)
     # Both import torch.
     from nanoserve.executor.workers.building import work
     from nanoserve.executor.workers.measuring import measure
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def start_worker(number: int, threads: int, directory: Path) -> TiedChild:
-    """Start a process that waits for its WorkerStart; lists of processes show its number on this machine. Raises
-    OSError if it cannot be started."""
+    """Start a process that waits for its WorkerStart; lists of processes show its number on this
+    machine. Raises OSError if it cannot be started."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     return TiedChild(_PROGRAM, str(number), directory=directory, environment=environment)

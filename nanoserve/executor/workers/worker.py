@@ -1,4 +1,5 @@
-"""A worker's loop: a plan, the hidden states of the stage before, its layers, on to the stage behind or an answer."""
+"""A worker's loop: a plan, the hidden states of the stage before, its layers, on to the stage
+behind or an answer."""
 
 import threading
 import time
@@ -58,8 +59,8 @@ class PrefetchedStep:
 class PrefetchThread:
     """A thread between the engine's socket, which it alone uses from now on, and the worker's loop.
 
-    It calls `prepare` with a plan and the time at which it came, one step ahead of the loop; None leaves plans to the
-    loop, as changes of layout always are.
+    It calls `prepare` with a plan and the time at which it came, one step ahead of the loop; None
+    leaves plans to the loop, as changes of layout always are.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class PrefetchThread:
         threading.Thread(target=self._receive, name=THREAD_NAME, daemon=True).start()
 
     def next(self, seconds: float | None) -> PrefetchedStep | ToWorker | None:
-        """Wait for the next arrival for `seconds`, or without limit. Raises what preparing it raised."""
+        """Wait for the next arrival for `seconds`, or without limit. Raises what preparing it
+        raised."""
         try:
             arrived = self._arrived.get(timeout=seconds)
         except Empty:
@@ -94,7 +96,8 @@ class PrefetchThread:
         self._places.release()
 
     def rejoin(self) -> WorkerStart:
-        """Drop what comes until the engine calls the workers together anew: how they begin. The socket is free then."""
+        """Drop what comes until the engine calls the workers together anew: how they begin. The
+        socket is free then."""
         while not isinstance(arrived := self._arrived.get(), Rejoin):
             self._places.release()
         return arrived.start
@@ -118,7 +121,8 @@ class PrefetchThread:
                     except Exception as error:
                         self._arrived.put(error)
                 elif isinstance(message, ForgetHost):
-                    # Preparing the next plan may forget sequences of which the steps before this have still to answer.
+                    # Preparing the next plan may forget sequences of which the steps before this
+                    # have still to answer.
                     for _ in range(_STEPS):
                         self._places.acquire()
                     self._arrived.put(message)
@@ -131,7 +135,8 @@ class PrefetchThread:
             self._arrived.put(error)
 
 
-_BUILDING_SECONDS = 0.5  # how often to look, with nothing else to do, whether something has been built
+# how often to look, with nothing else to do, whether something has been built
+_BUILDING_SECONDS = 0.5
 
 
 class WorkerLayout:
@@ -144,8 +149,8 @@ class WorkerLayout:
         self._reporting = bound(stage.mechanisms, Mechanism.report)
 
     def expect(self, step: PreparedStep) -> Expected | None:
-        """Begin to receive the hidden states of a step; None where none come. If the plan does not say how many come,
-        this waits until the stage before says so."""
+        """Begin to receive the hidden states of a step; None where none come. If the plan does not
+        say how many come, this waits until the stage before says so."""
         num_tokens = step.num_tokens
         for expect in self._expecting:
             num_tokens += expect(step, self.activations)
@@ -168,8 +173,9 @@ class WorkerLayout:
 class Worker:
     """Runs plans in the order in which they come.
 
-    A plan begins when its turn comes, and what its mechanisms do beside the computing does not begin sooner: the plan
-    before may copy from a block that is free already, and a swap may fill that block.
+    A plan begins when its turn comes, and what its mechanisms do beside the computing does not
+    begin sooner: the plan before may copy from a block that is free already, and a swap may fill
+    that block.
 
     `weights` are those of all layouts; None where there is one.
     """
@@ -189,7 +195,9 @@ class Worker:
         self._preparing = False
         self._forgotten = 0  # how many ForgetHost it has followed
         device = self._current.stage.runner.device
-        self._prefetch = PrefetchThread(endpoint.plans, None if start.coupled else self._prepare, device)
+        self._prefetch = PrefetchThread(
+            endpoint.plans, None if start.coupled else self._prepare, device
+        )
         for stage in self._stages:
             for mechanism in stage.mechanisms:
                 mechanism.connect(self)
@@ -201,13 +209,15 @@ class Worker:
         return self._current.shard.worker
 
     def run(self) -> WorkerStart:
-        """Serve until another worker is lost, and all others are to meet a new one: how they begin. Raises
-        RuntimeFailure if memory runs out; hidden states that other workers wait for are then missing."""
+        """Serve until another worker is lost, and all others are to meet a new one: how they begin.
+        Raises RuntimeFailure if memory runs out; hidden states that other workers wait for are then
+        missing."""
         try:
             return self._serve()
         except NanoserveError:
             raise
-        except Exception as error:  # of this worker, or because another is lost: the engine knows, and may end this one
+        # of this worker, or because another is lost: the engine knows, and may end this one
+        except Exception as error:
             self._endpoint.report(WorkerFailed.of(self.rank, error))
         return self._prefetch.rejoin()
 
@@ -225,8 +235,11 @@ class Worker:
             elif isinstance(message, RunPlan):
                 self._take_coupled(message.plan)
             elif isinstance(message, Follow):
-                self._take_coupled(self._plan_decoder.decode(self._current.activations.receive_plan()))
-            elif isinstance(message, ForgetHost):  # host sequences under way were lost, here or in another stage
+                self._take_coupled(
+                    self._plan_decoder.decode(self._current.activations.receive_plan())
+                )
+            # host sequences under way were lost, here or in another stage
+            elif isinstance(message, ForgetHost):
                 self._forgotten += 1
                 self._current.stage.abandon()
             elif isinstance(message, Rejoin):
@@ -275,7 +288,8 @@ class Worker:
     def _compute(
         self, turn: PrefetchedStep, intermediate_hidden_states: Tensor | None
     ) -> tuple[float, StepResult | None]:
-        """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
+        """Run its layers, and pass on or sample what comes of it; when the device was done, and
+        what to answer."""
         shard, stage, step = self._current.shard, self._current.stage, turn.step
         hidden = stage.runner.compute(step, intermediate_hidden_states)
         if not shard.is_last:
@@ -296,7 +310,7 @@ class Worker:
             self._current.activations.send_plan(msgspec.msgpack.encode(plan))
         self._take(self._prepare(plan, received), received)
 
-    # ---- what mechanisms tell -------------------------------------------------------------------------------------
+    # ---- what mechanisms tell --------------------------------------------------------------------
 
     def report_moved(self, times: SwapTimes) -> None:
         """Report a swap that is done; any thread may."""
@@ -310,7 +324,7 @@ class Worker:
         """Have the loop raise the error of another thread."""
         self._prefetch.fail(error)
 
-    # ---- what moves -------------------------------------------------------------------------------------------
+    # ---- what moves ------------------------------------------------------------------------------
 
     def _reshard(self, step: int, layout: int) -> None:
         """Change the layout, with nothing in flight: exchange the parameters."""

@@ -1,4 +1,5 @@
-"""Running requests through an Engine while looking at the clock, and what its steps achieved. No torch."""
+"""Running requests through an Engine while looking at the clock, and what its steps achieved. No
+torch."""
 
 import statistics
 import time
@@ -26,7 +27,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: what it held, seconds in the executor, and seconds of the whole step with scheduling around it."""
+    """One step: what it held, seconds in the executor, and seconds of the whole step with
+    scheduling around it."""
 
     work: StepWork
     executor_seconds: float
@@ -34,13 +36,15 @@ class StepRecord:
 
     @property
     def engine_seconds(self) -> float:
-        """Scheduling, applying and everything else around the executor; 0 where that hides behind another step."""
+        """Scheduling, applying and everything else around the executor; 0 where that hides behind
+        another step."""
         return max(0.0, self.step_seconds - self.executor_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """Outcome of requests that were issued together: times of their tokens, the tokens, and the steps."""
+    """Outcome of requests that were issued together: times of their tokens, the tokens, and the
+    steps."""
 
     timings: tuple[RequestTiming, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -48,8 +52,9 @@ class EngineRun:
 
 
 class EngineDriver:
-    """Issues requests to an engine all at once and waits for the last token. Prefixes are never shared between runs:
-    each run has its own cache salt. ``on_step`` is called for each step; ``windows`` are the model's."""
+    """Issues requests to an engine all at once and waits for the last token. Prefixes are never
+    shared between runs: each run has its own cache salt. ``on_step`` is called for each step;
+    ``windows`` are the model's."""
 
     def __init__(
         self,
@@ -72,19 +77,26 @@ class EngineDriver:
                 self._finished.append((in_flight.pop(result.step), result.seconds))
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int], params: SamplingParams = _GREEDY
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        output_tokens: Sequence[int],
+        params: SamplingParams = _GREEDY,
     ) -> EngineRun:
-        """Every prompt gets exactly its number of output tokens, by default taken greedily; end tokens do not end it.
-        Raises UsageError if a request can never run, and RuntimeFailure if one fails."""
+        """Every prompt gets exactly its number of output tokens, by default taken greedily; end
+        tokens do not end it. Raises UsageError if a request can never run, and RuntimeFailure if
+        one fails."""
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
         self._finished.clear()
         issued = engine.now()
-        answers: dict[str, list[tuple[float, int]]] = {}  # tokens of each request, each with its time
+        # tokens of each request, each with its time
+        answers: dict[str, list[tuple[float, int]]] = {}
         try:
             for index, (prompt, length) in enumerate(zip(prompts, output_tokens, strict=True)):
                 own = replace(params, ignore_eos=True, max_tokens=length)
-                request = Request(f"{salt}-{index}", prompt, own, seed=0, arrival_time=issued, cache_salt=salt)
+                request = Request(
+                    f"{salt}-{index}", prompt, own, seed=0, arrival_time=issued, cache_salt=salt
+                )
                 engine.add(request)
                 answers[request.request_id] = []
             steps = self._drain(answers, issued)
@@ -98,7 +110,9 @@ class EngineDriver:
         tokens = tuple(tuple(token for _, token in answer) for answer in answers.values())
         return EngineRun(tuple(timings), tokens, tuple(steps))
 
-    def _drain(self, answers: dict[str, list[tuple[float, int]]], issued: float) -> list[StepRecord]:
+    def _drain(
+        self, answers: dict[str, list[tuple[float, int]]], issued: float
+    ) -> list[StepRecord]:
         engine, finished = self._engine, self._finished
         steps: list[StepRecord] = []
         while engine.has_work:
@@ -111,7 +125,8 @@ class EngineDriver:
                     raise RuntimeFailure(update.sequence.error)
                 answers[update.request_id] += [(now, token) for token in update.new_tokens]
             for work, inside in finished:
-                if len(engine.engines) == 1:  # steps of several engines overlap, and none has a time of its own
+                # steps of several engines overlap, and none has a time of its own
+                if len(engine.engines) == 1:
                     steps.append(StepRecord(work, inside, seconds / len(finished)))
                 self._on_step(work)
             finished.clear()
@@ -125,13 +140,17 @@ class StepSummary(msgspec.Struct, frozen=True):
     step_ms: Distribution | None  # durations of the steps, in milliseconds
     read_gb_per_s: float  # the bytes that they cannot do without, over their durations
     gflops: float  # the operations that they cannot do without, over their durations
-    of_floor: float | None  # the sum of their floors over the sum of their durations; 1 is the floor itself
-    step_of_floor: Distribution | None  # that share, step by step; both are None without the machine's limits
+    # the sum of their floors over the sum of their durations; 1 is the floor itself
+    of_floor: float | None
+    # that share, step by step; both are None without the machine's limits
+    step_of_floor: Distribution | None
     engine_ms: float  # the engine's own time per step, in the median
     engine_share: float  # its sum over the sum of their durations
 
     @classmethod
-    def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
+    def of(
+        cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None
+    ) -> "StepSummary":
         seconds = sum(step.step_seconds for step in steps)
         of_floor: float | None = None
         shares: list[float] = []
@@ -152,11 +171,14 @@ class StepSummary(msgspec.Struct, frozen=True):
 
     @property
     def beats_floor(self) -> bool:
-        """Whether they took less than the least time there is: the machine's limits were measured too low."""
+        """Whether they took less than the least time there is: the machine's limits were measured
+        too low."""
         return self.of_floor is not None and self.of_floor > 1
 
 
-def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
+def summarize_steps(
+    steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None
+) -> dict[str, StepSummary]:
     """For each kind of step that occurred, and under "all" for all of them."""
     kinds = {kind: [step for step in steps if step_kind(step.work) == kind] for kind in STEP_KINDS}
     kinds[ALL] = list(steps)

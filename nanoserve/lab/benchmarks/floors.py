@@ -1,6 +1,8 @@
-"""The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
+"""The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No
+torch.
 
-Counted are each used weight and the keys and values of the whole context, read once, and the products; the rest is not.
+Counted are each used weight and the keys and values of the whole context, read once, and the
+products; the rest is not.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,8 @@ STEP_KINDS = ("decode", "prefill", "mixed")
 
 
 def step_work(plan: StepPlan, windows: Sequence[int] = ()) -> StepWork:
-    """A plan's rows, summed up for a model with these ``windows``. A row of no tokens finishes what an earlier one
-    began; it counts as an empty chunk."""
+    """A plan's rows, summed up for a model with these ``windows``. A row of no tokens finishes what
+    an earlier one began; it counts as an empty chunk."""
 
     def sum_up(contexts: list[int], chunks: list[Chunk], sampled: int) -> StepWork:
         decodes = StepWork.of(contexts, sampled=sampled, windows=windows)
@@ -53,13 +55,14 @@ class Limits:
         return replace(self.at_least(other.bytes_per_second), operations_per_second=best)
 
     def seconds(self, num_bytes: float, operations: float) -> float:
-        """The longer of the time to move these bytes and the time to compute these operations, in seconds."""
+        """The longer of the time to move these bytes and the time to compute these operations, in
+        seconds."""
         return max(num_bytes / self.bytes_per_second, operations / self.operations_per_second)
 
 
 class ModelCost:
-    """Bytes and operations of steps of a model, each of whose numbers takes ``number_bytes`` bytes: weights that are
-    not quantized, keys and values."""
+    """Bytes and operations of steps of a model, each of whose numbers takes ``number_bytes`` bytes:
+    weights that are not quantized, keys and values."""
 
     def __init__(self, config: ModelConfig, number_bytes: int) -> None:
         self._counts = ModelCounts(config, precision=Precision.of(8 * number_bytes))
@@ -69,7 +72,9 @@ class ModelCost:
         counts = self._counts
         embeddings = counts.embedding(work.tokens).weight_bytes
         weights = sum(operator.weight_bytes for operator in counts.products(work, 0))
-        return weights + embeddings + sum(operator.kv_bytes for operator in counts.attention(work, 0))
+        return (
+            weights + embeddings + sum(operator.kv_bytes for operator in counts.attention(work, 0))
+        )
 
     def step_operations(self, work: StepWork) -> float:
         """Floating point operations of the matrix products."""

@@ -7,7 +7,13 @@ from functools import partial
 from typing import Any
 
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.lab.benchmarks.driving import EngineDriver, EngineRun, StepRecord, StepSummary, summarize_steps
+from nanoserve.lab.benchmarks.driving import (
+    EngineDriver,
+    EngineRun,
+    StepRecord,
+    StepSummary,
+    summarize_steps,
+)
 from nanoserve.lab.benchmarks.floors import Limits, ModelCost
 from nanoserve.lab.benchmarks.machine import ForeignLoad
 from nanoserve.lab.benchmarks.report import Report
@@ -29,13 +35,15 @@ from nanoserve.record.metrics import MILLISECONDS, BatchRates, mean_of_known, re
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.work import StepWork
 
-_STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both
+# reading all weights takes about as long as computing this many tokens; progress counts both
+_STEP_TOKENS = 32
 _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 
 class LocalBench:
-    """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises RuntimeFailure if
-    both are eager. With ``probes`` the machine's limits are measured once, and its bandwidth around every run."""
+    """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises
+    RuntimeFailure if both are eager. With ``probes`` the machine's limits are measured once, and
+    its bandwidth around every run."""
 
     def __init__(
         self,
@@ -48,7 +56,12 @@ class LocalBench:
         repeating: Repeating,
     ) -> None:
         self._llm = llm = llms[0]
-        self._seed, self._announce, self._progress, self._repeating = seed, announce, progress, repeating
+        self._seed, self._announce, self._progress, self._repeating = (
+            seed,
+            announce,
+            progress,
+            repeating,
+        )
         self.longest = llm.built.max_model_len
         self._done, self._expected, self._told = 0, 0, 0.0
         facts = [settle(each, announce) for each in llms]
@@ -75,12 +88,14 @@ class LocalBench:
             self._take_limits(machine_limits(dtype, self._probe, progress=progress))
 
     def run(self, cases: Sequence[LocalCase], report: Report, *, repeats: int) -> None:
-        """Measure each case: rows, and ratios of two engines. Raises UsageError if a request is too long."""
+        """Measure each case: rows, and ratios of two engines. Raises UsageError if a request is too
+        long."""
         for case in cases:
             longest = max(shape.total_tokens for shape in case.shapes)
             if longest > self.longest:
                 raise UsageError(
-                    f"{case.name} needs a context of {longest} tokens, but it holds {self.longest}; "
+                    f"{case.name} needs a context of {longest} tokens, but it holds "
+                    f"{self.longest}; "
                     "choose shorter requests, another --model or a larger --kv-cache-memory"
                 )
             for shapes, runs in ((case.warm_up, 1), (case.shapes, repeats)):
@@ -106,7 +121,8 @@ class LocalBench:
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
     def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
-        """A report's row for each engine, its steps not yet summarized. Of two engines, a case ends in its layers."""
+        """A report's row for each engine, its steps not yet summarized. Of two engines, a case ends
+        in its layers."""
         for driver in self._drivers.values():
             self._run(driver, case.warm_up, repeat=0)
         rounds = list(self._repeating.rounds(partial(self._round, case), repeats))
@@ -114,7 +130,8 @@ class LocalBench:
         shown = shown_rounds(rounds)
         readings = [reading for one in shown for reading in one.readings]
         if self._limits is not None:
-            self._take_limits(self._limits.at_least(*readings))  # the machine may be faster than it was ever seen
+            # the machine may be faster than it was ever seen
+            self._take_limits(self._limits.at_least(*readings))
         beside: dict[str, Any] = {
             "read_gb_per_s": [reading / GIGA for reading in readings],
             "foreign_cores": most_known(one.foreign_cores for one in shown),
@@ -145,12 +162,15 @@ class LocalBench:
         return LocalRound(foreign_cores=foreign, readings=tuple(readings), runs=runs)
 
     def _hold_against_floors(self, report: Report) -> None:
-        """Summarize the steps of all rows so far. If some took less than the least time there is, the machine's limits
-        are measured again; if some still do, these limits are wrong, and no row tells shares."""
+        """Summarize the steps of all rows so far. If some took less than the least time there is,
+        the machine's limits are measured again; if some still do, these limits are wrong, and no
+        row tells shares."""
         found = self._summaries(self._limits)
         if any(map(_beats_floor, found)):
             assert self._probe is not None and self._limits is not None, "there are floors"
-            self._announce("steps took less than the least time there is: looking at the machine again ...")
+            self._announce(
+                "steps took less than the least time there is: looking at the machine again ..."
+            )
             again = machine_limits(self._dtype, self._probe, progress=self._progress)
             self._take_limits(self._limits.or_better(again))
             found = self._summaries(self._limits)
@@ -190,7 +210,11 @@ class LocalRound(MeasuredRound, frozen=True, kw_only=True):
     def facts(self) -> dict[str, Any]:
         """Its conditions, for a report."""
         bandwidths = [reading / GIGA for reading in self.readings]
-        return {"read_gb_per_s": bandwidths, "foreign_cores": self.foreign_cores, "counts": self.counts}
+        return {
+            "read_gb_per_s": bandwidths,
+            "foreign_cores": self.foreign_cores,
+            "counts": self.counts,
+        }
 
 
 def _beats_floor(summary: Mapping[str, StepSummary]) -> bool:
@@ -198,12 +222,17 @@ def _beats_floor(summary: Mapping[str, StepSummary]) -> bool:
 
 
 def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
-    """Latencies over the requests of all runs, mean rates, and each run's own figures as samples for ``bench diff``."""
+    """Latencies over the requests of all runs, mean rates, and each run's own figures as samples
+    for ``bench diff``."""
     rates = [BatchRates.of(run.timings) for run in runs]
     seconds = [max(timing.e2el for timing in run.timings) for run in runs]
     samples = {
-        "ttft_ms": [MILLISECONDS * mean_of_known(timing.ttft for timing in run.timings) for run in runs],
-        "tpot_ms": [MILLISECONDS * mean_of_known(timing.tpot for timing in run.timings) for run in runs],
+        "ttft_ms": [
+            MILLISECONDS * mean_of_known(timing.ttft for timing in run.timings) for run in runs
+        ],
+        "tpot_ms": [
+            MILLISECONDS * mean_of_known(timing.tpot for timing in run.timings) for run in runs
+        ],
         "output_tokens_per_s": [rate.output for rate in rates],
     }
     means = {
@@ -214,19 +243,26 @@ def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
         **request_distributions([timing for run in runs for timing in run.timings]),
         **means,
         "decode_tokens_per_s": means["decode_tokens_per_s"] or None,
-        "requests_per_s": mean_of_known(len(run.timings) / length for run, length in zip(runs, seconds, strict=True)),
+        "requests_per_s": mean_of_known(
+            len(run.timings) / length for run, length in zip(runs, seconds, strict=True)
+        ),
         "seconds": mean_of_known(seconds),
         "samples": samples,
     }
 
 
 def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the rows of an eager and a compiled engine: for each metric the median and the extremes of the ratios
-    within a round. Above 1 the compiled layers are faster, whichever way the metric counts."""
+    """Compare the rows of an eager and a compiled engine: for each metric the median and the
+    extremes of the ratios within a round. Above 1 the compiled layers are faster, whichever way the
+    metric counts."""
     samples = {row["case"].rpartition(" ")[2]: row["samples"] for row in rows}
     found = []
     for metric, compiled in samples["compiled"].items():
-        pairs = [(one, other) for one, other in zip(compiled, samples["eager"][metric], strict=True) if one and other]
+        pairs = [
+            (one, other)
+            for one, other in zip(compiled, samples["eager"][metric], strict=True)
+            if one and other
+        ]
         if metric.endswith("_per_s"):
             ratios = [one / other for one, other in pairs]
         else:

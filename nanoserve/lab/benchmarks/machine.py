@@ -1,4 +1,5 @@
-"""Where and with what a benchmark ran, and how much of the processor others used meanwhile. No torch."""
+"""Where and with what a benchmark ran, and how much of the processor others used meanwhile. No
+torch."""
 
 import os
 import platform
@@ -16,8 +17,22 @@ from nanoserve import __version__
 from nanoserve.utils.installation import commit
 from nanoserve.utils.threads import processor_name_and_flags
 
-PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy", "safetensors", "tokenizers")
-ENVIRONMENT = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "llama-cpp-python",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+)
+ENVIRONMENT = (
+    "OMP_NUM_THREADS",
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "KMP_BLOCKTIME",
+    "MKL_NUM_THREADS",
+)
 _PROC = Path("/proc")
 _IDLE_FIELDS = (3, 4)  # idle and iowait of /proc/stat's cpu line
 _LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user time already
@@ -32,13 +47,15 @@ def describe_run() -> dict[str, Any]:
         "command": command_line(),
         "commit": commit(),
         "machine": describe_machine(),
-        "versions": {"nanoserve": __version__, "python": platform.python_version()} | installed_versions(),
+        "versions": {"nanoserve": __version__, "python": platform.python_version()}
+        | installed_versions(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
 
 def command_line() -> str:
-    """The typed command, with the program reduced to its name, and without secrets: reports are passed on."""
+    """The typed command, with the program reduced to its name, and without secrets: reports are
+    passed on."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for place, word in enumerate(words):
         flag, equals, _ = word.partition("=")
@@ -64,7 +81,10 @@ def describe_machine() -> dict[str, Any]:
 
 def machine_text(machine: Mapping[str, Any]) -> str:
     """A description of a machine in words, for the head of a table."""
-    return f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{machine['system']}"
+    )
 
 
 def available_cores() -> int:
@@ -83,14 +103,15 @@ def installed_versions() -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """Where what was measured or written once is kept: nanoserve/bench in the user's cache directory."""
+    """Where what was measured or written once is kept: nanoserve/bench in the user's cache
+    directory."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "nanoserve" / "bench"
 
 
 class ForeignLoad:
-    """Measures, from its creation or last reading on, how many cores other processes kept busy. Own work is that of
-    this process, of those with the ids in ``own``, and of all their descendants."""
+    """Measures, from its creation or last reading on, how many cores other processes kept busy. Own
+    work is that of this process, of those with the ids in ``own``, and of all their descendants."""
 
     def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:
         self._own = own
@@ -99,7 +120,8 @@ class ForeignLoad:
         self._before = self._read()
 
     def read(self) -> float | None:
-        """Cores kept busy by others since the last reading, 0.0 and up; None where the kernel does not tell."""
+        """Cores kept busy by others since the last reading, 0.0 and up; None where the kernel does
+        not tell."""
         before, self._before = self._before, self._read()
         if before is None or self._before is None:
             return None
@@ -118,7 +140,8 @@ class ForeignLoad:
         except (OSError, ValueError, IndexError):
             return None
         for process in self._processes():
-            with suppress(OSError):  # it has ended: its ticks now count with the process that waited for it
+            # it has ended: its ticks now count with the process that waited for it
+            with suppress(OSError):
                 own += self._process_ticks(process)
         return time.monotonic(), busy, own
 

@@ -1,6 +1,8 @@
-"""The project's operators against what the machine can do at best and against stock torch, taking turns in one run.
+"""The project's operators against what the machine can do at best and against stock torch, taking
+turns in one run.
 
-Every call reads memory that the caches have forgotten, as in a model. The shapes are those of Qwen3-0.6B.
+Every call reads memory that the caches have forgotten, as in a model. The shapes are those of
+Qwen3-0.6B.
 """
 
 import math
@@ -39,7 +41,12 @@ from triton_ops import (
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 # The routes of stock torch.
-GATHERING, DENSE, LINEAR, SAMPLING = "gather + SDPA", "SDPA", "F.linear {}", "softmax, sort, multinomial"
+GATHERING, DENSE, LINEAR, SAMPLING = (
+    "gather + SDPA",
+    "SDPA",
+    "F.linear {}",
+    "softmax, sort, multinomial",
+)
 STOCK_ROUTES = (
     GATHERING,
     DENSE,
@@ -53,8 +60,10 @@ PACKED_BITS = (4, 8)
 PACKED_GROUP = 32  # columns that share a scale, as --quantization rounds on a CPU
 BLOCK_SIZE = 16
 MOST_SAMPLED_ROWS = 16  # to sort more of them takes stock torch seconds
-HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
-COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
+# more rows than this are prompts, of which the output head sees the last position alone
+HEAD_ROWS = 64
+# equal inputs are made until they take this much: about twice the largest cache of today's servers
+COLD_BYTES = 2**29
 _TURNS = 5
 _TURN_SECONDS = 0.01
 _MOST_CALLS = 10
@@ -72,13 +81,15 @@ class OperatorCase(NamedTuple):
     """Work that several routes do; ours is the first."""
 
     name: str
-    num_bytes: int  # what every route must read: each key, value and weight once, in its own number format
+    # what every route must read: each key, value and weight once, in its own number format
+    num_bytes: int
     operations: int  # operations of the matrix products, two for each multiply-add
     routes: Mapping[str, Route]
 
 
 class OperatorRound(Bracketed, frozen=True, kw_only=True):
-    """One round of one case: the floor at the round's own bandwidth, and each route's median call, in microseconds."""
+    """One round of one case: the floor at the round's own bandwidth, and each route's median call,
+    in microseconds."""
 
     num_bytes: int
     operations: int
@@ -87,15 +98,19 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
 
     @property
     def has_floor(self) -> bool:
-        """Whether no route was faster than the floor: one that is shows that the machine was measured too slow."""
+        """Whether no route was faster than the floor: one that is shows that the machine was
+        measured too slow."""
         return self.floor_us <= min(self.routes_us.values())
 
 
 def all_cases(
-    cells: Iterable[tuple[int, int]], prompts: Sequence[int], rows: Sequence[int], dtype: torch.dtype
+    cells: Iterable[tuple[int, int]],
+    prompts: Sequence[int],
+    rows: Sequence[int],
+    dtype: torch.dtype,
 ) -> Iterator[OperatorCase]:
-    """Attention of these batches and contexts, then of prompts of these lengths, linear layers, packed layers too, and
-    sampling. Each case has its memory while it is looked at."""
+    """Attention of these batches and contexts, then of prompts of these lengths, linear layers,
+    packed layers too, and sampling. Each case has its memory while it is looked at."""
     for batch, context in cells:
         yield from attention_cases(batch, context, dtype)
     for length in prompts:
@@ -106,19 +121,24 @@ def all_cases(
 
 
 def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks. Then the same over
-    the host tier: handed to a thread with as many threads as torch has here, and waited for, beside the operator that
-    this thread calls."""
+    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks.
+    Then the same over the host tier: handed to a thread with as many threads as torch has here, and
+    waited for, beside the operator that this thread calls."""
     model = dummy_config(SHAPE)
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
-    call = make_batch(decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype)
-    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
+    call = make_batch(
+        decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype
+    )
+    # as a layer's projection gives them
+    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)
     query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     cache_write(key, value, call.key_cache, call.value_cache, slots)
     keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)
     pools = zip(keys, values, strict=True)
-    calls = cycle([replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools])
+    calls = cycle(
+        [replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools]
+    )
     num_bytes = 2 * batch * context * kv_heads * size * dtype.itemsize
 
     def attend() -> Tensor:
@@ -127,7 +147,9 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
     def gather_and_attend() -> Tensor:
         """The obvious way: index the caches by the block tables, then torch's attention."""
         key, value = next(calls).gathered()
-        attended = functional.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
+        attended = functional.scaled_dot_product_attention(
+            query[:, :, None], key, value, enable_gqa=True
+        )
         return attended.reshape(batch, -1)
 
     routes = {OURS: Route(attend), GATHERING: Route(gather_and_attend)}
@@ -135,7 +157,9 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
     yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
 
     rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
-    host = HostAttentionThread(model, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    host = HostAttentionThread(
+        model, keys, values, torch.device("cpu"), threads=torch.get_num_threads()
+    )
     layers = cycle(range(len(keys)))
 
     def hand_over_and_wait() -> Tensor:
@@ -145,13 +169,16 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
 
     try:
         routes = {OURS: Route(hand_over_and_wait), "operator alone": Route(attend)}
-        yield OperatorCase(f"host attention {batch} x {context}", num_bytes, call.operations, routes)
+        yield OperatorCase(
+            f"host attention {batch} x {context}", num_bytes, call.operations, routes
+        )
     finally:
         host.close()
 
 
 def prompt_case(length: int, dtype: torch.dtype) -> OperatorCase:
-    """Prefill: all tokens of one prompt, which its cache already has. Stock torch gets keys and values in one piece."""
+    """Prefill: all tokens of one prompt, which its cache already has. Stock torch gets keys and
+    values in one piece."""
     model = dummy_config(SHAPE)
     sizes = (model.num_heads, model.num_kv_heads, model.head_dim)
     call = make_batch([AttentionRow(length, length)], *sizes, block_size=BLOCK_SIZE, dtype=dtype)
@@ -164,15 +191,20 @@ def prompt_case(length: int, dtype: torch.dtype) -> OperatorCase:
 
     def attend_densely() -> Tensor:
         key, value = next(dense)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         return attended[0].transpose(0, 1).reshape(length, -1)
 
     routes = {OURS: Route(attend), DENSE: Route(attend_densely)}
-    return OperatorCase(f"attention of a prompt of {length}", call.num_bytes, call.operations, routes)
+    return OperatorCase(
+        f"attention of a prompt of {length}", call.num_bytes, call.operations, routes
+    )
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
+    """Each matrix of the model with every number of rows; one matrix's memory is taken at a
+    time."""
     for (name, columns, depth), counts in linear_sizes(rows, dtype):
         weight = torch.randn(columns, depth)
         weights, wide = cycle(_copies(weight.to(dtype))), cycle(_copies(weight))
@@ -180,7 +212,9 @@ def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
             given = torch.randn(count, depth)
             routes = {
                 OURS: partial(_multiply, linear, given.to(dtype), weights),
-                LINEAR.format(format_name(dtype)): partial(_multiply, functional.linear, given.to(dtype), weights),
+                LINEAR.format(format_name(dtype)): partial(
+                    _multiply, functional.linear, given.to(dtype), weights
+                ),
                 LINEAR.format("float32"): partial(_multiply, functional.linear, given, wide),
             }
             yield OperatorCase(
@@ -197,7 +231,10 @@ def packed_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
         for bits in PACKED_BITS:
             quantized = round_to_nearest(torch.randn(columns, depth), bits, PACKED_GROUP)
             packed, form = pack(quantized), quantized.format
-            weights, unpacked = cycle(_copies(packed)), cycle(_copies(quantized.dequantize().to(dtype)))
+            weights, unpacked = (
+                cycle(_copies(packed)),
+                cycle(_copies(quantized.dequantize().to(dtype))),
+            )
             multiply = partial(packed_linear, bias=None, columns=columns, form=form)
 
             for count in counts:
@@ -205,7 +242,9 @@ def packed_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
                 routes = {
                     OURS: partial(_multiply, multiply, given, weights),
                     IN_16_BITS: partial(_multiply, linear, given, unpacked),
-                    LINEAR.format(format_name(dtype)): partial(_multiply, functional.linear, given, unpacked),
+                    LINEAR.format(format_name(dtype)): partial(
+                        _multiply, functional.linear, given, unpacked
+                    ),
                 }
                 yield OperatorCase(
                     f"{name} {columns} x {depth} in int{bits}, {count} rows",
@@ -215,24 +254,38 @@ def packed_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
                 )
 
 
-def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[Tensor]) -> Tensor:
+def _multiply(
+    multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[Tensor]
+) -> Tensor:
     return multiply(rows, next(weights))
 
 
-def linear_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
-    """Each matrix with the numbers of rows that it is measured with; 32-bit weights have no operator of our own."""
+def linear_sizes(
+    rows: Sequence[int], dtype: torch.dtype
+) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """Each matrix with the numbers of rows that it is measured with; 32-bit weights have no
+    operator of our own."""
     if dtype == torch.float32:
         return []
-    return [(one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS]) for one in _matrices()]
+    return [
+        (one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS])
+        for one in _matrices()
+    ]
 
 
-def packed_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
-    """The feed-forward part's matrices, which are most of a layer. Each has a case for every one of `PACKED_BITS`."""
-    return [(one, counts) for one, counts in linear_sizes(rows, dtype) if one[0] in ("gate_up", "down")]
+def packed_sizes(
+    rows: Sequence[int], dtype: torch.dtype
+) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """The feed-forward part's matrices, which are most of a layer. Each has a case for every one of
+    `PACKED_BITS`."""
+    return [
+        (one, counts) for one, counts in linear_sizes(rows, dtype) if one[0] in ("gate_up", "down")
+    ]
 
 
 def _matrices() -> list[tuple[str, int, int]]:
-    """(name, columns of the result, depth) of a layer's matrices, as the decoder fuses them, and of the head."""
+    """(name, columns of the result, depth) of a layer's matrices, as the decoder fuses them, and of
+    the head."""
     shape = dummy_config(SHAPE)
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return [
@@ -245,8 +298,8 @@ def _matrices() -> list[tuple[str, int, int]]:
 
 
 class Sampler(NamedTuple):
-    """Settings as requests have them. With `logprobs` no token is drawn; this number of likeliest tokens is named
-    instead."""
+    """Settings as requests have them. With `logprobs` no token is drawn; this number of likeliest
+    tokens is named instead."""
 
     name: str
     temperature: float = 1.0
@@ -259,10 +312,20 @@ class Sampler(NamedTuple):
         rows = torch.arange(count)
         if self.logprobs:
             return lambda logits, maxima: token_logprobs(logits, rows, self.logprobs)
-        keys, temperature = torch.stack((rows, rows + 1), dim=1).int(), torch.full((count,), self.temperature)
-        top_k, top_p = torch.full((count,), self.top_k), torch.full((count,), self.top_p, dtype=torch.float64)
+        keys, temperature = (
+            torch.stack((rows, rows + 1), dim=1).int(),
+            torch.full((count,), self.temperature),
+        )
+        top_k, top_p = (
+            torch.full((count,), self.top_k),
+            torch.full((count,), self.top_p, dtype=torch.float64),
+        )
         settings = (rows, keys, temperature, top_k, top_p, torch.zeros_like(top_p))
-        uses: dict[str, Any] = {"largest_top_k": self.top_k, "uses_top_p": self.top_p < 1, "uses_min_p": False}
+        uses: dict[str, Any] = {
+            "largest_top_k": self.top_k,
+            "uses_top_p": self.top_p < 1,
+            "uses_min_p": False,
+        }
         return lambda logits, maxima: draw_tokens(logits, maxima, *settings, **uses)
 
     def sort(self, logits: Tensor, maxima: Tensor) -> object:
@@ -274,7 +337,9 @@ class Sampler(NamedTuple):
         values, tokens = logits.topk(self.top_k) if self.top_k else logits.sort(descending=True)
         probabilities = (values / self.temperature).softmax(1)
         better = probabilities.cumsum(1) - probabilities
-        return tokens.gather(1, torch.multinomial(probabilities.masked_fill(better >= self.top_p, 0.0), 1))
+        return tokens.gather(
+            1, torch.multinomial(probabilities.masked_fill(better >= self.top_p, 0.0), 1)
+        )
 
 
 SAMPLERS = (
@@ -291,7 +356,8 @@ def sampled_rows(rows: Sequence[int]) -> list[int]:
 
 
 def sampling_cases(rows: Sequence[int]) -> Iterator[OperatorCase]:
-    """Each sampler over the model's vocabulary with every number of rows, beside what stock torch sorts."""
+    """Each sampler over the model's vocabulary with every number of rows, beside what stock torch
+    sorts."""
     vocab_size = dummy_config(SHAPE).vocab_size
     for count in sampled_rows(rows):
         logits = torch.randn(count, vocab_size) * 3
@@ -307,12 +373,15 @@ def sampling_cases(rows: Sequence[int]) -> Iterator[OperatorCase]:
             )
 
 
-def _sample(sampler: Callable[[Tensor, Tensor], object], inputs: Iterator[tuple[Tensor, Tensor]]) -> object:
+def _sample(
+    sampler: Callable[[Tensor, Tensor], object], inputs: Iterator[tuple[Tensor, Tensor]]
+) -> object:
     return sampler(*next(inputs))
 
 
 def _copies(tensor: Tensor) -> list[Tensor]:
-    """Copies of a tensor, too many for any cache to hold: by the time one is used again, it has to be read again."""
+    """Copies of a tensor, too many for any cache to hold: by the time one is used again, it has to
+    be read again."""
     count = max(2, math.ceil(COLD_BYTES / tensor.nbytes))
     return [tensor] + [tensor.clone() for _ in range(count - 1)]
 
@@ -326,8 +395,9 @@ def measure_case(
     peak: float,
     repeating: Repeating,
 ) -> Iterator[OperatorRound]:
-    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is spent. ``probe``
-    reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best."""
+    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is
+    spent. ``probe`` reads the machine's bandwidth in bytes per second; ``peak`` is operations per
+    second at best."""
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 
     def one_round(number: int) -> OperatorRound:
@@ -346,36 +416,49 @@ def measure_case(
             num_bytes=case.num_bytes,
             operations=case.operations,
             floor_us=floor * _MICROSECONDS,
-            routes_us={name: _MICROSECONDS * statistics.median(found) for name, found in seconds.items()},
+            routes_us={
+                name: _MICROSECONDS * statistics.median(found) for name, found in seconds.items()
+            },
         )
 
     return repeating.rounds(one_round, rounds)
 
 
 def _calls_in_a_turn(route: Route) -> int:
-    """Number of calls that take about `_TURN_SECONDS`; the route has run twice by then and is warm."""
+    """Number of calls that take about `_TURN_SECONDS`; the route has run twice by then and is
+    warm."""
     with torch.inference_mode(), route.context():
         route.call()
         return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / timed(route.call))))
 
 
 def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
-    """For every case, bandwidth state and route: medians over its rounds, and how many times ours is faster.
-    GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes."""
+    """For every case, bandwidth state and route: medians over its rounds, and how many times ours
+    is faster. GB/s and GFLOP/s are those of the work that every route must do, whatever a route
+    really reads and computes."""
     groups = grouped(rounds, lambda done: {(done.case,): done})
     return [
-        {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
+        {
+            "case": case,
+            "state": state,
+            "route": route,
+            "rounds": len(some),
+            **_route_fields(some, route),
+        }
         for (case, state), some in groups.items()
         for route in some[0].routes_us
     ]
 
 
 def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
-    """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
+    """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth
+    state."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
         if done.counts and done.has_floor:
-            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(
+                done.floor_us / done.routes_us[OURS]
+            )
     return found
 
 
@@ -395,5 +478,9 @@ def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]
     if shares:
         fields["of_floor"] = statistics.median(shares)
     if route != OURS:
-        fields |= {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
+        fields |= {
+            "ours_is_faster": statistics.median(slower),
+            "low": min(slower),
+            "high": max(slower),
+        }
     return fields

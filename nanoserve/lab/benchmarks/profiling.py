@@ -1,5 +1,6 @@
-"""The offline profiler behind ``nanoserve profile`` (APEX): how long the parts of a step take here, over their sizes,
-and its proof: workloads that run on the real engine, and in the simulator over what was measured."""
+"""The offline profiler behind ``nanoserve profile`` (APEX): how long the parts of a step take here,
+over their sizes, and its proof: workloads that run on the real engine, and in the simulator over
+what was measured."""
 
 import os
 import statistics
@@ -18,7 +19,13 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.local import LocalExecutor
-from nanoserve.executor.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
+from nanoserve.executor.profiling.parts import (
+    Effort,
+    ProfileSizes,
+    open_probes,
+    profile_of,
+    take_rounds,
+)
 from nanoserve.executor.profiling.timers import Stopwatch
 from nanoserve.lab.benchmarks.machine import ForeignLoad, describe_machine, describe_run
 from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
@@ -45,16 +52,20 @@ SIZES = ProfileSizes(
 EFFORT = Effort(seconds=25.0, fewest_rounds=3, most_rounds=15, longest_sample=1.0)
 LEAST_LIMITS = {"--max-num-batched-tokens": 32, "--max-model-len": 32, "--max-num-seqs": 4}
 """Below that there is nothing to run for a proof."""
-_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memory is mostly taken by the KV cache
+# sizes that fit on a GPU whose memory is mostly taken by the KV cache
+_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
-    """Measure an idle open LLM, and run two small workloads beside their predictions. ``processor`` is the part of the
-    CPU that is to attend in host memory. Raises TypeError for an engine that is not one device in this process,
-    UsageError for limits of the engine so small that there is nothing to measure."""
+    """Measure an idle open LLM, and run two small workloads beside their predictions. ``processor``
+    is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is
+    not one device in this process, UsageError for limits of the engine so small that there is
+    nothing to measure."""
     executor, config = llm.engine.executor, llm.built.config
     if not isinstance(executor, LocalExecutor):
-        raise TypeError(f"one device in this process can be profiled, not {type(executor).__name__}")
+        raise TypeError(
+            f"one device in this process can be profiled, not {type(executor).__name__}"
+        )
     limits = config.max_num_batched_tokens, llm.built.max_model_len, config.max_num_seqs
     for (flag, least), limit in zip(LEAST_LIMITS.items(), limits, strict=True):
         if limit < least:
@@ -79,7 +90,13 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         found, busy = take_rounds(probes, announce, EFFORT), foreign.read()
     reached: dict[str, Any] = {"device": device, "host": host, "foreign_cores": busy}
     profile = profile_of(
-        found, runner, processor, block_size=config.block_size, settings=facts, about=describe_run(), **reached
+        found,
+        runner,
+        processor,
+        block_size=config.block_size,
+        settings=facts,
+        about=describe_run(),
+        **reached,
     )
     profile = msgspec.structs.replace(profile, efficiency=calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
@@ -103,17 +120,20 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     )
 
 
-LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))  # in turn
+# in turn
+LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
 LOAD = 0.5  # arrivals, as a share of the throughput of the closed batch
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5
-_SHORTER = 4  # where a few requests take much longer than that, all of them are shorter by this factor
+# where a few requests take much longer than that, all of them are shorter by this factor
+_SHORTER = 4
 _SEED, _REPEATS = 0, 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Requests that are the same however often they are asked for; a rate of None means all at once."""
+    """Requests that are the same however often they are asked for; a rate of None means all at
+    once."""
 
     requests: int
     rate: float | None
@@ -129,7 +149,8 @@ class _Work:
         return f"{self.requests} requests of {inputs:.0f}+{outputs:.0f}, {coming}"
 
     def draw(self, *, after: float = 0.0, name: str = "simulated") -> Iterator[Request]:
-        """Each answer has its full length, which the scheduler does not know better than that of any other request."""
+        """Each answer has its full length, which the scheduler does not know better than that of
+        any other request."""
         arrivals = burst()
         if self.rate is not None:
             arrivals = poisson_arrivals(self.rate, _SEED)
@@ -137,14 +158,19 @@ class _Work:
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.seed)
             salt = f"{name}-{request.request_id}"
             yield replace(
-                request, request_id=salt, params=params, cache_salt=salt, arrival_time=request.arrival_time + after
+                request,
+                request_id=salt,
+                params=params,
+                cache_salt=salt,
+                arrival_time=request.arrival_time + after,
             )
 
 
 def predict_and_run(
     engine: Engine, config: EngineConfig, profile: Profile, announce: Callable[[str], None]
 ) -> Iterator[Prediction]:
-    """A closed batch and Poisson arrivals, each simulated and then run a few times on the idle engine."""
+    """A closed batch and Poisson arrivals, each simulated and then run a few times on the idle
+    engine."""
     times, longest = MeasuredTimes(profile), engine.scheduler.table.max_model_len
 
     def predict(work: _Work, costs: StepTimes = times) -> RunFigures:
@@ -171,15 +197,24 @@ def predict_and_run(
     rate = LOAD * closed.requests / predict(closed).seconds
     for number, work in enumerate((closed, replace(closed, rate=rate))):
         announce(f"running {work.name}, {_REPEATS} times ...")
-        real = tuple(run_for_real(engine, work.draw, f"run-{number}-{repeat}") for repeat in range(_REPEATS))
+        real = tuple(
+            run_for_real(engine, work.draw, f"run-{number}-{repeat}") for repeat in range(_REPEATS)
+        )
         by_factors = predict(work, profile.step_costs())
-        yield Prediction(workload=work.name, real=real, by_profile=predict(work), by_factors=by_factors)
+        yield Prediction(
+            workload=work.name, real=real, by_profile=predict(work), by_factors=by_factors
+        )
 
 
 def _fitting(longest: int, divisor: int) -> tuple[RequestShape, ...]:
     """The lengths, divided by that, which fit the context; or lengths that fit any context."""
-    shapes = [RequestShape(shape.input_tokens // divisor, shape.output_tokens // divisor) for shape in LENGTHS]
-    return tuple(shape for shape in shapes if shape.total_tokens <= longest) or (RequestShape(4, 4),)
+    shapes = [
+        RequestShape(shape.input_tokens // divisor, shape.output_tokens // divisor)
+        for shape in LENGTHS
+    ]
+    return tuple(shape for shape in shapes if shape.total_tokens <= longest) or (
+        RequestShape(4, 4),
+    )
 
 
 def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: str) -> RunFigures:
@@ -190,6 +225,8 @@ def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: s
     return _figures(engine.now() - began, lives.ttft.distribution(), lives.tpot.distribution())
 
 
-def _figures(seconds: float, ttft_ms: Distribution | None, tpot_ms: Distribution | None) -> RunFigures:
+def _figures(
+    seconds: float, ttft_ms: Distribution | None, tpot_ms: Distribution | None
+) -> RunFigures:
     assert ttft_ms is not None and tpot_ms is not None, "requests ran, and had several tokens"
     return RunFigures(seconds=seconds, ttft_ms=ttft_ms.mean, tpot_ms=tpot_ms.mean)

@@ -1,4 +1,5 @@
-"""A benchmark's results on disk: one JSON object, rewritten after every row so that nothing measured is lost."""
+"""A benchmark's results on disk: one JSON object, rewritten after every row so that nothing
+measured is lost."""
 
 import json
 from pathlib import Path
@@ -15,13 +16,19 @@ SCHEMA = "nanoserve-bench/1"
 
 
 class Report:
-    """Rows of one benchmark of this kind and settings, with where and how they were measured, in the JSON file at
-    ``path`` or in memory alone. Raises RuntimeFailure at once if that file cannot be written."""
+    """Rows of one benchmark of this kind and settings, with where and how they were measured, in
+    the JSON file at ``path`` or in memory alone. Raises RuntimeFailure at once if that file cannot
+    be written."""
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        self.document: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "complete": False, **describe_run()}
+        self.document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": kind,
+            "complete": False,
+            **describe_run(),
+        }
         self.document |= {"settings": settings, "rows": self.rows, "notes": []}
         self._write()
 
@@ -63,7 +70,9 @@ class Report:
             replace_file(self.path, json.dumps(self.document, indent=1) + "\n")
 
 
-def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench") -> dict[str, Any]:
+def read_report(
+    path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench"
+) -> dict[str, Any]:
     """A document of this schema, read from its file. Raises UsageError if the file is not one."""
     try:
         document: Any = json.loads(read_bytes(path, UsageError))
@@ -72,6 +81,8 @@ def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of
     found: dict[str, Any] = {}
     if isinstance(document, dict):
         found = document
-    if found.get("schema") != schema or (schema == SCHEMA and not isinstance(found.get("rows"), list)):
+    if found.get("schema") != schema or (
+        schema == SCHEMA and not isinstance(found.get("rows"), list)
+    ):
         raise UsageError(f"{path} is not {content} ({schema})")
     return found

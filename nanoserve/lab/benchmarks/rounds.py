@@ -1,4 +1,5 @@
-"""Rounds of a benchmark: which of them count, how long disturbed ones are repeated, and which belong together.
+"""Rounds of a benchmark: which of them count, how long disturbed ones are repeated, and which
+belong together.
 
 Ratios are formed within a round that counts, and reported for each bandwidth state apart. No torch.
 """
@@ -18,7 +19,10 @@ BUSY_CORES = 0.2  # a round is disturbed if others keep more than this busy duri
 REPEAT_SECONDS = 120.0  # of a command, for rounds in the place of disturbed ones
 GIGA = 1e9
 BUSY, UNSTEADY = "busy", "unsteady"
-_REASONS = {BUSY: "other programs kept cores busy", UNSTEADY: "the read bandwidth moved by 10 % or more"}
+_REASONS = {
+    BUSY: "other programs kept cores busy",
+    UNSTEADY: "the read bandwidth moved by 10 % or more",
+}
 
 
 class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +78,14 @@ class Bracketed(MeasuredRound, frozen=True, kw_only=True):
 
 
 def busy_note(foreign_cores: float | None) -> str | None:
-    """A sentence for figures that were measured beside the work of others; None if none is known."""
+    """A sentence for figures that were measured beside the work of others; None if none is
+    known."""
     if (foreign_cores or 0.0) <= BUSY_CORES:
         return None
-    return f"other programs kept up to {foreign_cores:.1f} cores busy meanwhile: on a quiet machine the figures differ"
+    return (
+        f"other programs kept up to {foreign_cores:.1f} cores busy meanwhile: on a quiet machine "
+        "the figures differ"
+    )
 
 
 R = TypeVar("R", bound=Bracketed)
@@ -101,7 +109,8 @@ def most_known(loads: Iterable[float | None]) -> float | None:
 
 @dataclass(slots=True)
 class Repeating:
-    """How a command goes on when rounds are disturbed; the time for repeating them is shared by all of its cases."""
+    """How a command goes on when rounds are disturbed; the time for repeating them is shared by all
+    of its cases."""
 
     keep_all: bool = False
     """Whether disturbed rounds count, so that none is repeated."""
@@ -109,8 +118,9 @@ class Repeating:
     now: Callable[[], float] = time.monotonic
 
     def rounds(self, make_round: Callable[[int], M], wanted: int) -> Iterator[M]:
-        """Rounds 1, 2, ... as they are made, until ``wanted`` of them count or the time for repeating is spent. The
-        first ``wanted`` rounds are made in any case; all further ones take of that time."""
+        """Rounds 1, 2, ... as they are made, until ``wanted`` of them count or the time for
+        repeating is spent. The first ``wanted`` rounds are made in any case; all further ones take
+        of that time."""
         counted = number = 0
         while counted < wanted and (number < wanted or self.seconds_left > 0):
             number += 1
@@ -141,11 +151,12 @@ def shown_rounds(rounds: Sequence[M]) -> Sequence[M]:
 
 
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
-    """The rounds that figures are formed of, each with its bandwidth state. They stay in their order.
+    """The rounds that figures are formed of, each with its bandwidth state. They stay in their
+    order.
 
-    They are the counting rounds of each case. A case without any has all of its rounds, marked as not counted. A state
-    is named by the bandwidths seen in it, since those of a virtual machine may flip between two levels. Disturbed
-    rounds are states apart.
+    They are the counting rounds of each case. A case without any has all of its rounds, marked as
+    not counted. A state is named by the bandwidths seen in it, since those of a virtual machine may
+    flip between two levels. Disturbed rounds are states apart.
     """
     by_case: dict[str, list[R]] = {}
     for done in rounds:
@@ -163,7 +174,8 @@ def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
 
 
 def grouped(rounds: Sequence[R], values_of: Callable[[R], Mapping[Key, T]]) -> dict[Key, list[T]]:
-    """The values of the rounds that figures are formed of, by their key in a round and the bandwidth state."""
+    """The values of the rounds that figures are formed of, by their key in a round and the
+    bandwidth state."""
     found: dict[Key, list[T]] = {}
     for done, state in in_states(rounds):
         for key, value in values_of(done).items():

@@ -1,6 +1,8 @@
-"""Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch in their stead.
+"""Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch
+in their stead.
 
-``python -m nanoserve.lab.benchmarks.settling MODEL SETTINGS`` (both in JSON) opens a model and prints these facts.
+``python -m nanoserve.lab.benchmarks.settling MODEL SETTINGS`` (both in JSON) opens a model and
+prints these facts.
 """
 
 import json
@@ -19,7 +21,8 @@ from triton_ops.cpu import cpu_operators
 
 
 def settle_operators(announce: Callable[[str], None] = lambda _: None) -> str:
-    """Wait for the operators, after saying so. Returns what the CPU runs: "C++", or "plain torch (REASON)"."""
+    """Wait for the operators, after saying so. Returns what the CPU runs: "C++", or "plain torch
+    (REASON)"."""
     operators = cpu_operators()
     if operators.expected and not operators.loaded:
         announce("building the C++ operators, once on this machine ...")
@@ -42,7 +45,9 @@ def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[s
         layers = "compiled"
     return {
         "model": llm.model_name,
-        "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.built.model.dtype)),
+        "dtype": format_name(
+            resolve_dtype(config.dtype, torch.device(config.device), llm.built.model.dtype)
+        ),
         "quantization": config.quantization or "none",
         "operators": operators,
         "layers": layers,
@@ -54,7 +59,11 @@ def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[s
 if __name__ == "__main__":
     try:
         asked = msgspec.json.decode(sys.argv[2], type=EngineConfig)
-        with LLM(json.loads(sys.argv[1]), **{field.name: getattr(asked, field.name) for field in fields(asked)}) as llm:
+        with LLM(
+            json.loads(sys.argv[1]),
+            **{field.name: getattr(asked, field.name) for field in fields(asked)},
+        ) as llm:
             print("\n" + json.dumps(settle(llm) | {"max_num_seqs": llm.built.config.max_num_seqs}))
     except Exception as error:
-        sys.exit(str(error) or type(error).__name__)  # one line for the benchmark to show, whatever it was
+        # one line for the benchmark to show, whatever it was
+        sys.exit(str(error) or type(error).__name__)

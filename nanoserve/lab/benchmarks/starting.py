@@ -1,7 +1,7 @@
 """The time from the start of a process to its first token, by stage. The parent has no torch.
 
-A child runs this module with the monotonic time of its start, the model and LLM's settings, both in JSON. Its last line
-tells when it reached each stage and what then ran.
+A child runs this module with the monotonic time of its start, the model and LLM's settings, both in
+JSON. Its last line tells when it reached each stage and what then ran.
 """
 
 import json
@@ -18,24 +18,41 @@ from typing import Any
 from nanoserve.utils.children import run_module
 
 _TOKENS = ("first token", "second token", "third token")
-STAGES = ("python", "import torch", "import nanoserve", "load", *_TOKENS, "build operators", "compile layers")
+STAGES = (
+    "python",
+    "import torch",
+    "import nanoserve",
+    "load",
+    *_TOKENS,
+    "build operators",
+    "compile layers",
+)
 TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
 _PROMPT = tuple(range(5, 21))
 _PREPARATIONS = {"building operators": "build operators", "compiling layers": "compile layers"}
 
 
-def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
-    """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
-    Returns seconds of each stage ("stages") and up to the first token ("to_first_token"), and what ran in the end
-    ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails."""
+def start_once(
+    model: str | None, settings: dict[str, object], threads: int | None, cache: Path
+) -> dict[str, Any]:
+    """Run one process that opens the model with these settings of LLM and generates; ``cache`` is
+    where it builds. Returns seconds of each stage ("stages") and up to the first token
+    ("to_first_token"), and what ran in the end ("operators", "layers"). Raises RuntimeFailure with
+    the process's last line if it fails."""
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
     environment = {"XDG_CACHE_HOME": str(cache)}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     failing = "a process that was to start failed: "
-    said = run_module("nanoserve.lab.benchmarks.starting", *words, environment=environment, failing=failing)
+    said = run_module(
+        "nanoserve.lab.benchmarks.starting", *words, environment=environment, failing=failing
+    )
     stages = stage_lengths(said.pop("marks"))
-    return {"stages": stages, "to_first_token": sum(stages[name] for name in TO_FIRST_TOKEN), **said}
+    return {
+        "stages": stages,
+        "to_first_token": sum(stages[name] for name in TO_FIRST_TOKEN),
+        **said,
+    }
 
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
@@ -45,8 +62,9 @@ def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
 
 
 def drop_from_page_cache(paths: Iterable[Path]) -> int:
-    """Ask the system to forget the contents of these files and of all files below these directories; pages that another
-    process has mapped stay. Returns the number of files, 0 where it cannot be asked."""
+    """Ask the system to forget the contents of these files and of all files below these
+    directories; pages that another process has mapped stay. Returns the number of files, 0 where it
+    cannot be asked."""
     count = 0
     if not hasattr(os, "posix_fadvise"):
         return count
@@ -66,11 +84,14 @@ def drop_from_page_cache(paths: Iterable[Path]) -> int:
 def library_directories() -> list[Path]:
     """Directories of torch and nanoserve."""
     found = [find_spec(name) for name in ("torch", "nanoserve")]
-    return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]
+    return [
+        Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None
+    ]
 
 
 def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the ends of the stages."""
+    """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the
+    ends of the stages."""
     marks: dict[str, float] = {}
 
     def mark(stage: str) -> None:
@@ -100,4 +121,9 @@ def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> di
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(_start_here(float(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))))
+    print(
+        "\n"
+        + json.dumps(
+            _start_here(float(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+        )
+    )

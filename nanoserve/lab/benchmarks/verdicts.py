@@ -1,4 +1,5 @@
-"""The sentence that ends the output of a benchmark: a ratio, its spread, and how many rounds count."""
+"""The sentence that ends the output of a benchmark: a ratio, its spread, and how many rounds
+count."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +9,8 @@ Row = Mapping[str, Any]
 
 
 def spread_text(values: Iterable[float], form: str = ".2f") -> str:
-    """The median with the lowest and highest value behind it: "1.24 (1.08-1.38)"; a single value stands alone."""
+    """The median with the lowest and highest value behind it: "1.24 (1.08-1.38)"; a single value
+    stands alone."""
     found = list(values)
     middle = format(statistics.median(found), form)
     if len(found) < 2:
@@ -27,7 +29,8 @@ def extremes(ratios: Sequence[tuple[str, str, float]]) -> str:
 
 
 def of_steps(rows: Sequence[Row]) -> str:
-    """Say the share of the floor that was reached, or how far runs lie apart where no share is known."""
+    """Say the share of the floor that was reached, or how far runs lie apart where no share is
+    known."""
     kinds = [row["steps"].get("decode") or row["steps"].get("all") or {} for row in rows]
     shares = [kind["of_floor"] for kind in kinds if kind.get("of_floor") is not None]
     rates = [row["samples"]["output_tokens_per_s"] for row in rows]
@@ -35,14 +38,21 @@ def of_steps(rows: Sequence[Row]) -> str:
     scatter = f"the fastest run of a case has {apart:.2f} times the output tok/s of its slowest"
     if not shares:
         return scatter[0].upper() + scatter[1:]
-    return f"Steps that decode reach {spread_text(shares, '.0%')} of the machine's floor, and {scatter}"
+    return (
+        f"Steps that decode reach {spread_text(shares, '.0%')} of the machine's floor, and "
+        f"{scatter}"
+    )
 
 
 def of_layers(ratios: Sequence[Row]) -> str:
     """Say what compiling layers gains."""
     gains = [one for one in ratios if one["metric"] == "output_tokens_per_s"]
     named = [
-        (f"at {one['case']}", f"{one['median']:.2f} ({one['low']:.2f}-{one['high']:.2f})", one["median"])
+        (
+            f"at {one['case']}",
+            f"{one['median']:.2f} ({one['low']:.2f}-{one['high']:.2f})",
+            one["median"],
+        )
         for one in gains
     ]
     return f"Compiled layers over eager ones in output tok/s: {extremes(named)}"

@@ -39,7 +39,8 @@ _BATCH_COLUMNS = columns(
     ("", ("fits", "mark")),
 )
 _STYLES = (("o", 12), ("s", -30))
-"""Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
+"""Marker of prefill and decode, and by how many points their names are moved where the other phase
+has points."""
 _NEARBY = 1.6  # points whose coordinates differ by less than this factor share a label
 
 
@@ -65,19 +66,25 @@ class AnalyzeOptions(ResultOptions):
         panel=MODEL_PANEL,
     )
     quantization: str | None = quantization_option()
-    weight_bits: int = option(16, "Bits of a weight that is not quantized: 4, 8, 16 or 32.", panel=MODEL_PANEL)
+    weight_bits: int = option(
+        16, "Bits of a weight that is not quantized: 4, 8, 16 or 32.", panel=MODEL_PANEL
+    )
     kv_bits: int = option(16, "Bits of a key or value number: 4, 8, 16 or 32.", panel=MODEL_PANEL)
     hardware: str = option(
-        "h100", "Device or machine, or a .toml file that adds one.", metavar="NAME", panel=HARDWARE_PANEL
+        "h100",
+        "Device or machine, or a .toml file that adds one.",
+        metavar="NAME",
+        panel=HARDWARE_PANEL,
     )
     tp: int = option(1, "Tensor parallel degree.", minimum=1, panel=HARDWARE_PANEL)
     pp: int = option(1, "Pipeline stages.", minimum=1, panel=HARDWARE_PANEL)
 
 
 def run(options: AnalyzeOptions) -> None:
-    """For a prompt and for a step of decoding: what each operator computes and moves, what bounds it, and its share of
-    the time. Then latency and throughput against batch size, up to what the KV cache can hold. No model is loaded and
-    nothing is measured: docs/costs.md has the formulas and the few factors.
+    """For a prompt and for a step of decoding: what each operator computes and moves, what bounds
+    it, and its share of the time. Then latency and throughput against batch size, up to what the KV
+    cache can hold. No model is loaded and nothing is measured: docs/costs.md has the formulas and
+    the few factors.
 
     [bold]Examples[/bold]
 
@@ -94,9 +101,14 @@ def run(options: AnalyzeOptions) -> None:
     batches = sorted(options.batch_sizes or analysis.default_batches())
 
     settings = {
-        name: getattr(options, name) for name in ("model", "quantization", "hardware", "weight_bits", "kv_bits")
+        name: getattr(options, name)
+        for name in ("model", "quantization", "hardware", "weight_bits", "kv_bits")
     }
-    settings |= {"layout": layout.name, "input": lengths.input_tokens, "output": lengths.output_tokens}
+    settings |= {
+        "layout": layout.name,
+        "input": lengths.input_tokens,
+        "output": lengths.output_tokens,
+    }
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]
     for row in rows:
@@ -110,7 +122,9 @@ def run(options: AnalyzeOptions) -> None:
     if decode.decodes < largest:
         decoding += f" (a micro-batch of {decode.decodes:,})"
     phases = {
-        f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows("prefill", analysis.prefill_work()),
+        f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows(
+            "prefill", analysis.prefill_work()
+        ),
         decoding: analysis.operator_rows("decode", decode),
     }
     report.put("operators", [row for operators in phases.values() for row in operators])
@@ -130,11 +144,13 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
     left = costs.memory.kv_bytes(fullest) / GIBI
     print(title)
     print(
-        f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
+        f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} "
+        "GB/s,"
         f" {device.intensity:.0f} FLOP/byte; {costs.machine.source}"
     )
     print(
-        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
+        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys "
+        "and values:"
         f" {analysis.kv_tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
@@ -156,13 +172,22 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
 
 
 def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[BatchRow]) -> Chart:
-    """Operators under the roofline; tokens per second and time per token against the sequences that decode."""
+    """Operators under the roofline; tokens per second and time per token against the sequences that
+    decode."""
     panels: list[AnyPanel] = [_roofline(analysis, phases)]
     fits, xs = analysis.largest_batch, [row.batch for row in batches]
     rates = [row.tokens_per_second for row in batches]
-    for y, heights in (("tokens per second", rates), ("ms per token", [row.tpot * 1e3 for row in batches])):
+    for y, heights in (
+        ("tokens per second", rates),
+        ("ms per token", [row.tpot * 1e3 for row in batches]),
+    ):
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
-        axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
+        axes: dict[str, Any] = {
+            "title": f"decoding: {y}",
+            "x": "sequences decoding",
+            "y": y,
+            "log_x": True,
+        }
         if fits:
             axes |= {"notes": [note], "vertical_marks": [fits]}
         panels.append(Panel(curves=[ChartCurve("", xs, heights)], **axes))
@@ -170,10 +195,15 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
 
 
 def _roofline(analysis: Analysis, phases: Phases) -> Panel:
-    """Operations per second against operations per byte: under a slope of bandwidth and a ceiling of peak."""
+    """Operations per second against operations per byte: under a slope of bandwidth and a ceiling
+    of peak."""
     device = analysis.costs.machine.device
     found = {
-        phase: [(row.operator, (row.intensity, row.flops / row.seconds)) for row in rows if row.intensity]
+        phase: [
+            (row.operator, (row.intensity, row.flops / row.seconds))
+            for row in rows
+            if row.intensity
+        ]
         for phase, rows in phases.items()
     }
     everything = [point for named in found.values() for _, point in named]
@@ -182,25 +212,37 @@ def _roofline(analysis: Analysis, phases: Phases) -> Panel:
     knees = (least, device.intensity, most * most / least)  # the right half has room for names
     ceiling = [min(device.flops, knee * device.memory_bandwidth) for knee in knees]
     curves = [ChartCurve("", knees, ceiling, style="k-")]
-    notes = [Note(f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8)]
-    for number, ((phase, named), (marker, lower)) in enumerate(zip(found.items(), _STYLES, strict=True), start=1):
+    notes = [
+        Note(
+            f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8
+        )
+    ]
+    for number, ((phase, named), (marker, lower)) in enumerate(
+        zip(found.items(), _STYLES, strict=True), start=1
+    ):
         points = [point for _, point in named]
         xs, ys = zip(*points, strict=True)
         curves.append(ChartCurve(phase, xs, ys, style=marker))
-        groups: dict[Point, list[str]] = {}  # names of points that lie near each other, by the place of the first
+        # names of points that lie near each other, by the place of the first
+        groups: dict[Point, list[str]] = {}
         for name, point in named:
             place = next((place for place in groups if _are_near(point, place)), point)
             groups.setdefault(place, []).append(name)
         for place, names in groups.items():
-            # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
+            # The rightmost of the points beside it, of whichever phase: names behind it hide none
+            # of them.
             end = max(point for point in everything if _are_near(point, place))
             up = lower
             if end in points:
                 up = -2
             notes.append(Note(", ".join(names), end[0], end[1], right=8, up=up, curve=number))
     title, y = "operators under the roofline", "FLOP per second and device"
-    return Panel(title=title, x="FLOP per byte", y=y, curves=curves, log_x=True, log_y=True, notes=notes)
+    return Panel(
+        title=title, x="FLOP per byte", y=y, curves=curves, log_x=True, log_y=True, notes=notes
+    )
 
 
 def _are_near(one: Point, other: Point) -> bool:
-    return all(1 / _NEARBY < mine / theirs < _NEARBY for mine, theirs in zip(one, other, strict=True))
+    return all(
+        1 / _NEARBY < mine / theirs < _NEARBY for mine, theirs in zip(one, other, strict=True)
+    )

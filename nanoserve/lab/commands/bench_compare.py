@@ -1,4 +1,5 @@
-"""``nanoserve bench compare``: the same work for nanoserve and other engines, interleaved in one run."""
+"""``nanoserve bench compare``: the same work for nanoserve and other engines, interleaved in one
+run."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,10 +51,16 @@ from nanoserve.record.metrics import MILLISECONDS, BatchRates
 OURS = "nanoserve"
 METRICS = ("decode", "prefill", "output")
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-_RATES = columns((",.1f", ("prefill tok/s", "prefill"), ("decode tok/s", "decode"), ("output tok/s", "output")))
+_RATES = columns(
+    (",.1f", ("prefill tok/s", "prefill"), ("decode tok/s", "decode"), ("output tok/s", "output"))
+)
 _KEYS = columns(("", ("batch x in+out", "case"), ("read", "state")))
-_ENGINE_COLUMNS = _KEYS + columns(("", "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))) + _RATES
-_RATIO_COLUMNS = _KEYS + columns(("", ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
+_ENGINE_COLUMNS = (
+    _KEYS + columns(("", "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))) + _RATES
+)
+_RATIO_COLUMNS = _KEYS + columns(
+    ("", ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high")
+)
 _SPECULATION_COLUMNS = _KEYS + columns(
     ("", "rounds"),
     (",.1f", ("speculation tok/s", "decode")),
@@ -64,19 +71,21 @@ _SPECULATION_COLUMNS = _KEYS + columns(
 
 class CompareOptions(GridOptions, RoundOptions, EngineOptions, ResultOptions):
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
-    workloads: str = option("edits,stories,random", "Kind of prompts with --speculate.", metavar="NAME,NAME")
+    workloads: str = option(
+        "edits,stories,random", "Kind of prompts with --speculate.", metavar="NAME,NAME"
+    )
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 
 def run(options: CompareOptions) -> None:
-    """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %, and others
-    keep at most 0.2 cores busy. Each engine has a process of its own, the same weights, number format and threads.
-    Default model: dummy:qwen3-0.6b. The peer "server" is nanoserve itself, asked over HTTP: the ratio is what serving
-    costs. With --quantization, llama.cpp reads its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that
-    file.
+    """A round counts only if the machine's read bandwidth before and after it differs by less than
+    10 %, and others keep at most 0.2 cores busy. Each engine has a process of its own, the same
+    weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer "server" is
+    nanoserve itself, asked over HTTP: the ratio is what serving costs. With --quantization,
+    llama.cpp reads its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that file.
 
-    With --speculate it is compared with plain decoding instead, by default of the bundled storyteller. The workload
-    "scripted 0.6" drafts right that often; there are 0 and 0.8 too.
+    With --speculate it is compared with plain decoding instead, by default of the bundled
+    storyteller. The workload "scripted 0.6" drafts right that often; there are 0 and 0.8 too.
 
     [bold]Examples[/bold]
 
@@ -96,12 +105,17 @@ def run(options: CompareOptions) -> None:
     present = [name for name in names if not PEERS[name].missing]
     if names and not present:
         commands = dict.fromkeys(PEERS[name].install for name in names)
-        raise UsageError(f"nothing to compare with is installed; first run: {' && '.join(commands)}")
+        raise UsageError(
+            f"nothing to compare with is installed; first run: {' && '.join(commands)}"
+        )
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
     with options.reported("compare", settings, _show) as report, ExitStack() as opened:
         for name in names:
             if name not in present:
-                note = f"{name} is not installed and left out; to compare with it, first run: {PEERS[name].install}"
+                note = (
+                    f"{name} is not installed and left out; to compare with it, first run: "
+                    f"{PEERS[name].install}"
+                )
                 remark(note)
                 report.note(note)
         peers = _open_peers(present, options, report, opened)
@@ -114,20 +128,39 @@ def _compare_speculation(options: CompareOptions) -> None:
     from nanoserve.lab.benchmarks.settling import settle
     from nanoserve.lab.benchmarks.speculation import WORKLOADS, SpeculationBench
 
-    names, cases = [name.strip() for name in options.workloads.split(",") if name.strip()], options.cases()
+    names, cases = (
+        [name.strip() for name in options.workloads.split(",") if name.strip()],
+        options.cases(),
+    )
     if unknown := [name for name in names if name not in WORKLOADS]:
         raise UsageError(f"--workloads {shown(unknown[0])} is not one of {', '.join(WORKLOADS)}")
-    settings = {"workloads": names, "cases": [case.name for case in cases], "rounds": options.rounds}
+    settings = {
+        "workloads": names,
+        "cases": [case.name for case in cases],
+        "rounds": options.rounds,
+    }
     settings |= {"speculate": options.speculate}
-    with options.reported("speculation", settings, _show_speculation) as report, ExitStack() as opened:
-        llms = [opened.enter_context(replace(options, speculate=one).open_llm()) for one in (None, options.speculate)]
+    with (
+        options.reported("speculation", settings, _show_speculation) as report,
+        ExitStack() as opened,
+    ):
+        llms = [
+            opened.enter_context(replace(options, speculate=one).open_llm())
+            for one in (None, options.speculate)
+        ]
         report.put("engine", [settle(llm, remark) for llm in llms][-1])
-        bench, work, repeating = SpeculationBench(*llms), list(product(names, cases)), options.repeating()
+        bench, work, repeating = (
+            SpeculationBench(*llms),
+            list(product(names, cases)),
+            options.repeating(),
+        )
         progress = opened.enter_context(show_progress())
         for place, (name, case) in enumerate(work):
             remark(f"comparing {name}, {case.name}")
             for done in bench.rounds(name, case, options.rounds, repeating):
-                report.add({"case": done.case, "round": done, "drift": done.drift, "counts": done.counts})
+                report.add(
+                    {"case": done.case, "round": done, "drift": done.drift, "counts": done.counts}
+                )
                 number = min(done.number, options.rounds)
                 progress("rounds", place * options.rounds + number, len(work) * options.rounds)
 
@@ -151,17 +184,23 @@ def _show_speculation(report: Report, options: ResultOptions) -> str:
 
 @contextmanager
 def _needed(name: str) -> Iterator[None]:
-    """Add to an error how to do without that peer: a comparison never goes on with fewer peers than were asked for."""
+    """Add to an error how to do without that peer: a comparison never goes on with fewer peers than
+    were asked for."""
     try:
         yield
     except NanoserveError as error:
         if name == OURS:
             raise
-        raise type(error)(f"{error} (to compare without {name}, leave it out of --peers)") from error
+        raise type(error)(
+            f"{error} (to compare without {name}, leave it out of --peers)"
+        ) from error
 
 
-def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, opened: ExitStack) -> list[PeerProcess]:
-    """All engines, ours first, until ``opened`` ends; weights are written before for those that read other files."""
+def _open_peers(
+    names: Sequence[str], options: CompareOptions, report: Report, opened: ExitStack
+) -> list[PeerProcess]:
+    """All engines, ours first, until ``opened`` ends; weights are written before for those that
+    read other files."""
     operators = settled_operators(options.threads)
     from nanoserve.lab.benchmarks.peers import weights
 
@@ -173,10 +212,17 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
         "policy": options.policy or DEFAULT_POLICY,
         "quantization": options.quantization,
     }
-    report.put("engine", {"model": model.name, **shared, "vocab_size": config.vocab_size, "operators": operators})
-    if "transformers" in names and (options.quantization or config.quantization or weights.own_gguf_file(model)):
+    report.put(
+        "engine",
+        {"model": model.name, **shared, "vocab_size": config.vocab_size, "operators": operators},
+    )
+    if "transformers" in names and (
+        options.quantization or config.quantization or weights.own_gguf_file(model)
+    ):
         names = [name for name in names if name != "transformers"]
-        report.note("transformers is left out: it would compute with 16-bit copies of the quantized weights")
+        report.note(
+            "transformers is left out: it would compute with 16-bit copies of the quantized weights"
+        )
     files: dict[str, Callable[[ResolvedModel, str], Path]] = {
         "transformers": weights.checkpoint_directory,
         "llama.cpp": partial(weights.gguf_file, quantization=options.quantization),
@@ -203,7 +249,11 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
 
 
 def _measure(
-    peers: Sequence[PeerProcess], cases: Sequence[BatchCase], rounds: int, report: Report, repeating: Repeating
+    peers: Sequence[PeerProcess],
+    cases: Sequence[BatchCase],
+    rounds: int,
+    report: Report,
+    repeating: Repeating,
 ) -> None:
     from nanoserve.lab.benchmarks.roofline import BandwidthProbe
 
@@ -214,10 +264,16 @@ def _measure(
             remark(f"comparing {case.name}")
             counted = place * rounds
             progress("rounds", counted, total)
-            settings: dict[str, Any] = {"vocab_size": vocab_size, "probe": probe, "foreign": foreign}
+            settings: dict[str, Any] = {
+                "vocab_size": vocab_size,
+                "probe": probe,
+                "foreign": foreign,
+            }
             for done in run_rounds(case, peers, rounds=rounds, repeating=repeating, **settings):
                 report.put("descriptions", {peer.name: peer.description for peer in peers})
-                report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+                report.add(
+                    {"case": case.name, "round": done, "drift": done.drift, "counts": done.counts}
+                )
                 counted += done.counts
                 progress("rounds", counted, total)
 
@@ -235,19 +291,28 @@ def _show(report: Report, options: ResultOptions) -> str:
     title = f"{facts['model']}, {engine_title(facts)}"
     print_table(title, _ENGINE_COLUMNS, summary)
     if compared:
-        print_table("nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared)
+        print_table(
+            "nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared
+        )
     options.draw_bars(report, title, "{case} {engine} ({state})", _RATES, summary)
-    return sentence(done, {name: one["trouble"] for name, one in descriptions.items() if "trouble" in one})
+    return sentence(
+        done, {name: one["trouble"] for name, one in descriptions.items() if "trouble" in one}
+    )
 
 
 def sentence(rounds: "Sequence[Round]", troubles: Mapping[str, str]) -> str:
-    """How many times as fast ours is as each peer, over all cases, and what ``troubles`` the peers had."""
+    """How many times as fast ours is as each peer, over all cases, and what ``troubles`` the peers
+    had."""
     found: dict[str, list[float]] = {}
     for done, _ in in_states(rounds):
         for (_, peer, metric), ratio in _ratios_within(done).items():
-            if (peer == "server" and metric == "output") or (peer != "server" and metric == "decode"):
+            if (peer == "server" and metric == "output") or (
+                peer != "server" and metric == "decode"
+            ):
                 found.setdefault(peer, []).append(ratio)
-    compared = [f"{spread_text(several)} times as fast as {peer}" for peer, several in found.items()]
+    compared = [
+        f"{spread_text(several)} times as fast as {peer}" for peer, several in found.items()
+    ]
     words = "There was nothing to compare decoding with"
     if compared:
         words = f"nanoserve decodes {' and '.join(compared)}"
@@ -274,7 +339,8 @@ class Round(Bracketed, frozen=True, kw_only=True):
 
     engines: dict[str, EngineRound]
     same_tokens: dict[str, float]
-    """For each peer, which share of its first tokens is ours: that all did the same work with the same weights."""
+    """For each peer, which share of its first tokens is ours: that all did the same work with the
+    same weights."""
 
 
 def run_rounds(
@@ -287,8 +353,9 @@ def run_rounds(
     foreign: ForeignLoad,
     repeating: Repeating,
 ) -> Iterator[Round]:
-    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is spent. Every engine
-    first runs the case once unmeasured. In each round the first engine is another one."""
+    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is
+    spent. Every engine first runs the case once unmeasured. In each round the first engine is
+    another one."""
 
     def run(peer: PeerProcess, seed: int) -> EngineRun:
         prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
@@ -310,7 +377,10 @@ def run_rounds(
             **fields,
             foreign_cores=most_known(engine.foreign_cores for engine in engines.values()),
             engines=engines,
-            same_tokens={name: statistics.mean(map(eq, ours, theirs)) for name, theirs in first_tokens.items()},
+            same_tokens={
+                name: statistics.mean(map(eq, ours, theirs))
+                for name, theirs in first_tokens.items()
+            },
         )
 
     for peer in peers:
@@ -319,20 +389,29 @@ def run_rounds(
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
+    """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth
+    state."""
     rows = []
     for (case, peer, metric, state), found in grouped(rounds, _ratios_within).items():
-        spread = {"rounds": len(found), "median": statistics.median(found), "low": min(found), "high": max(found)}
+        spread = {
+            "rounds": len(found),
+            "median": statistics.median(found),
+            "low": min(found),
+            "high": max(found),
+        }
         rows.append({"case": case, "peer": peer, "metric": metric, "state": state, **spread})
     return rows
 
 
 def samples(rounds: Sequence[Round]) -> dict[str, dict[str, list[float]]]:
-    """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state, unlike the rates."""
+    """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state,
+    unlike the rates."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
         for (case, peer, metric), ratio in _ratios_within(done).items() if done.counts else ():
-            found.setdefault(f"{case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
+            found.setdefault(f"{case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(
+                ratio
+            )
     return found
 
 
@@ -349,7 +428,9 @@ def _ratios_within(done: Round) -> dict[Key, float]:
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """For every case, state and engine: the median of each rate over its rounds."""
-    found = grouped(rounds, lambda done: {(done.case, name): engine for name, engine in done.engines.items()})
+    found = grouped(
+        rounds, lambda done: {(done.case, name): engine for name, engine in done.engines.items()}
+    )
     rows = []
     for (case, name, state), engines in found.items():
         row = {"case": case, "state": state, "engine": name, "rounds": len(engines)}
@@ -358,5 +439,7 @@ def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
             row[metric] = None
             if known:
                 row[metric] = statistics.median(known)
-        rows.append({**row, "foreign_cores": most_known(engine.foreign_cores for engine in engines)})
+        rows.append(
+            {**row, "foreign_cores": most_known(engine.foreign_cores for engine in engines)}
+        )
     return rows

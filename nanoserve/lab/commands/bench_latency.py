@@ -25,9 +25,14 @@ from nanoserve.lab.workloads import LocalCase
 from nanoserve.request import RequestShape
 
 _CASE = ("batch x in+out", "case")
-_RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
+_RATES = columns(
+    (",.0f", ("prefill tok/s", "prefill_tokens_per_s")),
+    (",.1f", ("decode tok/s", "decode_tokens_per_s")),
+)
 _BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
-_COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50")), (",.2f", ("TPOT ms", "tpot_ms.p50")))
+_COLUMNS = columns(
+    ("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50")), (",.2f", ("TPOT ms", "tpot_ms.p50"))
+)
 _COLUMNS += _RATES + columns(("", ("runs", "repeats")), (".2f", "foreign_cores"))
 _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
@@ -35,11 +40,14 @@ _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low
 class LatencyOptions(GridOptions, ProbeOptions, RoundOptions, WorkersOptions, ResultOptions):
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
     layers: str | None = option(
-        None, "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.", metavar="NAME,..."
+        None,
+        "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
+        metavar="NAME,...",
     )
 
     def each(self) -> "list[LatencyOptions]":
-        """The options of each engine to open: as given, or one for each kind of layers. Raises UsageError."""
+        """The options of each engine to open: as given, or one for each kind of layers. Raises
+        UsageError."""
         if self.layers is None:
             return [self]
         kinds = dict.fromkeys(self.layers.split(","))
@@ -55,8 +63,9 @@ class LatencyOptions(GridOptions, ProbeOptions, RoundOptions, WorkersOptions, Re
 
 @on_all_machines
 def run(options: LatencyOptions) -> None:
-    """Every case runs once unmeasured, then --repeats times with new random prompts. With --layers eager,compiled both
-    kinds of layers run the same prompts in turn, and what compiling gains is printed as a ratio with its spread.
+    """Every case runs once unmeasured, then --repeats times with new random prompts. With --layers
+    eager,compiled both kinds of layers run the same prompts in turn, and what compiling gains is
+    printed as a ratio with its spread.
 
     [bold]Examples[/bold]
 
@@ -67,11 +76,16 @@ def run(options: LatencyOptions) -> None:
     """
     options.check_is_for_cpu()
     engines, cases = options.each(), options.cases()
-    shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+    shapes = {
+        case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch
+        for case in cases
+    }
     work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
     settings = {"cases": [case.name for case in cases], "repeats": options.repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
-        bench = local_bench(engines, report, opened, probes=not options.no_probe, repeating=options.repeating())
+        bench = local_bench(
+            engines, report, opened, probes=not options.no_probe, repeating=options.repeating()
+        )
         bench.run(work, report, repeats=options.repeats)
 
 
@@ -80,7 +94,10 @@ def _show(report: Report, options: ResultOptions) -> str:
     title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_results(report, title, _COLUMNS)
     if ratios := report.document.get("ratios"):
-        heading = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
+        heading = (
+            "compiled layers over eager ones, ratios within a round; above 1 compiled ones are "
+            "faster"
+        )
         print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _BARS, report.rows)

@@ -1,4 +1,5 @@
-"""``nanoserve bench operators``: the operators against the floor of the machine and against stock torch."""
+"""``nanoserve bench operators``: the operators against the floor of the machine and against stock
+torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,12 @@ from nanoserve.lab.benchmarks.machine import ForeignLoad
 from nanoserve.lab.benchmarks.report import Report
 from nanoserve.lab.benchmarks.rounds import counting_words, in_states
 from nanoserve.lab.benchmarks.verdicts import spread_text
-from nanoserve.lab.commands.bench_options import ResultOptions, RoundOptions, print_head, settled_operators
+from nanoserve.lab.commands.bench_options import (
+    ResultOptions,
+    RoundOptions,
+    print_head,
+    settled_operators,
+)
 from nanoserve.lab.workloads import parse_sizes
 from nanoserve.utils.threads import MOST_THREADS
 
@@ -34,7 +40,9 @@ def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:
         try:
             cells.append((parse_sizes(batch, flag)[0], parse_sizes(context, flag)[0]))
         except UsageError:
-            raise UsageError(f"{flag} takes sequences x context such as 16x2048,4x512, not {shown(part)}") from None
+            raise UsageError(
+                f"{flag} takes sequences x context such as 16x2048,4x512, not {shown(part)}"
+            ) from None
     return cells
 
 
@@ -46,26 +54,39 @@ class OperatorsOptions(RoundOptions, ResultOptions):
         "128,512,2048", "Attention of prompts: tokens.", metavar="N,N,...", parse=parse_sizes
     )
     rows: tuple[int, ...] = option(
-        "1,4,16,64,512", "Linear layers: rows of input. Sampling: those up to 16.", metavar="N,N,...", parse=parse_sizes
+        "1,4,16,64,512",
+        "Linear layers: rows of input. Sampling: those up to 16.",
+        metavar="N,N,...",
+        parse=parse_sizes,
     )
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
     dtype: str = option(
-        "bfloat16", "Number format; float32 for attention only.", choices=("bfloat16", "float16", "float32")
+        "bfloat16",
+        "Number format; float32 for attention only.",
+        choices=("bfloat16", "float16", "float32"),
     )
-    threads: int | None = option(None, "CPU threads; default: one per physical core.", minimum=1, maximum=MOST_THREADS)
+    threads: int | None = option(
+        None, "CPU threads; default: one per physical core.", minimum=1, maximum=MOST_THREADS
+    )
 
 
 def run(options: OperatorsOptions) -> None:
-    """Linear layers and the vocabulary are those of Qwen3-0.6B. Routes take turns within a round; a round counts only
-    if the machine's read bandwidth before and after it differs by less than 10 %, and others keep at most 0.2 cores
-    busy. Shares are of the least time in which the bytes can be read and the products computed.
+    """Linear layers and the vocabulary are those of Qwen3-0.6B. Routes take turns within a round; a
+    round counts only if the machine's read bandwidth before and after it differs by less than 10 %,
+    and others keep at most 0.2 cores busy. Shares are of the least time in which the bytes can be
+    read and the products computed.
 
     [bold]Examples[/bold]
 
       nanoserve bench operators --rows 1,4 --json operators.json
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
-    settings = {"cells": options.cells, "prompts": options.prompts, "rows": options.rows, "rounds": options.rounds}
+    settings = {
+        "cells": options.cells,
+        "prompts": options.prompts,
+        "rows": options.rows,
+        "rounds": options.rounds,
+    }
     with options.reported("operators", settings, _show) as report, show_progress() as progress:
         in_use = settled_operators(options.threads)
         import torch
@@ -82,12 +103,18 @@ def run(options: OperatorsOptions) -> None:
         from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
         remark(f"{STAGE} ...")
-        probe, number_format, repeating = BandwidthProbe(), getattr(torch, options.dtype), options.repeating()
+        probe, number_format, repeating = (
+            BandwidthProbe(),
+            getattr(torch, options.dtype),
+            options.repeating(),
+        )
         peak = machine_limits(number_format, probe, progress=progress).operations_per_second
         facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
         report.put("engine", facts | {"limit_gflops": peak / 1e9})
         linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
-        packed = len(PACKED_BITS) * sum(len(counts) for _, counts in packed_sizes(options.rows, number_format))
+        packed = len(PACKED_BITS) * sum(
+            len(counts) for _, counts in packed_sizes(options.rows, number_format)
+        )
         sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
         attention = 2 * len(options.cells) + len(options.prompts)
         cases = all_cases(options.cells, options.prompts, options.rows, number_format)
@@ -96,11 +123,19 @@ def run(options: OperatorsOptions) -> None:
             remark(f"measuring {case.name}")
             machine: dict[str, Any] = {"probe": probe.read, "foreign": ForeignLoad(), "peak": peak}
             for done in measure_case(case, rounds=options.rounds, repeating=repeating, **machine):
-                report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
+                report.add(
+                    {"case": case.name, "round": done, "drift": done.drift, "counts": done.counts}
+                )
 
 
 def _show(report: Report, options: ResultOptions) -> str:
-    from nanoserve.lab.benchmarks.operators import OURS, STOCK_ROUTES, OperatorRound, samples, summarize
+    from nanoserve.lab.benchmarks.operators import (
+        OURS,
+        STOCK_ROUTES,
+        OperatorRound,
+        samples,
+        summarize,
+    )
 
     done = [msgspec.convert(row["round"], OperatorRound) for row in report.rows]
     summary = summarize(done)
@@ -108,7 +143,9 @@ def _show(report: Report, options: ResultOptions) -> str:
     report.put("samples", samples(done))
     if beaten := [one for one, _ in in_states(done) if not one.has_floor]:
         cases = ", ".join(dict.fromkeys(one.case for one in beaten))
-        report.note(f"rounds in which a route took less than the floor tell no shares of it: {cases}")
+        report.note(
+            f"rounds in which a route took less than the floor tell no shares of it: {cases}"
+        )
     print_head(report)
     facts = report.document["engine"]
     operators = facts["operators"].partition(" (")[0]
@@ -116,10 +153,13 @@ def _show(report: Report, options: ResultOptions) -> str:
     print_table(f"{title}; peak {facts['limit_gflops']:,.0f} GFLOP/s", _COLUMNS, summary)
     options.draw_bars(report, title, "{case} {route} ({state})", [_REACHED], summary)
     slower = [row["ours_is_faster"] for row in summary if row["route"] in STOCK_ROUTES]
-    shares = [row["of_floor"] for row in summary if row["route"] == OURS and row["of_floor"] is not None]
+    shares = [
+        row["of_floor"] for row in summary if row["route"] == OURS and row["of_floor"] is not None
+    ]
     reached = ""
     if shares:
         reached = f" and reach {spread_text(shares, '.0%')} of the machine's floor"
     return (
-        f"{OURS}'s operators are {spread_text(slower)} times as fast as stock torch{reached}; {counting_words(done)}."
+        f"{OURS}'s operators are {spread_text(slower)} times as fast as stock torch{reached}; "
+        f"{counting_words(done)}."
     )

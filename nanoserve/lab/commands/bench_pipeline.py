@@ -44,9 +44,13 @@ _SIMULATED_COLUMNS = _KEYS + columns(
 
 class PipelineOptions(LengthOptions, RandomModelOptions):
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
-    metadata: str = option("decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME")
+    metadata: str = option(
+        "decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME"
+    )
     predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")
-    against_one_process: bool = option(False, "Also one process with all threads, on the same work.")
+    against_one_process: bool = option(
+        False, "Also one process with all threads, on the same work."
+    )
     policy: str = option(
         "sarathi,throttling",
         "Each on its own, as throttling:without_wt with parameters.",
@@ -58,9 +62,9 @@ class PipelineOptions(LengthOptions, RandomModelOptions):
 
 @on_all_machines
 def run(options: PipelineOptions) -> None:
-    """Printed are tokens per second and latencies, where the stages' time went (bubbles), how even the micro-batches
-    were, ratios with their spread, and what the simulator makes of the same stage times. Answers have the length
-    that was asked for, prompts are random, no prefixes are shared.
+    """Printed are tokens per second and latencies, where the stages' time went (bubbles), how even
+    the micro-batches were, ratios with their spread, and what the simulator makes of the same stage
+    times. Answers have the length that was asked for, prompts are random, no prefixes are shared.
 
     [bold]Examples[/bold]
 
@@ -89,10 +93,17 @@ class StageComparison(Comparison):
     }
 
     def __init__(self, options: PipelineOptions) -> None:
-        if options.prefill_parallel or options.decode_parallel or options.host_kv_memory or options.dp > 1:
+        if (
+            options.prefill_parallel
+            or options.decode_parallel
+            or options.host_kv_memory
+            or options.dp > 1
+        ):
             raise UsageError(
-                "policies are compared on one layout of one engine, without host memory: leave out --dp (which bench "
-                f"throughput and serve have), {PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
+                "policies are compared on one layout of one engine, without host memory: leave out "
+                "--dp (which bench "
+                f"throughput and serve have), {PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and "
+                "--host-kv-memory"
             )
         config, rates = options.config(), parse_rates(options.rate, "--rate")
         if len(rates) > 1:
@@ -100,9 +111,14 @@ class StageComparison(Comparison):
         self.rate = rates[0]
         self.metadata = [one for one in METADATA if options.metadata in (one, "both")]
         if not self.metadata:
-            raise UsageError(f"--metadata {shown(options.metadata)} is not one of {', '.join(METADATA)}, both")
+            raise UsageError(
+                f"--metadata {shown(options.metadata)} is not one of {', '.join(METADATA)}, both"
+            )
         if len(self.metadata) > 1 and TorchrunProcess.from_environment() is not None:
-            raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
+            raise UsageError(
+                "--metadata both takes two groups of workers, but torchrun started one: measure "
+                "each"
+            )
         self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
         self.against_one_process = options.against_one_process
         self.work = work = options.read(options.seed or 0)
@@ -127,17 +143,37 @@ class StageComparison(Comparison):
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             workers = (engines.open_workers, name, self.resolved, config, model)
             predicted = self.settings["predicted"] and metadata == "decoupled"
-            self.open(f"starting {name}", *workers, metadata=metadata, simulated=ahead, predicted=predicted)
+            self.open(
+                f"starting {name}",
+                *workers,
+                metadata=metadata,
+                simulated=ahead,
+                predicted=predicted,
+            )
         if self.against_one_process:
-            self.open("opening one process", engines.open_one_process, "one process", self.resolved, config)
+            self.open(
+                "opening one process",
+                engines.open_one_process,
+                "one process",
+                self.resolved,
+                config,
+            )
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
         variants = []
         for engine in self.engines:
             capacities = [replace(engine.capacities[0], num_blocks=blocks)]
-            variant = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=capacities)
-            variants += [variant(policy=policy, predictors=engine.predictors) for policy in self.policies]
+            variant = partial(
+                PolicyVariant,
+                place=engine.name,
+                engine=engine,
+                config=config,
+                capacities=capacities,
+            )
+            variants += [
+                variant(policy=policy, predictors=engine.predictors) for policy in self.policies
+            ]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:
@@ -158,10 +194,17 @@ class StageComparison(Comparison):
         if rate == "inf":
             together = "all at once"
         how = f"{facts['dtype']}, {operators_title(facts)}"
-        threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
-        return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
+        threads = (
+            f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
+        )
+        return (
+            f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, "
+            f"{how}, {threads}"
+        )
 
-    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
+    def tables(
+        self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]
+    ) -> Iterator[Table]:
         shown = list(_REQUEST_COLUMNS)
         if self.settings["predicted"]:
             shown += _PREDICTED

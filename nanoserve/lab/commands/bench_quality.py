@@ -1,7 +1,7 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?
 
-It compares the perplexity of a text, and right answers to questions. Both engines get the same token ids; nanoserve's
-tokenizer serves both, so only the computing is compared.
+It compares the perplexity of a text, and right answers to questions. Both engines get the same
+token ids; nanoserve's tokenizer serves both, so only the computing is compared.
 """
 
 import math
@@ -34,7 +34,10 @@ from nanoserve.utils.files import read_text
 STOP = "\nQuestion:"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _GOLD_MARK = "####"
-_AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
+_AXES = {
+    "perplexity": "perplexity of a token, lower is better",
+    "accuracy": "share of right answers",
+}
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count")))
 _COLUMNS += [_VALUE] + columns((".0%", "same_answer", "same_tokens"))
@@ -43,8 +46,10 @@ _COLUMNS += [_VALUE] + columns((".0%", "same_answer", "same_tokens"))
 class Reader(NamedTuple):
     name: str
     log_likelihood: Callable[[Tokens], float]
-    """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
-    answer: Callable[[Tokens, int], Tokens]  # the greedy continuation of at most so many tokens, without the end token
+    """Sum of the natural log probabilities of all tokens but the first, each given those before
+    it."""
+    # the greedy continuation of at most so many tokens, without the end token
+    answer: Callable[[Tokens, int], Tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +65,22 @@ class Question:
 
 
 def read_questions(path: Path, limit: int) -> list[Question]:
-    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}. Raises UsageError, which names the
-    file and the first row that is none."""
+    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}. Raises
+    UsageError, which names the file and the first row that is none."""
     questions: list[Question] = []
-    rows = [row for row in enumerate(read_text(path, UsageError).splitlines(), start=1) if row[1].strip()]
+    rows = [
+        row
+        for row in enumerate(read_text(path, UsageError).splitlines(), start=1)
+        if row[1].strip()
+    ]
     for number, line in rows[:limit]:
         place = f"{path}, row {number}"
         try:
             questions.append(msgspec.json.decode(line, type=Question))
         except msgspec.ValidationError as error:
-            raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
+            raise UsageError(
+                f'{place}: not an object with the texts "question" and "answer"'
+            ) from error
         except msgspec.DecodeError as error:
             raise UsageError(f"{place}: not JSON ({error})") from error
         if not questions[-1].gold or _GOLD_MARK not in questions[-1].answer:
@@ -81,12 +92,15 @@ def read_questions(path: Path, limit: int) -> list[Question]:
 
 def prompt_text(question: Question, examples: Sequence[Question]) -> str:
     """The examples with their answers, then the question without one."""
-    shown = "".join(f"Question: {example.question}\nAnswer: {example.answer}\n\n" for example in examples)
+    shown = "".join(
+        f"Question: {example.question}\nAnswer: {example.answer}\n\n" for example in examples
+    )
     return f"{shown}Question: {question.question}\nAnswer:"
 
 
 def extract_answer(text: str) -> str | None:
-    """The number behind "####", or else the last number before a new question; None if there is no number."""
+    """The number behind "####", or else the last number before a new question; None if there is no
+    number."""
     text = text.partition(STOP)[0]
     marked = _NUMBER.search(text.partition(_GOLD_MARK)[2])
     if marked:
@@ -109,7 +123,8 @@ def _normalized(number: str) -> str:
 
 
 def perplexity(log_likelihood: Callable[[Tokens], float], pieces: Iterable[Tokens]) -> float:
-    """exp of the mean negative log probability of every token that has one before it in its window."""
+    """exp of the mean negative log probability of every token that has one before it in its
+    window."""
     found = [(log_likelihood(piece), len(piece) - 1) for piece in pieces]
     likelihood, predicted = map(sum, zip(*found, strict=True))
     return math.exp(-likelihood / predicted)
@@ -128,7 +143,9 @@ def own_reader(llm: "nanoserve.LLM") -> Reader:
         return sum(entry.logprob for entry in scored if entry is not None)
 
     def answer(tokens: Tokens, max_tokens: int) -> Tokens:
-        output = llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
+        output = llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[
+            0
+        ].outputs[0]
         if output.finish_reason == "stop":
             return output.token_ids[:-1]
         return output.token_ids
@@ -173,7 +190,8 @@ class QualityOptions(EngineOptions, ResultOptions):
 
 
 def run(options: QualityOptions) -> None:
-    """A row of --questions is {"question": "...", "answer": "... #### 18"}; the number after #### must be found.
+    """A row of --questions is {"question": "...", "answer": "... #### 18"}; the number after ####
+    must be found.
 
     [bold]Examples[/bold]
 
@@ -190,12 +208,22 @@ def run(options: QualityOptions) -> None:
     if options.questions is not None:
         rows = read_questions(options.questions, limit + shots)
         if len(rows) <= shots:
-            raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
-    settings = {"window": options.window, "windows": options.windows, "limit": limit, "shots": shots}
+            raise UsageError(
+                f"{options.questions} has {len(rows)} questions, all of them taken by --shots "
+                f"{shots}"
+            )
+    settings = {
+        "window": options.window,
+        "windows": options.windows,
+        "limit": limit,
+        "shots": shots,
+    }
     with options.reported("quality", settings, _show) as report, options.open_llm() as llm:
         readers = [own_reader(llm)]
         if missing := PEERS["transformers"].missing:
-            report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
+            report.note(
+                f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}"
+            )
         else:
             from nanoserve.lab.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
@@ -209,18 +237,26 @@ def run(options: QualityOptions) -> None:
             for reader in readers:
                 remark(f"perplexity with {reader.name}")
                 value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
-                report.add({"case": "perplexity", "engine": reader.name, "count": count, "value": value})
+                report.add(
+                    {"case": "perplexity", "engine": reader.name, "count": count, "value": value}
+                )
         if rows is not None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
 
 
 def _measure_accuracy(
-    readers: list[Reader], llm: "nanoserve.LLM", examples: Any, rows: Any, max_tokens: int, report: Report
+    readers: list[Reader],
+    llm: "nanoserve.LLM",
+    examples: Any,
+    rows: Any,
+    max_tokens: int,
+    report: Report,
 ) -> None:
     prompts = [tuple(llm.tokenizer.encode(prompt_text(question, examples))) for question in rows]
     if (longest := max(map(len, prompts))) + max_tokens > llm.built.max_model_len:
         raise UsageError(
-            f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
+            f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than "
+            "the context of "
             f"{llm.built.max_model_len}; lower --shots or --max-tokens"
         )
     golds, ours = [question.gold for question in rows], dict[str, Any]()
@@ -229,7 +265,12 @@ def _measure_accuracy(
         tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
         found = {"answers": answers, "tokens": tokens}
-        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": fmean(map(eq, answers, golds))}
+        row = {
+            "case": "accuracy",
+            "engine": reader.name,
+            "count": len(rows),
+            "value": fmean(map(eq, answers, golds)),
+        }
         if ours:
             row |= compare_answers(ours, found)
         report.add(row)
@@ -244,7 +285,9 @@ def _show(report: Report, options: ResultOptions) -> str:
             rows = [row for row in report.rows if row["case"] == case]
             names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
             panels.append(text_bars(_AXES[case], names, texts, case))
-        draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))
+        draw(
+            Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2)
+        )
     return _verdict(report.rows)
 
 
@@ -260,5 +303,7 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
             ratio = ours["value"] / reference["value"]
             words.append(f"the {case} of nanoserve is {ratio:.4f} times that of transformers")
         if reference is not None and "same_answer" in reference:
-            words.append(f"{reference['same_answer']:.0%} of {reference['count']} answers are the same")
+            words.append(
+                f"{reference['same_answer']:.0%} of {reference['count']} answers are the same"
+            )
     return "; ".join(words + ["one run counts, as another gives the same"]).capitalize() + "."

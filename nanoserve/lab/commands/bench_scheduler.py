@@ -24,13 +24,16 @@ _COLUMNS = columns(
 
 
 class Decided(MeasuredRound, frozen=True, kw_only=True):
-    """The steps of one number of sequences: how long scheduling and applying each took, in seconds."""
+    """The steps of one number of sequences: how long scheduling and applying each took, in
+    seconds."""
 
     seconds: list[tuple[float, float]]
 
 
 class SchedulerOptions(RoundOptions, ResultOptions):
-    sequences: tuple[int, ...] = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...", parse=parse_sizes)
+    sequences: tuple[int, ...] = option(
+        "1,4,16,64,128,256", "Running sequences.", metavar="N,N,...", parse=parse_sizes
+    )
     context: int = option(512, "Tokens of each at the start.", minimum=1, maximum=100_000)
     steps: int = option(200, "Steps measured.", minimum=1, maximum=100_000)
     policy: str = option("sarathi", "Scheduling policy.", metavar="NAME")
@@ -51,7 +54,9 @@ def run(options: SchedulerOptions) -> None:
 
             def decide(_: int, size: int = size) -> Decided:
                 foreign = ForeignLoad()
-                found = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
+                found = measure_scheduler(
+                    size, context=options.context, steps=options.steps, policy=options.policy
+                )
                 return Decided(foreign_cores=foreign.read(), seconds=list(found))
 
             several = list(repeating.rounds(decide, 1))
@@ -60,7 +65,12 @@ def run(options: SchedulerOptions) -> None:
             load, seconds = chosen.foreign_cores, chosen.seconds
             both = list(map(sum, seconds))
             schedule, apply = map(median, zip(*seconds, strict=True))
-            times = {"schedule": schedule, "apply": apply, "step": median(both), "slowest": max(both)}
+            times = {
+                "schedule": schedule,
+                "apply": apply,
+                "step": median(both),
+                "slowest": max(both),
+            }
             row = {"microseconds_per_sequence": 1e6 * median(both) / size, "foreign_cores": load}
             row |= {f"{name}_ms": 1e3 * value for name, value in times.items()}
             report.add({"case": f"{size} sequences", "sequences": size, **row})
@@ -68,11 +78,22 @@ def run(options: SchedulerOptions) -> None:
 
 
 def _show(report: Report, options: SchedulerOptions) -> str:
-    title = f"scheduler per step, {options.policy}, context {options.context}, {options.steps} steps"
+    title = (
+        f"scheduler per step, {options.policy}, context {options.context}, {options.steps} steps"
+    )
     print_results(report, title, _COLUMNS)
     if options.plot is not None:
-        plot_stacks(options.plot, report.titled(title), "{case}", "time of a step, ms", {"": _PARTS}, report.rows)
+        plot_stacks(
+            options.plot,
+            report.titled(title),
+            "{case}",
+            "time of a step, ms",
+            {"": _PARTS},
+            report.rows,
+        )
     each = spread_text(row["microseconds_per_sequence"] for row in report.rows)
     apart = spread_text(row["slowest_ms"] / row["step_ms"] for row in report.rows)
-    words = f"Deciding takes {each} us a sequence, and the slowest step {apart} times the median one"
+    words = (
+        f"Deciding takes {each} us a sequence, and the slowest step {apart} times the median one"
+    )
     return f"{words}; {report.document['counting']}."

@@ -58,40 +58,61 @@ _COLUMNS = columns(
 
 
 class BenchServeOptions(LengthOptions, RoundOptions, ServerOptions, WorkersOptions, ResultOptions):
-    endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
-    allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
+    endpoint: str = option(
+        "completions", "Token ids or words are sent.", choices=("completions", "chat")
+    )
+    allow_eos: bool = option(
+        False, "Answers may end early: do not send ignore_eos, which some refuse."
+    )
     slo: str | None = option(
-        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
+        None,
+        "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.",
+        metavar="LIMITS",
     )
     warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
     repeats: int = option(1, "Measured runs of each load.", minimum=1)
     timeout: float = option(
-        1800.0, "Limit for a whole answer; a later answer has failed.", metavar="SECONDS", minimum=0.1
+        1800.0,
+        "Limit for a whole answer; a later answer has failed.",
+        metavar="SECONDS",
+        minimum=0.1,
     )
     rate: tuple[float, ...] | None = option(
         None, "Open loop: requests per second, or inf.", metavar="X,X,...", parse=parse_rates
     )
     concurrency: tuple[int, ...] | None = option(
-        None, "Closed loop: clients that ask one after another.", metavar="N,N,...", parse=parse_sizes
+        None,
+        "Closed loop: clients that ask one after another.",
+        metavar="N,N,...",
+        parse=parse_sizes,
     )
     arrivals: str = option(
-        "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
+        "poisson",
+        "Or the times of --trace, stretched to --rate if given.",
+        choices=("poisson", "trace"),
     )
     max_rate: bool = option(
-        False, "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to it."
+        False,
+        "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to "
+        "it.",
     )
 
     def points(self) -> list[Point]:
-        """The loads of the sweep, none if they are to be found; a UsageError says which options contradict."""
+        """The loads of the sweep, none if they are to be found; a UsageError says which options
+        contradict."""
         traced = self.arrivals == "trace"
         if self.max_rate:
             if (self.rate, self.concurrency) != (None, None):
                 raise UsageError("--max-rate finds the rate: leave out --rate and --concurrency")
             if self.repeats > 1:
-                raise UsageError("--max-rate makes a run longer until it is decided: leave out --repeats")
+                raise UsageError(
+                    "--max-rate makes a run longer until it is decided: leave out --repeats"
+                )
             return []
         if self.concurrency is not None and (traced or self.rate is not None):
-            raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
+            raise UsageError(
+                "--concurrency is a closed loop: give it without --rate and --arrivals trace"
+            )
         if self.rate is not None:
             return [Point(rate=rate, traced=traced) for rate in self.rate]
         if traced:
@@ -101,9 +122,10 @@ class BenchServeOptions(LengthOptions, RoundOptions, ServerOptions, WorkersOptio
 
 @on_all_machines
 def run(options: BenchServeOptions) -> None:
-    """Without --url a server of our own is started with the options of the engine, and ended afterwards. Requests come
-    in an open loop, at a rate whatever the answers, or in a closed loop, from clients that wait for each answer.
-    Prompts are random, and new in every run. Failed requests are counted, by what went wrong.
+    """Without --url a server of our own is started with the options of the engine, and ended
+    afterwards. Requests come in an open loop, at a rate whatever the answers, or in a closed loop,
+    from clients that wait for each answer. Prompts are random, and new in every run. Failed
+    requests are counted, by what went wrong.
 
     [bold]Examples[/bold]
 
@@ -124,7 +146,9 @@ def run(options: BenchServeOptions) -> None:
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, foreign = _server(options, report, opened)
         model = _served(options, client)
-        report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
+        report.put(
+            "server", {"url": str(client.address), "own": options.url is None, "model": model.name}
+        )
         fitting = fitting_work(work, model.max_model_len, report)
         bench = _bench(options, client, model.id, fitting, foreign)
         remark(f"warming up with {options.warm_up} requests")
@@ -145,7 +169,10 @@ def run(options: BenchServeOptions) -> None:
             run = measure(Point(rate=rate, traced=traced, exact=True), longer)[-1]
             row = report.rows[-1]
             if len(report.rows) == 1:
-                remark(f"some eight more runs or longer ones find the rate, each of {row['seconds']:,.0f} s or more")
+                remark(
+                    "some eight more runs or longer ones find the rate, each of "
+                    f"{row['seconds']:,.0f} s or more"
+                )
             if row["goodput"] is None:
                 return RateTrial(row["requests_per_s"], run.answers, None)
             return RateTrial(row["requests_per_s"], run.answers, row["goodput"]["attainment"])
@@ -167,7 +194,11 @@ def _served(options: BenchServeOptions, client: ApiClient) -> ModelCard:
 
 
 def _bench(
-    options: BenchServeOptions, client: ApiClient, model: str, work: Work, foreign: ForeignLoad | None
+    options: BenchServeOptions,
+    client: ApiClient,
+    model: str,
+    work: Work,
+    foreign: ForeignLoad | None,
 ) -> "ServeBench":
     from nanoserve.lab.benchmarks.serving.sending import Sender, ServeBench  # they need h11
 
@@ -185,14 +216,22 @@ def _bench(
 
 def _settings(options: BenchServeOptions, work: Work, points: Sequence[Point]) -> dict[str, Any]:
     """The options as the report has them."""
-    settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
+    settings = {
+        name: getattr(options, name)
+        for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")
+    }
     settings |= {"work": work.name, "requests": len(work.shapes), "seed": options.seed or 0}
-    return settings | {"ignore_eos": not options.allow_eos, "points": [point.name for point in points]}
+    return settings | {
+        "ignore_eos": not options.allow_eos,
+        "points": [point.name for point in points],
+    }
 
 
-def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tuple[ApiClient, ForeignLoad | None]:
-    """A client of the server at --url, or of one of our own that ends with ``opened``; and what tells of other programs
-    beside it, which cannot be known of a server elsewhere."""
+def _server(
+    options: BenchServeOptions, report: Report, opened: ExitStack
+) -> tuple[ApiClient, ForeignLoad | None]:
+    """A client of the server at --url, or of one of our own that ends with ``opened``; and what
+    tells of other programs beside it, which cannot be known of a server elsewhere."""
     if options.url is not None:
         return options.client(options), None
     remark("preparing the engine")
@@ -203,10 +242,13 @@ def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tu
     return ApiClient(own.address), ForeignLoad([own.process_id])
 
 
-def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
-    """Build what a server of our own will run on, in another process: a server builds it while it answers. Returns
-    facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads. Raises
-    RuntimeFailure in the process's own words if the model cannot be opened."""
+def prepare_engine(
+    model: str | None, settings: dict[str, Any], threads: int | None
+) -> dict[str, Any]:
+    """Build what a server of our own will run on, in another process: a server builds it while it
+    answers. Returns facts about the engine as it will run with these settings of LLM: model, dtype,
+    operators, layers, threads. Raises RuntimeFailure in the process's own words if the model cannot
+    be opened."""
     words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
     environment: dict[str, str] = {}
     if threads is not None:
@@ -240,19 +282,25 @@ def _verdict(report: Report) -> str:
         words.append(f"highest rate: {found['words']}")
         if found["rate"] is not None:
             at_once = rows[-1]["requests_per_s"]
-            words.append(f"that is {found['rate'] / at_once:.2f} of the requests/s when all come at once")
+            words.append(
+                f"that is {found['rate'] / at_once:.2f} of the requests/s when all come at once"
+            )
     else:
         words += _gains(rows)
     good = [row["goodput"]["attainment"] for row in rows if row["goodput"] is not None]
     if good and found is None:
-        words.append(f"{min(good):.0%} to {max(good):.0%} of the requests of a load keep to {settings['slo']}")
+        words.append(
+            f"{min(good):.0%} to {max(good):.0%} of the requests of a load keep to "
+            f"{settings['slo']}"
+        )
     words.append(report.document.get("counting", "the first load was interrupted"))
     sentence = "; ".join(words)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def _gains(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Output and latency of the last load over those of the first, or how far the runs of a single load are apart."""
+    """Output and latency of the last load over those of the first, or how far the runs of a single
+    load are apart."""
     first, last = rows[0], rows[-1]
     rates = [row["samples"]["output_tokens_per_s"] for row in (first, last)]
     if len(rows) > 1 and all(rates):
@@ -262,6 +310,9 @@ def _gains(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{output}, at {latency:.2f} times the median latency"
     elif rates[-1]:
         apart = max(rates[-1]) / min(rates[-1])
-        yield f"the fastest run of {last['case']} has {apart:.2f} times the output tok/s of the slowest"
+        yield (
+            f"the fastest run of {last['case']} has {apart:.2f} times the output tok/s of the "
+            "slowest"
+        )
     if (bend := knee(rows)) is not None:
         yield f"output over latency is best at {bend['case']}"

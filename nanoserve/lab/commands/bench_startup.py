@@ -18,11 +18,18 @@ from nanoserve.lab.benchmarks.starting import (
     start_once,
 )
 from nanoserve.lab.benchmarks.verdicts import spread_text
-from nanoserve.lab.commands.bench_options import ResultOptions, RoundOptions, operators_title, print_results
+from nanoserve.lab.commands.bench_options import (
+    ResultOptions,
+    RoundOptions,
+    operators_title,
+    print_results,
+)
 from nanoserve.utils.temporary import temporary_directory
 
 _STAGES = {name: f"stages.{name}" for name in STAGES}
-_SHOWN = [(name, path) for name, path in _STAGES.items() if name not in ("second token", "third token")]
+_SHOWN = [
+    (name, path) for name, path in _STAGES.items() if name not in ("second token", "third token")
+]
 _STAGE_COLUMNS = [Column(name, path, ".2f") for name, path in _SHOWN]
 _COLUMNS = columns(("", ("start", "case"))) + _STAGE_COLUMNS + columns((".2f", "to_first_token"))
 
@@ -40,9 +47,9 @@ class StartupOptions(RoundOptions, EngineOptions, ResultOptions):
 
 
 def run(options: StartupOptions) -> None:
-    """The first start finds an empty cache, so it also builds the C++ operators and compiles the layers, which takes a
-    minute or two. The next one is cold: the files of torch, nanoserve and the model were dropped from the page cache
-    before, as far as no other process holds them.
+    """The first start finds an empty cache, so it also builds the C++ operators and compiles the
+    layers, which takes a minute or two. The next one is cold: the files of torch, nanoserve and the
+    model were dropped from the page cache before, as far as no other process holds them.
 
     [bold]Example[/bold]
 
@@ -86,7 +93,14 @@ def _show(report: Report, options: ResultOptions) -> str:
     if options.plot is not None:
         first = {name: _STAGES[name] for name in TO_FIRST_TOKEN}
         stacks = {"to the first token": first, "until everything is built": _STAGES}
-        plot_stacks(options.plot, report.titled(title), "{case}", "time since the start, s", stacks, report.rows)
+        plot_stacks(
+            options.plot,
+            report.titled(title),
+            "{case}",
+            "time since the start, s",
+            stacks,
+            report.rows,
+        )
     cold = [one.to_first_token for one in starts if one.case == "cold"]
     seconds = [one.to_first_token for one in shown_rounds(warm)]
     if not seconds:

@@ -43,8 +43,8 @@ class ThroughputOptions(LengthOptions, ProbeOptions, RoundOptions, WorkersOption
 
 @on_all_machines
 def run(options: ThroughputOptions) -> None:
-    """Only the lengths of a trace are taken, not its times. Prompts are random. Requests of a trace that are longer
-    than the context are left out and counted.
+    """Only the lengths of a trace are taken, not its times. Prompts are random. Requests of a trace
+    that are longer than the context are left out and counted.
 
     [bold]Examples[/bold]
 
@@ -57,13 +57,17 @@ def run(options: ThroughputOptions) -> None:
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": options.repeats}
     with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
         repeating = options.repeating()
-        bench = local_bench([options], report, opened, probes=not options.no_probe, repeating=repeating)
+        bench = local_bench(
+            [options], report, opened, probes=not options.no_probe, repeating=repeating
+        )
         if options.trace is not None:
             work = fitting_work(work, bench.longest, report)
         shapes = work.shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
         announced = f"{len(shapes)} requests of {work.name}"
-        bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=options.repeats)
+        bench.run(
+            [LocalCase(work.name, shapes, warm_up, announced)], report, repeats=options.repeats
+        )
 
 
 def _show(report: Report, options: ResultOptions) -> str:

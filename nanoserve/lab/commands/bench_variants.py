@@ -1,6 +1,8 @@
-"""The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of it.
+"""The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of
+it.
 
-A preset opens engines, and says which variants there are, which metrics a run has, and what is shown.
+A preset opens engines, and says which variants there are, which metrics a run has, and what is
+shown.
 """
 
 from abc import ABC, abstractmethod
@@ -18,12 +20,26 @@ from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.lab.benchmarks.policies.metrics import Picture
-from nanoserve.lab.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.lab.benchmarks.policies.rounds import (
+    Bench,
+    Ratio,
+    Run,
+    pairs,
+    ratios,
+    samples,
+    summarize,
+)
 from nanoserve.lab.benchmarks.policies.variants import OpenEngine
 from nanoserve.lab.benchmarks.rounds import counting_words
 from nanoserve.lab.benchmarks.verdicts import of_variants
 from nanoserve.lab.charts import Chart, draw
-from nanoserve.lab.commands.bench_options import ResultOptions, RoundOptions, kept, print_head, settled_operators
+from nanoserve.lab.commands.bench_options import (
+    ResultOptions,
+    RoundOptions,
+    kept,
+    print_head,
+    settled_operators,
+)
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import RunTrace
 from nanoserve.utils.threads import threads_of_each
@@ -35,10 +51,12 @@ class VariantsOptions(RoundOptions, ResultOptions, WorkersOptions):
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
     def config(self, policy: str | None = None) -> EngineConfig:
-        """How the engines run; each run's own scheduler has a policy of its own, and runs share one trace. Raises
-        UsageError if they are left open."""
+        """How the engines run; each run's own scheduler has a policy of its own, and runs share one
+        trace. Raises UsageError if they are left open."""
         if self.parallel is not None:
-            raise UsageError("this command compares layouts that are named: leave out --parallel auto")
+            raise UsageError(
+                "this command compares layouts that are named: leave out --parallel auto"
+            )
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": policy, "trace": None})
 
 
@@ -46,7 +64,11 @@ class RandomModelOptions(VariantsOptions):
     """`VariantsOptions` with random weights unless another model is named."""
 
     model: str | None = option(
-        "dummy:qwen3-0.6b", "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
+        "dummy:qwen3-0.6b",
+        "Directory, hub id or dummy:NAME.",
+        "-m",
+        metavar="MODEL",
+        panel=MODEL_PANEL,
     )
 
 
@@ -65,8 +87,8 @@ class Comparison(ABC):
     kind: ClassVar[str]  # name of the benchmark in reports
     reported: ClassVar[Sequence[str]]  # options whose values the report has
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
-    """Metrics that ratios are formed of, and their names in tables. Reports have all of these metrics, tables the
-    metrics that they name."""
+    """Metrics that ratios are formed of, and their names in tables. Reports have all of these
+    metrics, tables the metrics that they name."""
     pairs = staticmethod(pairs)  # the variants that ratios are formed of
 
     def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
@@ -84,7 +106,8 @@ class Comparison(ABC):
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
-        """Open the engines and add a bench for each case; returns facts about the engines for the report."""
+        """Open the engines and add a bench for each case; returns facts about the engines for the
+        report."""
 
     @property
     @abstractmethod
@@ -92,7 +115,9 @@ class Comparison(ABC):
         """Name the measured setting, for titles of tables and pictures."""
 
     @abstractmethod
-    def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:
+    def tables(
+        self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]
+    ) -> Iterable[Table]:
         """The tables, from medians and ratios."""
 
     @staticmethod
@@ -137,8 +162,11 @@ class Comparison(ABC):
             self.report.put("engine", self.facts)
             self._measure(options.rounds)
 
-    def open(self, announced: str, open_engine: Callable[..., OpenEngine], *arguments: Any, **facts: Any) -> OpenEngine:
-        """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
+    def open(
+        self, announced: str, open_engine: Callable[..., OpenEngine], *arguments: Any, **facts: Any
+    ) -> OpenEngine:
+        """Open an engine for all rounds while its progress is shown; the end of the comparison
+        closes it."""
         remark(announced)
         with show_progress() as progress:
             self.engines.append(open_engine(self.opened, *arguments, progress, **facts))
@@ -160,7 +188,8 @@ class Comparison(ABC):
                 trace(event)
 
     def _measure(self, wanted: int) -> None:
-        """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
+        """Warm up, then make rounds of each case until enough count; the report keeps each as it
+        ends."""
         total, repeating = 1 + wanted * len(self.benches), self._options.repeating()
         with show_progress() as progress:
             progress("rounds", 0, total)
@@ -173,7 +202,13 @@ class Comparison(ABC):
                 progress("rounds", counted, total)
                 for done in repeating.rounds(bench.round, wanted):
                     bench.done.append(done)
-                    row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
+                    row = {
+                        "case": bench.case,
+                        **bench.facts,
+                        "round": done,
+                        "drift": done.drift,
+                        "counts": done.counts,
+                    }
                     self.report.add(row)
                     counted += done.counts
                     progress("rounds", counted, total)
@@ -192,12 +227,17 @@ class Comparison(ABC):
             title = self.title
             if not self.benches[0].facts:
                 title = f"{title}, last round"
-            draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
+            draw(
+                Chart(self.report.titled(title), panels, number),
+                self._options.plot,
+                panel_size=size,
+            )
         done = [done for bench in self.benches for done in bench.done]
         return f"{of_variants(self.report.document['ratios'])}; {counting_words(done)}."
 
     def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
-        """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
+        """Medians, ratios and samples, which go into the report; where there are several cases,
+        each with its case."""
         summary: list[dict[str, Any]] = []
         compared: list[Ratio] = []
         put: list[Any] = []
@@ -208,7 +248,10 @@ class Comparison(ABC):
             rows = summarize(bench.done)
             if bench.facts:
                 texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
-                rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
+                rows = [
+                    {**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))}
+                    for row in rows
+                ]
                 found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
             summary += rows
             compared += held
@@ -225,7 +268,11 @@ class Comparison(ABC):
         """A row for each pair and bandwidth state, with all metrics."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for one in compared:
-            row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
+            row = rows.setdefault(
+                (one.variants, one.state), {"variants": one.variants, "state": one.state}
+            )
             row |= {"rounds": one.rounds, one.metric: one.text}
         shown = [Column(name, metric) for metric, name in self.ratios.items() if name]
-        return Table(heading, columns(("", "variants", ("read", "state"), "rounds")) + shown, rows.values())
+        return Table(
+            heading, columns(("", "variants", ("read", "state"), "rounds")) + shown, rows.values()
+        )

@@ -10,7 +10,12 @@ from pathlib import Path
 import msgspec
 
 from nanoserve.commands.batch_files import PromptRow, read_rows
-from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8, sampling_params
+from nanoserve.commands.engine_options import (
+    SamplingOptions,
+    WorkersOptions,
+    check_utf8,
+    sampling_params,
+)
 from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, flag_of, option
 from nanoserve.commands.terminal import is_terminal, remark
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
@@ -39,12 +44,20 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     max_tokens: int | None = option(16, "Longest answer.", "-n")
     seed: int = option(0, "Makes the run repeatable.", minimum=0)
     requests: int = option(8, "How many.", minimum=1, maximum=1000)
-    hardware: str = option(HardwareOptions.hardware, "A machine or device.", metavar="NAME", panel=HARDWARE_PANEL)
-    num_blocks: int | None = option(None, "KV blocks; default: what fits.", minimum=1, panel=HARDWARE_PANEL)
+    hardware: str = option(
+        HardwareOptions.hardware, "A machine or device.", metavar="NAME", panel=HARDWARE_PANEL
+    )
+    num_blocks: int | None = option(
+        None, "KV blocks; default: what fits.", minimum=1, panel=HARDWARE_PANEL
+    )
 
     def simulated(self) -> HardwareOptions:
         """The hardware to simulate. The options of an engine mean the same for it."""
-        shared = {one.name: getattr(self, one.name) for one in fields(HardwareOptions) if hasattr(self, one.name)}
+        shared = {
+            one.name: getattr(self, one.name)
+            for one in fields(HardwareOptions)
+            if hasattr(self, one.name)
+        }
         shared["model"] = self.model or _MODEL
         if self.profile is not None:
             shared["profile"] = Path(self.profile)
@@ -52,7 +65,9 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
 
 
 _SIMULATED = {one.name for group in (WorkloadOptions, HardwareOptions) for one in fields(group)}
-_LIVE = {one.name for group in (WorkersOptions, SamplingOptions) for one in fields(group)} | {"samples"}
+_LIVE = {one.name for group in (WorkersOptions, SamplingOptions) for one in fields(group)} | {
+    "samples"
+}
 _READ: dict[str, Collection[str]] = {
     **dict.fromkeys(("prompts", "file"), _LIVE),
     "recorded": (),
@@ -63,8 +78,9 @@ _READ: dict[str, Collection[str]] = {
 
 
 def run(options: ExplainOptions) -> None:
-    """For each step: the snapshot that the policy saw, its decision and which part of its formula gave it, the rows,
-    the block tables and the tokens. On a terminal, the arrow keys go from step to step and q ends.
+    """For each step: the snapshot that the policy saw, its decision and which part of its formula
+    gave it, the rows, the block tables and the tokens. On a terminal, the arrow keys go from step
+    to step and q ends.
 
     [bold]Examples[/bold]
 
@@ -78,11 +94,19 @@ def run(options: ExplainOptions) -> None:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
     read = {sources[0], "json", "html"}.union(_READ[sources[0]])
     for one in fields(options):
-        is_given = getattr(options, one.name) != one.default and f"NANOSERVE_{one.name.upper()}" not in os.environ
+        is_given = (
+            getattr(options, one.name) != one.default
+            and f"NANOSERVE_{one.name.upper()}" not in os.environ
+        )
         if is_given and one.name not in read:
-            raise UsageError(f"{flag_of(one.name)} has no effect on what is explained here: leave it out")
+            raise UsageError(
+                f"{flag_of(one.name)} has no effect on what is explained here: leave it out"
+            )
     explanation = _explanation(options)
-    writers = ((options.json, lambda one: msgspec.json.encode(one).decode()), (options.html, explanation_page))
+    writers = (
+        (options.json, lambda one: msgspec.json.encode(one).decode()),
+        (options.html, explanation_page),
+    )
     for path, write in writers:
         if path == Path("-"):
             print(write(explanation))
@@ -101,11 +125,15 @@ def _explanation(options: ExplainOptions) -> Explanation:
         try:
             return msgspec.json.decode(read_bytes(options.recorded, UsageError), type=Explanation)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"{options.recorded} is not what explain --json writes: {error}") from None
+            raise UsageError(
+                f"{options.recorded} is not what explain --json writes: {error}"
+            ) from None
     if options.scenario is not None:
         scenario = SCENARIOS[options.scenario]
         policies = parse_policies(options.policy or scenario.policies, scenario.token_budget)
-        return Explanation(scenario.title, tuple(scenario.run(name, policy) for name, policy in policies.items()))
+        return Explanation(
+            scenario.title, tuple(scenario.run(name, policy) for name, policy in policies.items())
+        )
     if options.simulate:
         return _simulated(options)
     texts = [check_utf8(text, "the prompt") for text in options.prompts or ()]
@@ -127,18 +155,30 @@ def _simulated(options: ExplainOptions) -> Explanation:
     policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
     simulated, size, most = options.simulated(), options.block_size, options.max_num_seqs
     hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
-    what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors, hardware.windows
+    what = (
+        hardware.layouts,
+        hardware.kv_blocks,
+        hardware.host_blocks,
+        hardware.predictors,
+        hardware.windows,
+    )
     runs = [
-        explained_simulation(name, policy, options.workload(), *what, block_size=size, max_num_seqs=most)
+        explained_simulation(
+            name, policy, options.workload(), *what, block_size=size, max_num_seqs=most
+        )
         for name, policy in policies.items()
     ]
-    return Explanation(f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs))
+    return Explanation(
+        f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs)
+    )
 
 
 def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) -> ExplainedRun:
-    """One run on this machine, all prompts at once. Raises UsageError for one that cannot be used."""
+    """One run on this machine, all prompts at once. Raises UsageError for one that cannot be
+    used."""
     given = options.given() | {"n": options.samples}
-    record_file = options.record or os.devnull  # workers tell their times only where they are recorded
+    # workers tell their times only where they are recorded
+    record_file = options.record or os.devnull
     with replace(options, policy=policy, record=record_file).open_llm() as llm:
         engine, defaults, tokenizer = llm.engine, llm.default_sampling_params(), llm.tokenizer
         record = RunRecord(engine.executor.max_in_flight, keeps_tables=True)
@@ -152,5 +192,10 @@ def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) ->
                 raise RuntimeFailure(error)
         recorder.finish()
         name, size = policy or llm.built.config.policy_name, llm.built.config.block_size
-        decode, stages = partial(tokenizer.decode, skip_special_tokens=False), engine.scheduler.pipeline_depth
-        return explain_run(name, record, size, stages, lambda tokens: tuple(decode([one]) for one in tokens))
+        decode, stages = (
+            partial(tokenizer.decode, skip_special_tokens=False),
+            engine.scheduler.pipeline_depth,
+        )
+        return explain_run(
+            name, record, size, stages, lambda tokens: tuple(decode([one]) for one in tokens)
+        )

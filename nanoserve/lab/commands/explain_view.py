@@ -1,4 +1,5 @@
-"""Steps of a run as text: all of them one below the other, or one at a time on a terminal; runs are side by side."""
+"""Steps of a run as text: all of them one below the other, or one at a time on a terminal; runs are
+side by side."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,25 @@ from rich.table import Table
 from rich.text import Text
 
 from nanoserve.commands.terminal import visible
-from nanoserve.lab.explanation import AT_MOST, ExplainedRow, ExplainedRun, ExplainedStep, Explanation
+from nanoserve.lab.explanation import (
+    AT_MOST,
+    ExplainedRow,
+    ExplainedRun,
+    ExplainedStep,
+    Explanation,
+)
 from nanoserve.record.events import HeldBlocks
 
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _HELP = "left, right: step · home, end · up, down: scroll · q: leave · *shared +copied"
-_MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "home": (-(2**30), 0), "end": (2**30, 0)}
+_MOVES = {
+    "left": (-1, 0),
+    "right": (1, 0),
+    "up": (0, -1),
+    "down": (0, 1),
+    "home": (-(2**30), 0),
+    "end": (2**30, 0),
+}
 
 
 def print_steps(explanation: Explanation) -> None:
@@ -38,7 +52,9 @@ def show_steps(explanation: Explanation) -> None:
 
     def shown() -> ANSI:
         output, width = StringIO(), application.output.get_size().columns
-        console = Console(file=output, width=width, force_terminal=True, color_system="standard", highlight=False)
+        console = Console(
+            file=output, width=width, force_terminal=True, color_system="standard", highlight=False
+        )
         console.print(_side_by_side(explanation, step))
         lines = output.getvalue().splitlines()[line:]
         head = [visible(explanation.title)[:width], f"\x1b[2m{_HELP}\x1b[0m", ""]
@@ -82,7 +98,9 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     times = f"{step.began:.3f} s"
     if step.ended is not None:
         times = f"{step.began:.3f}-{step.ended:.3f} s"
-    title = Text(visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold")
+    title = Text(
+        visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold"
+    )
     load = ", ".join(f"{name} {one}" for name, one in step.load.items() if one)
     decision = ", ".join(_decided(name, one) for name, one in step.decision.items() if one)
     where = ""
@@ -96,19 +114,26 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     lines: list[tuple[str, str, int | None]] = [("saw", load, None), ("decided", decision, None)]
     lines += [("because", step.bound, None), ("runs", where, None)]
     lines += [("ended", f"{sequence}", sequence) for sequence in step.ended_sequences]
-    lines += [("swap", f"{one.sequence}: {one.blocks} blocks {one.direction}", one.sequence) for one in step.swaps]
+    lines += [
+        ("swap", f"{one.sequence}: {one.blocks} blocks {one.direction}", one.sequence)
+        for one in step.swaps
+    ]
     lines += [("copy", f"block {copy.source} to {copy.target}", None) for copy in step.copies]
     lines += [(row.kind, _row(row), row.sequence) for row in step.rows]
     lines += [("blocks", _blocks(table, step), table.sequence) for table in step.tables]
     lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
-    lines += [("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence) for one in step.answers]
+    lines += [
+        ("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence)
+        for one in step.answers
+    ]
     grid = Table.grid(padding=(0, 1))
     for name, content, sequence in lines:
         if content:
             color = ""
             if sequence is not None:
                 color = _COLORS[sequence % len(_COLORS)]
-            grid.add_row(Text(name, "dim"), Text(visible(content), color))  # a file or a policy wrote it
+            # a file or a policy wrote it
+            grid.add_row(Text(name, "dim"), Text(visible(content), color))
     return Group(title, grid, "")
 
 

@@ -42,23 +42,32 @@ _REPORTED = (
 
 
 class PlanOptions(StepLimitOptions, JsonOptions):
-    lengths: str = option(GLLMS_SHAREGPT, "IN+OUT tokens, or a name as in simulate.", metavar="NAME")
+    lengths: str = option(
+        GLLMS_SHAREGPT, "IN+OUT tokens, or a name as in simulate.", metavar="NAME"
+    )
     requests: int = option(500, "How many.", minimum=1, maximum=MOST_REQUESTS)
     rate: float | None = option(None, "Requests per second; default: all at once, for throughput.")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
-    policy: str = option("sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,...")
+    policy: str = option(
+        "sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,..."
+    )
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
-    model: str = option("qwen3-32b", "Name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
+    model: str = option(
+        "qwen3-32b", "Name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL
+    )
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
-    hardware: str = option("l4", "A machine or device, a TOML file, or measured.", metavar="NAME", panel=HARDWARE_PANEL)
+    hardware: str = option(
+        "l4", "A machine or device, a TOML file, or measured.", metavar="NAME", panel=HARDWARE_PANEL
+    )
     gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)
 
 
 def run(options: PlanOptions) -> None:
-    """For a closed batch, the default, the order is that of throughput, and pairs of layouts (P4->T4: prompts in one,
-    answers in the other) are among them; with --rate it is that of latency. Every layout is estimated by the cost
-    model; the best --top of them are simulated with every policy, one replica with its share of the requests. With
-    --hardware measured, that many worker processes of this machine measure themselves first, unless they have.
+    """For a closed batch, the default, the order is that of throughput, and pairs of layouts
+    (P4->T4: prompts in one, answers in the other) are among them; with --rate it is that of
+    latency. Every layout is estimated by the cost model; the best --top of them are simulated with
+    every policy, one replica with its share of the requests. With --hardware measured, that many
+    worker processes of this machine measure themselves first, unless they have.
 
     [bold]Examples[/bold]
 
@@ -70,10 +79,15 @@ def run(options: PlanOptions) -> None:
       nanoserve plan -m dummy:qwen3-0.6b --hardware measured --gpus 2
     """
     budget = options.max_num_batched_tokens
-    policies, of_pairs = parse_policies(options.policy, budget), parse_policies(_PAIR_POLICY, budget)
+    policies, of_pairs = (
+        parse_policies(options.policy, budget),
+        parse_policies(_PAIR_POLICY, budget),
+    )
     shapes = islice(named_lengths(options.lengths, options.seed), options.requests)
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
-    candidates = find_candidates(_costs_of(options), options.gpus, work, step_tokens=budget).best(options.top)
+    candidates = find_candidates(_costs_of(options), options.gpus, work, step_tokens=budget).best(
+        options.top
+    )
     settings = {name: getattr(options, name) for name in _REPORTED}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
@@ -84,10 +98,18 @@ def run(options: PlanOptions) -> None:
                 tried = of_pairs
             for name, policy in tried.items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
-                result, latency = candidate.simulate(policy, options.max_num_seqs), candidate.latency
-                throughput = {"tokens_per_second": work.tokens / result.seconds}  # of all replicas, the rest of one
+                result, latency = (
+                    candidate.simulate(policy, options.max_num_seqs),
+                    candidate.latency,
+                )
+                # of all replicas, the rest of one
+                throughput = {"tokens_per_second": work.tokens / result.seconds}
                 throughput["estimated_tokens_per_second"] = candidate.tokens_per_second
-                row = msgspec.to_builtins(result) | throughput | {"layout": candidate.name, "policy": name}
+                row = (
+                    msgspec.to_builtins(result)
+                    | throughput
+                    | {"layout": candidate.name, "policy": name}
+                )
                 row["estimated_e2el_s"] = None
                 if work.rate and math.isfinite(latency):
                     row["estimated_e2el_s"] = latency
@@ -97,7 +119,11 @@ def run(options: PlanOptions) -> None:
 
 def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
     if options.hardware != MEASURED:
-        return partial(StepCosts, find_shape(options.model, options.quantization), load_machine(options.hardware))
+        return partial(
+            StepCosts,
+            find_shape(options.model, options.quantization),
+            load_machine(options.hardware),
+        )
     prepare_threads()
     # These import torch.
     from nanoserve.executor.profiling.layout_profile import measure_layouts
@@ -111,8 +137,8 @@ def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
 
 
 def _columns(*, closed: bool, pairs: bool) -> list[Column]:
-    """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency. Only
-    pairs of layouts have transitions."""
+    """The estimate stands beside what the layouts are ordered by: throughput of a closed batch,
+    else latency. Only pairs of layouts have transitions."""
     found = columns(
         ("", "layout"),
         ("<", "policy"),
@@ -145,10 +171,15 @@ def _show(report: Report, work: PlannedWork) -> None:
         order = f"{work.rate:g} a second; the best latency first"
     settings = report.document["settings"]
     model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
-    print(f"simulated: {model} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
+    print(
+        f"simulated: {model} on {settings['gpus']} of {settings['hardware']}; KV blocks are a "
+        "replica's"
+    )
     requests = f"{len(work.shapes)} requests of {settings['workload']}"
     pairs = any(len(row["kv_blocks"]) > 1 for row in rows)
     print_table(f"{requests}, {order}", _columns(closed=closed, pairs=pairs), rows, keys=2)
     if left_out := report.document["left_out"]:
-        brief = [{**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out]
+        brief = [
+            {**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out
+        ]
         print_table("left out", columns(("", ("layout", "name")), ("<", ("why", "reason"))), brief)

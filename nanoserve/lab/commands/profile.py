@@ -1,4 +1,5 @@
-"""``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
+"""``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts
+a real run."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -24,12 +25,20 @@ from nanoserve.scheduler.work import StepWork
 from nanoserve.utils.threads import MOST_THREADS, physical_cores, prepare_threads
 
 Fields = Mapping[str, Any]
-_TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
-_FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
+_TIME_COLUMNS = columns(
+    ("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor")
+)
+_FIGURES = (
+    ("seconds", "seconds", ",.2f"),
+    ("TTFT ms", "ttft_ms", ",.0f"),
+    ("TPOT ms", "tpot_ms", ",.2f"),
+)
 _PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route")))
 for _heading, _name, _format in _FIGURES:
     _PREDICTION_COLUMNS += columns((_format, (_heading, _name)))
-    _PREDICTION_COLUMNS += columns((".0%", ("+-", f"{_name}_range")), ("+.0%", ("error", f"{_name}_error")))
+    _PREDICTION_COLUMNS += columns(
+        (".0%", ("+-", f"{_name}_range")), ("+.0%", ("error", f"{_name}_error"))
+    )
 
 
 class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
@@ -44,11 +53,13 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
 
 
 def run(options: ProfileOptions) -> None:
-    """From the times come the few factors of the cost model (docs/costs.md), and a file with which nanoserve simulate
-    runs any policy over this machine. At the end two small workloads run for real beside their predictions. It takes
-    about a minute for the bundled model; leave the machine alone meanwhile.
+    """From the times come the few factors of the cost model (docs/costs.md), and a file with which
+    nanoserve simulate runs any policy over this machine. At the end two small workloads run for
+    real beside their predictions. It takes about a minute for the bundled model; leave the machine
+    alone meanwhile.
 
-    Policies that attend in host memory read a profile too (--profile), one that has the same --host-threads.
+    Policies that attend in host memory read a profile too (--profile), one that has the same
+    --host-threads.
 
     [bold]Examples[/bold]
 
@@ -67,7 +78,8 @@ def run(options: ProfileOptions) -> None:
 
     device, threads = usable_device(options.device), options.host_threads
     if threads is None and device.type == "cpu":
-        # A CPU that is the device shares all cores with attention in host memory, unless some are asked for.
+        # A CPU that is the device shares all cores with attention in host memory, unless some are
+        # asked for.
         host = HostProcessor.divide(physical_cores())
     else:
         host = HostProcessor.set_apart(threads, device)
@@ -81,8 +93,10 @@ def run(options: ProfileOptions) -> None:
 def _show(profile: Profile) -> None:
     settings, device = profile.settings, profile.device
     print(
-        f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
-        f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
+        f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} "
+        "operators,"
+        f" {settings['layers']} layers, {settings['threads']} threads and "
+        f"{settings['host_threads']} in host memory;"
         f" at best {device.memory_bandwidth / 1e9:,.1f} GB/s, {device.flops / 1e9:,.0f} GFLOP/s"
     )
     if note := busy_note(profile.foreign_cores):
@@ -90,16 +104,22 @@ def _show(profile: Profile) -> None:
     print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, _time_rows(profile))
     factors = profile.efficiency
     print(
-        f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory {factors.memory:.2f},"
+        f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory "
+        f"{factors.memory:.2f},"
         f" processor {factors.processor:.2f}, kernel_seconds {factors.kernel_seconds * 1e6:.1f} us,"
-        f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds {factors.row_seconds * 1e6:.1f} us"
+        f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds "
+        f"{factors.row_seconds * 1e6:.1f} us"
     )
-    title = f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times and over factors"
+    title = (
+        f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times "
+        "and over factors"
+    )
     print_table(title, _PREDICTION_COLUMNS, _prediction_rows(profile.predictions))
 
 
 def _time_rows(profile: Profile) -> Iterator[Fields]:
-    """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
+    """Every measured time, and its share of the least time that its bytes and operations take,
+    where these count."""
     counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
 
     def least(reached: Device, num_bytes: float, operations: float) -> float:
@@ -107,7 +127,9 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
 
     def products(operators: Iterable[Operator]) -> float:
         found = list(operators)
-        return least(profile.device, sum(one.weight_bytes for one in found), sum(one.flops for one in found))
+        return least(
+            profile.device, sum(one.weight_bytes for one in found), sum(one.flops for one in found)
+        )
 
     def linear(tokens: int) -> float:
         """A layer, the mean over all."""
@@ -125,9 +147,24 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
     measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [
         ("layer without attention", "{:,} tokens", profile.linear, linear),
         ("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt),
-        ("decode attention", "{} x {:,} keys", profile.decode_attention, partial(decodes, profile.device)),
-        ("attention in host memory", "{} x {:,} keys", profile.host_attention, partial(decodes, profile.host)),
-        ("head and sampling", "{} rows", profile.head, lambda rows: products([counts.product(counts.head, rows)])),
+        (
+            "decode attention",
+            "{} x {:,} keys",
+            profile.decode_attention,
+            partial(decodes, profile.device),
+        ),
+        (
+            "attention in host memory",
+            "{} x {:,} keys",
+            profile.host_attention,
+            partial(decodes, profile.host),
+        ),
+        (
+            "head and sampling",
+            "{} rows",
+            profile.head,
+            lambda rows: products([counts.product(counts.head, rows)]),
+        ),
         ("inputs", "{} rows", profile.inputs, None),
         ("engine", "{} rows", profile.engine, None),
         ("exchange with host memory", "{} rows", profile.host_exchange, None),
@@ -149,12 +186,16 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
 
 
 def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:
-    """Three rows for each workload: what really was, with half of the range over its runs, and both predictions."""
+    """Three rows for each workload: what really was, with half of the range over its runs, and both
+    predictions."""
     for found in predictions:
         runs = [msgspec.structs.asdict(run) for run in found.real]
         values = {name: [run[name] for run in runs] for name in runs[0]}
         mean = {name: sum(some) / len(some) for name, some in values.items()}
-        ranges = {f"{name}_range": (max(some) - min(some)) / 2 / mean[name] for name, some in values.items()}
+        ranges = {
+            f"{name}_range": (max(some) - min(some)) / 2 / mean[name]
+            for name, some in values.items()
+        }
         yield {"workload": found.workload, "route": "real", **mean, **ranges}
         for route, figures in (("measured times", found.by_profile), ("factors", found.by_factors)):
             predicted = msgspec.structs.asdict(figures)

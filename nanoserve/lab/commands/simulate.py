@@ -64,7 +64,11 @@ _COLUMNS = columns(
     (".0%", ("KV peak", "kv_peak")),
 )
 _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
-_RATIO_COLUMNS = [replace(column, format=".2f") for column in _COLUMNS if column.path not in (*_TRIAL_KEYS, "kv_peak")]
+_RATIO_COLUMNS = [
+    replace(column, format=".2f")
+    for column in _COLUMNS
+    if column.path not in (*_TRIAL_KEYS, "kv_peak")
+]
 _TIER_COLUMNS = columns(  # shown if anything happened there
     (",d", ("preempted", "preemptions")),
     (",d", ("drafted", "draft_tokens")),
@@ -83,28 +87,42 @@ _SPREAD_COLUMNS = columns(
 
 
 class StepLimitOptions(Options):
-    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
-    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
+    max_num_batched_tokens: int = option(
+        2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME
+    )
+    max_num_seqs: int = option(
+        2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME
+    )
 
 
 class PolicyOptions(StepLimitOptions):
     policy: str = option(
-        "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
+        "throttling",
+        "Each on its own, as throttling:iterations=4 with parameters.",
+        metavar="NAME,NAME",
     )
 
 
 class WorkloadOptions(Options):
     requests: int = option(1000, "How many.", minimum=1, maximum=10_000_000)
-    rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
-    variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
-    lengths: str | None = option(None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME")
+    rate: float | None = option(
+        None, "Requests per second; default: all at once, or as the trace has them."
+    )
+    variation: float = option(
+        1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma)."
+    )
+    lengths: str | None = option(
+        None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME"
+    )
     trace: Path | None = file_option("Lengths and times from a CSV file instead.")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
 
     def workload(self, *, exact: bool = False) -> Workload:
-        """The requests; each call makes the same ones. Raises UsageError for options that make no sense.
+        """The requests; each call makes the same ones. Raises UsageError for options that make no
+        sense.
 
-        ``exact`` stretches the arrivals so that their mean rate is the one asked for, and not only close to it.
+        ``exact`` stretches the arrivals so that their mean rate is the one asked for, and not only
+        close to it.
         """
         if self.trace is not None and self.lengths is not None:
             raise UsageError("give --lengths or --trace, not both")
@@ -114,7 +132,9 @@ class WorkloadOptions(Options):
         if self.rate is not None:
             arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
             if exact:
-                arrivals = iter(stretched_arrivals(list(islice(arrivals, self.requests)), self.rate))
+                arrivals = iter(
+                    stretched_arrivals(list(islice(arrivals, self.requests)), self.rate)
+                )
         if self.trace is None:
             name = GLLMS_SHAREGPT
             if self.lengths is not None:
@@ -128,14 +148,19 @@ class WorkloadOptions(Options):
 
 
 class HardwareOptions(Options, panel=HARDWARE_PANEL):
-    """The hardware to simulate: a model on devices in one layout or two, with or without host memory."""
+    """The hardware to simulate: a model on devices in one layout or two, with or without host
+    memory."""
 
-    model: str = option("qwen2.5-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL")
+    model: str = option(
+        "qwen2.5-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL"
+    )
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
     hardware: str = option("gllm-l20", "A machine or device, or a TOML file.", metavar="NAME")
     pp: int = option(4, "Stages of the pipeline.", minimum=1)
     tp: int = option(1, "Devices of a stage.", minimum=1)
-    pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
+    pp_split: str | None = option(
+        None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N"
+    )
     block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=2**20)
     num_blocks: int | None = option(
         None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
@@ -145,23 +170,36 @@ class HardwareOptions(Options, panel=HARDWARE_PANEL):
         "Whether a step's metadata is sent ahead, as in gLLM, or with the activations.",
         choices=tuple(_RUNTIMES),
     )
-    profile: Path | None = file_option("Model and machine as nanoserve profile measured them; one stage.")
-    prefill_parallel: str | None = option(
-        None, "Layout for prompts (P4, T2P2), instead of --pp; with --decode-parallel.", metavar="NAME"
+    profile: Path | None = file_option(
+        "Model and machine as nanoserve profile measured them; one stage."
     )
-    decode_parallel: str | None = option(None, "Layout for decodes (T4), of as many devices.", metavar="NAME")
-    host_kv_memory: str | None = option(None, "Host memory for KV blocks, as 80GiB; default: none.", metavar="SIZE")
+    prefill_parallel: str | None = option(
+        None,
+        "Layout for prompts (P4, T2P2), instead of --pp; with --decode-parallel.",
+        metavar="NAME",
+    )
+    decode_parallel: str | None = option(
+        None, "Layout for decodes (T4), of as many devices.", metavar="NAME"
+    )
+    host_kv_memory: str | None = option(
+        None, "Host memory for KV blocks, as 80GiB; default: none.", metavar="SIZE"
+    )
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """One layout, or that of prompts and that of decodes. Raises UsageError if they do not suit each other."""
+        """One layout, or that of prompts and that of decodes. Raises UsageError if they do not suit
+        each other."""
         pair = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if pair is None:
             return (ParallelLayout(pipeline_parallel=self.pp, tensor_parallel=self.tp),)
         if self.changed("pp", "tp", "pp_split"):
-            raise UsageError("--prefill-parallel and --decode-parallel replace --pp, --tp, --pp-split")
+            raise UsageError(
+                "--prefill-parallel and --decode-parallel replace --pp, --tp, --pp-split"
+            )
         prefill, decode = pair
         if max(prefill.data_parallel, decode.data_parallel) > 1:
-            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
+            raise UsageError(
+                "data parallel layouts (D) are whole engines of their own: leave the D out"
+            )
         if prefill.devices != decode.devices:
             first = f"--prefill-parallel {prefill.name} takes {prefill.devices} devices"
             second = f"--decode-parallel {decode.name} {decode.devices}"
@@ -173,7 +211,8 @@ class HardwareOptions(Options, panel=HARDWARE_PANEL):
 
     @property
     def host_kv_bytes(self) -> int | None:
-        """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
+        """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has
+        no unit."""
         size = self.host_kv_memory
         if size is None:
             return None
@@ -197,7 +236,8 @@ class FleetOptions(Options, panel="Fleet"):
 
 
 class SimulatedHardware(NamedTuple):
-    """Hardware that policies are simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
+    """Hardware that policies are simulated on: devices by the cost model, or as ``nanoserve
+    profile`` measured them."""
 
     name: str  # the layout, or the two of them
     layouts: Sequence[StepCosts | MeasuredTimes]  # the step times of each parallel layout
@@ -209,12 +249,15 @@ class SimulatedHardware(NamedTuple):
 
     @classmethod
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
-        """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
+        """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if
+        they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
         split, machine = parsed_split(options.pp_split), load_machine(options.hardware)
         shape = find_shape(options.model, options.quantization)
-        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
+        costs = [
+            StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()
+        ]
         name = f"--pp {options.pp} --tp {options.tp}"
         if len(costs) > 1:
             name = " -> ".join(one.layout.name for one in costs)
@@ -224,16 +267,27 @@ class SimulatedHardware(NamedTuple):
 
     @classmethod
     def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
-        """One layout of one stage, by the profile in a file; it has as many blocks as the measured engine had."""
+        """One layout of one stage, by the profile in a file; it has as many blocks as the measured
+        engine had."""
         if options.changed("prefill_parallel", "decode_parallel"):
-            raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
+            raise UsageError(
+                "--profile has one layout: leave --prefill-parallel and --decode-parallel out"
+            )
         if options.changed("model", "quantization", "hardware", "pp", "tp", "pp_split", "metadata"):
-            raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
+            raise UsageError(
+                "--profile brings model and machine, and has one stage: leave the options for "
+                "these out"
+            )
         profile = read_profile(path, Profile)
         times = MeasuredTimes(profile)
         blocks = _countable(options.num_blocks or times.memory.kv_blocks(options.block_size))
         host_blocks = _host_blocks(options, profile.step_costs())
-        facts = {"model": profile.settings["model"], "hardware": profile.device.name, "stages": 1, "tensor_parallel": 1}
+        facts = {
+            "model": profile.settings["model"],
+            "hardware": profile.device.name,
+            "stages": 1,
+            "tensor_parallel": 1,
+        }
         predictors, windows = [MeasuredPredictor(profile)], profile.model.cache_groups.windows
         return cls("as measured", [times], predictors, [blocks], host_blocks, windows, facts)
 
@@ -246,18 +300,26 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
     if options.num_blocks > fitting:
         fit = f"only {fitting} blocks of {options.block_size} tokens fit beside the weights"
         advice = "ask for fewer, or for more devices"
-        raise UsageError(f"--num-blocks {options.num_blocks}: {fit} in layout {costs.layout.name}; {advice}")
+        raise UsageError(
+            f"--num-blocks {options.num_blocks}: {fit} in layout {costs.layout.name}; {advice}"
+        )
     return options.num_blocks
 
 
 def _countable(blocks: int) -> int:
     if blocks > _MOST_BLOCKS:
-        raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
+        raise UsageError(
+            f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks"
+        )
     return blocks
 
 
 def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
-    wanted, machine, flag = options.host_kv_bytes, costs.machine, f"--host-kv-memory {options.host_kv_memory}"
+    wanted, machine, flag = (
+        options.host_kv_bytes,
+        costs.machine,
+        f"--host-kv-memory {options.host_kv_memory}",
+    )
     if wanted is None:
         return 0
     if 0 < machine.host_memory_bytes < wanted:
@@ -274,24 +336,31 @@ def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
 
 class SimulateOptions(PolicyOptions, WorkloadOptions, HardwareOptions, FleetOptions, ResultOptions):
     slo: str | None = option(
-        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
+        None,
+        "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.",
+        metavar="LIMITS",
     )
     speculate: str | None = option(
         None,
-        "A drafter: how often the first, second, ... draft token of a row is right if those before are, and what a "
+        "A drafter: how often the first, second, ... draft token of a row is right if those before "
+        "are, and what a "
         "draft token costs, over a step; as 0.8,0.7,0.6:0.05.",
         metavar="RATES[:COST]",
     )
     max_rate: bool = option(
-        False, "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to it."
+        False,
+        "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to "
+        "it.",
     )
     record: Path | None = file_option(
-        "Write the stages' time for Perfetto or chrome://tracing; one policy only.", panel=RESULTS_PANEL
+        "Write the stages' time for Perfetto or chrome://tracing; one policy only.",
+        panel=RESULTS_PANEL,
     )
 
 
 def run(options: SimulateOptions) -> None:
-    """Neither the hardware nor the model is needed: steps take as long as the cost model says (docs/costs.md).
+    """Neither the hardware nor the model is needed: steps take as long as the cost model says
+    (docs/costs.md).
 
     [bold]Examples[/bold]
 
@@ -316,8 +385,11 @@ def run(options: SimulateOptions) -> None:
     settings = _settings(options, hardware)
     settings |= {"slo_ms": msgspec.to_builtins(slo), "speculate": options.speculate}
     place = _place(settings, hardware)
-    reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
-    # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
+    reported = options.reported(
+        "simulate", settings, lambda report, options: _show(report, options, place)
+    )
+    # All devices of a simulated stage are one worker, which is named by its stage if there is one
+    # layout.
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     if len(hardware.layouts) > 1:
         layouts = options.layouts()
@@ -342,7 +414,9 @@ def run(options: SimulateOptions) -> None:
             if trace is not None:
                 observers.append(RunTrace(trace, 0.0, layouts=layouts))
             result = run_policy(requests=options.workload(), observers=observers)
-            report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+            report.add(
+                {"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)}
+            )
             runs.append(PlottedRun(name, result, window))
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
@@ -350,7 +424,8 @@ def run(options: SimulateOptions) -> None:
 
 
 def _check_together(options: SimulateOptions, policies: int) -> None:
-    """Raises UsageError for options that do not go together, and for a fleet that cannot be, before anything runs."""
+    """Raises UsageError for options that do not go together, and for a fleet that cannot be, before
+    anything runs."""
     if options.record is not None and policies > 1:
         raise UsageError("--record takes one policy")
     if options.max_rate and (options.rate, options.plot, options.record) != (None, None, None):
@@ -400,7 +475,9 @@ def _try(
     answers: list[TimedAnswer] = []
 
     def keep(request: CompletedRequest) -> None:
-        answers.append(TimedAnswer(request.arrival, request.ttft, request.tpot, request.output_tokens))
+        answers.append(
+            TimedAnswer(request.arrival, request.ttft, request.tpot, request.output_tokens)
+        )
 
     result = run_policy(requests=at.workload(exact=True), request_observers=[keep])
     row = {"policy": name, "rate": tried, "bubble_share": result.bubble_share}
@@ -410,7 +487,12 @@ def _try(
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
     groups = (HardwareOptions, WorkloadOptions, FleetOptions)
-    names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
+    names = [
+        declared.name
+        for group in groups
+        for declared in fields(group)
+        if declared.name not in ("pp", "tp")
+    ]
     return {
         **msgspec.to_builtins({name: getattr(options, name) for name in names}, enc_hook=str),
         "host_kv_memory": options.host_kv_bytes and options.host_kv_bytes / GIBI,
@@ -428,7 +510,10 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     blocks = " -> ".join(f"{number:,d}" for number in hardware.kv_blocks) + " KV blocks"
     model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
-    place = f"{model} on {settings['hardware']}, {hardware.name}, {settings['metadata']} metadata, {blocks}"
+    place = (
+        f"{model} on {settings['hardware']}, {hardware.name}, {settings['metadata']} metadata, "
+        f"{blocks}"
+    )
     if hardware.host_blocks:
         place += f", {hardware.host_blocks:,d} in host memory"
     if settings["replicas"] > 1:
@@ -471,11 +556,14 @@ def _show(report: Report, options: SimulateOptions, place: str) -> None:
     for name, found in report.document.get("highest_rates", {}).items():
         print(f"{name}: {found['words']}")
     if options.replicas > 1:
-        print_table("least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows))
+        print_table(
+            "least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows)
+        )
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table: rates without filling and draining, but of the whole run if all requests came at once."""
+    """A row of the table: rates without filling and draining, but of the whole run if all requests
+    came at once."""
     shown = {**row, "e2el_s": row["e2el_ms"]["mean"] / 1000}
     if row.get("rate") == _AT_ONCE:
         return {**shown, "rate": "burst"}
@@ -485,7 +573,8 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one policy over the first policy's, under the same paths; none over nothing."""
+    """The figures of one policy over the first policy's, under the same paths; none over
+    nothing."""
     found: dict[str, Any] = {"policy": row["policy"]}
     for column in _RATIO_COLUMNS:
         value, base = column.value(row), column.value(first)
@@ -502,11 +591,15 @@ def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
 def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
     spread: dict[str, str | None] = {"policy": row["policy"]}
     for column in _SPREAD_COLUMNS[1:]:
-        if (found := Distribution.of(replica[column.path] for replica in row["replicas"])) is not None:
+        if (
+            found := Distribution.of(replica[column.path] for replica in row["replicas"])
+        ) is not None:
             shown = ",.0f"
             if found.max < 10:
                 shown = ".2f"
-            spread[column.path] = f"{found.min:{shown}} / {found.mean:{shown}} / {found.max:{shown}}"
+            spread[column.path] = (
+                f"{found.min:{shown}} / {found.mean:{shown}} / {found.max:{shown}}"
+            )
     return spread
 
 
@@ -518,8 +611,8 @@ class PlottedRun:
 
 
 def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:
-    """A row for each policy: stages over time, and tokens of each step (gLLM, figure 1). Below them, one panel compares
-    their KV caches (Seesaw, figure 6)."""
+    """A row for each policy: stages over time, and tokens of each step (gLLM, figure 1). Below
+    them, one panel compares their KV caches (Seesaw, figure 6)."""
     counts = [[counts for _, *counts in run.result.tokens_series] for run in runs]
     tokens = token_panels([f"{run.policy}: tokens of each step" for run in runs], "step", counts)
     panels: list[AnyPanel] = []
@@ -533,7 +626,13 @@ def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:
             label = run.policy
             if len(tiers) > 1:
                 label = f"{run.policy}, {tier}"
-            curves.append(ChartCurve(label, times, [100 * share for share in shares], style=f"C{number % 10}{style}"))
-    kv = Panel(title="KV cache in use", x="time, s", y="% of the blocks", curves=curves, kind="step")
+            curves.append(
+                ChartCurve(
+                    label, times, [100 * share for share in shares], style=f"C{number % 10}{style}"
+                )
+            )
+    kv = Panel(
+        title="KV cache in use", x="time, s", y="% of the blocks", curves=curves, kind="step"
+    )
     panels.append(kv)
     return Chart(title, panels, columns=2)

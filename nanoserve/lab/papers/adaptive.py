@@ -1,8 +1,9 @@
-"""Ours, after gLLM: AdaptiveThrottling over TokenThrottling, on a list fixed beforehand and reported whole.
+"""Ours, after gLLM: AdaptiveThrottling over TokenThrottling, on a list fixed beforehand and
+reported whole.
 
-Loads are relative to what TokenThrottling serves at most in the same setting, so a first round of simulations finds
-that out. Figure "list" is the comparison; figure "parts" switches the two ideas of the policy off, one at a time,
-where memory is short.
+Loads are relative to what TokenThrottling serves at most in the same setting, so a first round of
+simulations finds that out. Figure "list" is the comparison; figure "parts" switches the two ideas
+of the policy off, one at a time, where memory is short.
 """
 
 import operator
@@ -13,7 +14,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from nanoserve.commands.tables import columns
-from nanoserve.lab.papers.cases import Metric, Outcome, Runs, System, mean_of, over_seeds, throughput
+from nanoserve.lab.papers.cases import (
+    Metric,
+    Outcome,
+    Runs,
+    System,
+    mean_of,
+    over_seeds,
+    throughput,
+)
 from nanoserve.lab.papers.claims import claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.lab.papers.gllm.systems import on_devices
@@ -63,10 +72,15 @@ SHORT_OF_MEMORY = [
 
 _REQUESTS, _REQUESTS_OF_FULL = 500, 2000
 _SEED_OF_CAPACITY = 1000
-"""Seed of the requests that find the most that throttling serves: other requests than the compared ones."""
+"""Seed of the requests that find the most that throttling serves: other requests than the compared
+ones."""
 
 
-_TPOT, _TTFT, _PREEMPTIONS = mean_of("tpot_ms"), mean_of("ttft_ms"), operator.attrgetter("result.preemptions")
+_TPOT, _TTFT, _PREEMPTIONS = (
+    mean_of("tpot_ms"),
+    mean_of("ttft_ms"),
+    operator.attrgetter("result.preemptions"),
+)
 
 
 Place = tuple[ListEntry, str]  # an entry of the list, and the label of a system
@@ -99,9 +113,14 @@ class Comparisons(Runs[Place]):
         row["throttling_tpot_ms"] = self.spread(base, _TPOT)
         return row
 
-    def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> Iterable[tuple[float, ...]]:
+    def ratios_by_seed(
+        self, places: Sequence[Place], metric: Metric
+    ) -> Iterable[tuple[float, ...]]:
         """For each seed, the ratio to throttling in each of these places."""
-        ratios = [self.ratios((entry, label), (entry, THROTTLING.label), metric) for entry, label in places]
+        ratios = [
+            self.ratios((entry, label), (entry, THROTTLING.label), metric)
+            for entry, label in places
+        ]
         return zip(*ratios, strict=True)
 
     def mean_ratio(self, places: Sequence[Place], metric: Metric) -> Spread:
@@ -127,7 +146,8 @@ _COLUMNS = columns(
 def compare(
     entries: Iterable[ListEntry], systems: Sequence[System], requests: int, scale: Scale, run: Run
 ) -> Comparisons:
-    """Every system over throttling in every entry: one round for the loads, one for the comparisons."""
+    """Every system over throttling in every entry: one round for the loads, one for the
+    comparisons."""
     at_once = {}
     for entry in entries:
         served = entry._asdict()
@@ -138,18 +158,25 @@ def compare(
     for entry, case in at_once.items():
         rate = entry.load * _requests_per_second(outcomes[case])
         for system in [THROTTLING] + list(systems):
-            jobs[entry, system.label] = over_seeds(replace(case, rate=rate, system=system), scale.seeds)
+            jobs[entry, system.label] = over_seeds(
+                replace(case, rate=rate, system=system), scale.seeds
+            )
     return Comparisons(run, jobs)
 
 
 def _requests_per_second(outcome: Outcome) -> float:
     """Requests of average length per second, in the steady state."""
     result = outcome.result
-    return outcome.steady.tokens_per_second * result.requests / (result.input_tokens + result.output_tokens)
+    return (
+        outcome.steady.tokens_per_second
+        * result.requests
+        / (result.input_tokens + result.output_tokens)
+    )
 
 
 def _list(scale: Scale, run: Run) -> Finding:
-    """The list in a few numbers. No paper claims them: in its column stands what adaptive is meant for."""
+    """The list in a few numbers. No paper claims them: in its column stands what adaptive is meant
+    for."""
     found = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
     every = found.places
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
@@ -164,7 +191,9 @@ def _list(scale: Scale, run: Run) -> Finding:
         "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, throughput))),
         "list TPOT": found.mean_ratio(every, _TPOT),
         "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _TPOT))),
-        "list preemptions": Spread.of(map(operator.sub, preemptions(ADAPTIVE), preemptions(THROTTLING))),
+        "list preemptions": Spread.of(
+            map(operator.sub, preemptions(ADAPTIVE), preemptions(THROTTLING))
+        ),
         "list short of memory": found.mean_ratio(short, throughput),
         "list TTFT": found.mean_ratio(every, _TTFT),
     }
@@ -184,7 +213,10 @@ def _parts(scale: Scale, run: Run) -> Finding:
 
 PAPER = Paper(
     title="adaptive over throttling (ours, after gLLM)",
-    setting=(f"{_REQUESTS} requests a run, {_REQUESTS // 2} for the parts", f"{_REQUESTS_OF_FULL:,d} requests a run"),
+    setting=(
+        f"{_REQUESTS} requests a run, {_REQUESTS // 2} for the parts",
+        f"{_REQUESTS_OF_FULL:,d} requests a run",
+    ),
     figures=[
         PaperFigure(
             number="list",

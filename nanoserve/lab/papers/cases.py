@@ -1,4 +1,5 @@
-"""One simulation, described by values; many of them side by side; and the same search for a setting for all systems."""
+"""One simulation, described by values; many of them side by side; and the same search for a setting
+for all systems."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replace_field
@@ -34,11 +35,15 @@ FREQUENT, RARE = "prefill-prioritizing", "decode-prioritizing"
 _UNBUFFERED: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {FREQUENT: PrefillPrioritizing, RARE: DecodePrioritizing}
 )
-"""Seesaw, figure 2 (a) and (b): re-sharding without tiered buffering. These policies exist only to compare with."""
+"""Seesaw, figure 2 (a) and (b): re-sharding without tiered buffering. These policies exist only to
+compare with."""
 _RUNTIMES = MappingProxyType({"decoupled": DECOUPLED, "coupled": COUPLED})
-_LOGNORMAL = MappingProxyType({"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)})
-"""APEX does not state these, so they are assumed: mean input and output tokens, and sigmas. The first has instructions
-with medium answers, the second short questions with long chains of thought."""
+_LOGNORMAL = MappingProxyType(
+    {"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)}
+)
+"""APEX does not state these, so they are assumed: mean input and output tokens, and sigmas. The
+first has instructions with medium answers, the second short questions with long chains of
+thought."""
 _SIGMA = 0.3  # spread of lengths whose means alone are known
 
 
@@ -48,9 +53,11 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     label: str  # name of the system in tables and pictures
     policy: str  # name of its policy in the registry, or FREQUENT or RARE
     token_budget: int = 2048  # tokens of a step at most
-    parameters: tuple[tuple[str, Any], ...] = ()  # parameters of the policy that are not at their defaults
+    # parameters of the policy that are not at their defaults
+    parameters: tuple[tuple[str, Any], ...] = ()
     runtime: str = "decoupled"  # decoupled or coupled metadata (simulator/pipeline.py)
-    tensor_parallel: bool = False  # True where all devices divide every layer, instead of the layers among them
+    # True where all devices divide every layer, instead of the layers among them
+    tensor_parallel: bool = False
 
     def layout(self, devices: int) -> ParallelLayout:
         """How it spreads a model over that many devices, unless a case says otherwise."""
@@ -76,7 +83,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     """Names of the model's shape and of the machine."""
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    """How devices share the model; a second layout is the one for answers, to which Seesaw changes."""
+    """How devices share the model; a second layout is the one for answers, to which Seesaw
+    changes."""
     lengths: str  # see ``draw_lengths``
     longest: int | None = None  # requests of more tokens are left out
     requests: int
@@ -86,13 +94,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 4096  # sequences that hold blocks at a time
     pool: float = 1.0  # share of the KV blocks beside the weights that is used
     host_bytes: float | None = None
-    """Host memory for each device, for policies that use it; None means all that the machine has."""
-    processor: float | None = None  # share of the CPU's data sheet that its attention reaches; None is the default
+    """Host memory for each device, for policies that use it; None means all that the machine
+    has."""
+    # share of the CPU's data sheet that its attention reaches; None is the default
+    processor: float | None = None
     all_reduce_scale: float = 1.0
-    """Factor by which all-reduces, and what stages send, are faster: latency too, as Seesaw mutates a trace."""
+    """Factor by which all-reduces, and what stages send, are faster: latency too, as Seesaw mutates
+    a trace."""
     steady: tuple[float, float] | None = None
-    """Between which shares of the first tokens the steady state is measured; None means not at all."""
-    ends_steady: bool = False  # whether the run ends with its steady state, for runs of which nothing else is read
+    """Between which shares of the first tokens the steady state is measured; None means not at
+    all."""
+    # whether the run ends with its steady state, for runs of which nothing else is read
+    ends_steady: bool = False
     logged_steps: int = 0  # how many steps are kept from its beginning on
     slo: Slo | None = None
 
@@ -102,7 +115,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return "->".join(layout.name for layout in self.layouts)
 
     def costs(self, layout: ParallelLayout | None = None) -> StepCosts:
-        """Step times of one replica with that layout, or with the first; UsageError if it does not suit the machine."""
+        """Step times of one replica with that layout, or with the first; UsageError if it does not
+        suit the machine."""
         machine = load_machine(self.machine)
         factor = self.all_reduce_scale
         link = replace_field(machine.link.scaled(factor), latency=machine.link.latency / factor)
@@ -110,22 +124,30 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         if self.processor is not None:
             efficiency = Efficiency(processor=self.processor)
         machine = replace_field(machine, link=link)
-        return StepCosts(load_shape(self.model), machine, layout or self.layouts[0], efficiency=efficiency)
+        return StepCosts(
+            load_shape(self.model), machine, layout or self.layouts[0], efficiency=efficiency
+        )
 
     def shapes(self) -> Iterator[RequestShape]:
         """Lengths of all requests, in order."""
         drawn = draw_lengths(self.lengths, self.seed)
-        fitting = (shape for shape in drawn if self.longest is None or shape.total_tokens <= self.longest)
+        fitting = (
+            shape for shape in drawn if self.longest is None or shape.total_tokens <= self.longest
+        )
         return islice(fitting, self.requests)
 
     def run(self) -> "Outcome":
         """Simulate it; with data parallelism, until the slowest replica is done.
 
-        Raises DoesNotFit if the model does not, and ValueError if there are too few steps for the steady state.
+        Raises DoesNotFit if the model does not, and ValueError if there are too few steps for the
+        steady state.
         """
         system, layouts = self.system, [self.costs(layout) for layout in self.layouts]
         first, replicas = layouts[0], self.layouts[0].data_parallel
-        blocks = [int(one.memory.kv_blocks(BLOCK_SIZE, system.token_budget) * self.pool) for one in layouts]
+        blocks = [
+            int(one.memory.kv_blocks(BLOCK_SIZE, system.token_budget) * self.pool)
+            for one in layouts
+        ]
         if system.policy in _UNBUFFERED:  # what stays on the devices must fit them in both layouts
             blocks = [min(blocks)] * len(blocks)
         host_blocks = 0
@@ -133,7 +155,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             host_bytes = self.host_bytes
             if host_bytes is None:
                 host_bytes = first.machine.host_memory_bytes
-            host_blocks = first.memory.host_kv_blocks(host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE)
+            host_blocks = first.memory.host_kv_blocks(
+                host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE
+            )
         window, clock = SteadyWindow(self.requests, self.steady, self.logged_steps), PhaseClock()
         latencies: list[float] = []
         arrivals = burst()
@@ -150,7 +174,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             runtime=_RUNTIMES[system.runtime],
             observers=(window, clock),
             slo=self.slo,
-            request_observers=[lambda request: latencies.append(request.e2el / request.output_tokens)],
+            request_observers=[
+                lambda request: latencies.append(request.e2el / request.output_tokens)
+            ],
             replicas=replicas,
             host_blocks=host_blocks,
             other_layouts=list(zip(layouts[1:], blocks[1:], strict=True)),
@@ -177,7 +203,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     result: SimulationResult  # the whole run, its start and its end included
     window: Steady | None  # the steady state between them, if it was asked for
     log: list[WindowStep]  # steps from the steady state's beginning on
-    latency_per_token: float  # seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)
+    # seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)
+    latency_per_token: float
     breakdown: Breakdown  # where the time of the first replica went
     phases: tuple[tuple[float, float, int], ...]
     """(begin, end, layout) of the times between transitions of the first replica."""
@@ -193,15 +220,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def draw_lengths(name: str, seed: int) -> Iterator[RequestShape]:
     """Lengths by name: those of ``named_lengths``, and those of APEX.
 
-    "osc:200" is OSC with outputs scaled to a mean of 200. "1000:200" has these means and, as nothing more is known, a
-    moderate lognormal spread. "livebench" and "dolphin-r1" are lognormal too.
+    "osc:200" is OSC with outputs scaled to a mean of 200. "1000:200" has these means and, as
+    nothing more is known, a moderate lognormal spread. "livebench" and "dolphin-r1" are lognormal
+    too.
     """
     kind, _, mean = name.partition(":")
     if kind == "osc" and mean:
         table = length_tables()["osc"]
         factor = float(mean) / table.mean_output
         drawn = table.draw(seed)
-        return (RequestShape(shape.input_tokens, max(1, round(shape.output_tokens * factor))) for shape in drawn)
+        return (
+            RequestShape(shape.input_tokens, max(1, round(shape.output_tokens * factor)))
+            for shape in drawn
+        )
     if mean:
         return lognormal_lengths(float(kind), float(mean), _SIGMA, _SIGMA, seed)
     if kind in _LOGNORMAL:
@@ -264,7 +295,8 @@ class Runs(Generic[Key]):
         return {name: self.mean(key, metric) for name, metric in metrics.items()}
 
     def ratios(self, above: Key, below: Key, metric: Metric) -> list[float]:
-        """One metric of the first key's cases over that of the second's, pair by pair with equal seeds."""
+        """One metric of the first key's cases over that of the second's, pair by pair with equal
+        seeds."""
         pairs = zip(self.values(above, metric), self.values(below, metric), strict=True)
         return [first / second for first, second in pairs]
 
@@ -276,11 +308,17 @@ def with_budget(case: Case, token_budget: int) -> Case:
     return replace(case, system=replace(case.system, token_budget=token_budget))
 
 
-def tuned(cases: Sequence[Case], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[Case]:
-    """Each case with the token budget of the list whose outcome scores highest, the first of equals."""
-    outcomes = _run_largest_first(run, (with_budget(case, budget) for case in cases for budget in budgets))
+def tuned(
+    cases: Sequence[Case], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS
+) -> list[Case]:
+    """Each case with the token budget of the list whose outcome scores highest, the first of
+    equals."""
+    outcomes = _run_largest_first(
+        run, (with_budget(case, budget) for case in cases for budget in budgets)
+    )
     return [
-        max((with_budget(case, budget) for budget in budgets), key=lambda one: score(outcomes[one])) for case in cases
+        max((with_budget(case, budget) for budget in budgets), key=lambda one: score(outcomes[one]))
+        for case in cases
     ]
 
 

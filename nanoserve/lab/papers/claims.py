@@ -1,7 +1,8 @@
-"""A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is claimed holds.
+"""A paper's number beside ours: how far ours spreads over seeds, and whether the relation that is
+claimed holds.
 
-What the papers say is a table, claims.csv: a row for each claim, with the paper's number, the bounds that are asked for
-and what our number depends on most. A figure computes our numbers only.
+What the papers say is a table, claims.csv: a row for each claim, with the paper's number, the
+bounds that are asked for and what our number depends on most. A figure computes our numbers only.
 """
 
 import csv
@@ -21,7 +22,9 @@ _TABLE = Path(__file__).with_name("claims.csv")
 _NUMBER = r"([+]?)(\d+(?:\.\d+)?) ?(?:x|%)?"
 _STATED = re.compile(rf"(?:up to |more than )?{_NUMBER}(?: to {_NUMBER})?(?: \(.*)?")
 _FAR = 1.5
-_ASKED = re.compile(r"(?:at (least|most) )?([+]?)([\d,]+(?:\.(\d+))?)(\D*?)(?: to [+]?([\d,]+(?:\.\d+)?)\D*)?")
+_ASKED = re.compile(
+    r"(?:at (least|most) )?([+]?)([\d,]+(?:\.(\d+))?)(\D*?)(?: to [+]?([\d,]+(?:\.\d+)?)\D*)?"
+)
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +37,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     form: str = "{:.2f}"  # how ours is written, for str.format: "{:.2f}x"
     at_least: float | None = None
     at_most: float | None = None
-    """Bounds of our number for the relation to hold; None is no bound. The bounds are nanoserve's own, not the paper's,
-    and are chosen for the relation that the paper draws."""
-    assumption: str  # what our number depends on most. Where the claim does not hold: what it would need
+    """Bounds of our number for the relation to hold; None is no bound. The bounds are nanoserve's
+    own, not the paper's, and are chosen for the relation that the paper draws."""
+    # what our number depends on most. Where the claim does not hold: what it would need
+    assumption: str
 
     @property
     def holds(self) -> Verdict:
@@ -48,7 +52,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def off(self) -> float | None:
-        """Factor between the mean and the paper's number, or the nearer end of its range; None if it states none."""
+        """Factor between the mean and the paper's number, or the nearer end of its range; None if
+        it states none."""
         if not (stated := _STATED.fullmatch(self.paper)):
             return None
         plus, low, _, high = stated.groups()
@@ -61,7 +66,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """Whether it holds; and where it does, but ours is far from the paper's number, by how much."""
+        """Whether it holds; and where it does, but ours is far from the paper's number, by how
+        much."""
         off = self.off or 1.0
         if self.holds == "no" or off <= _FAR:
             return self.holds
@@ -87,7 +93,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _within(self, value: float) -> bool:
-        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+        return (self.at_least is None or value >= self.at_least) and (
+            self.at_most is None or value <= self.at_most
+        )
 
 
 Ours = dict[str, Spread | float]  # our numbers by the name of the claim
@@ -101,21 +109,28 @@ def stated_claims() -> Mapping[tuple[str, str], Mapping[str, str]]:
 
 
 def claims(of: str, ours: Mapping[str, Spread | float], **words: object) -> list[Claim]:
-    """Our numbers, by the claim's name in the table, as claims of a paper; ``words`` stand in the texts' braces."""
+    """Our numbers, by the claim's name in the table, as claims of a paper; ``words`` stand in the
+    texts' braces."""
     found = []
     for name, number in ours.items():
         stated = stated_claims()[of, name]
         form, low, high = read_bounds(stated["asked"].format(**words))
-        texts = {field: stated[field].format(**words) for field in ("figure", "says", "paper", "assumption")}
+        texts = {
+            field: stated[field].format(**words)
+            for field in ("figure", "says", "paper", "assumption")
+        }
         spread = number
         if not isinstance(spread, Spread):
             spread = Spread.of([spread])
-        found.append(Claim(**texts, ours=spread, form=stated["form"] or form, at_least=low, at_most=high))
+        found.append(
+            Claim(**texts, ours=spread, form=stated["form"] or form, at_least=low, at_most=high)
+        )
     return found
 
 
 def read_bounds(asked: str) -> tuple[str, float | None, float | None]:
-    """How a number is written, the lowest and the highest value, from "0.95x to 1.05x"; ValueError if not bounds."""
+    """How a number is written, the lowest and the highest value, from "0.95x to 1.05x"; ValueError
+    if not bounds."""
     match = _ASKED.fullmatch(asked)
     if match is None:
         raise ValueError(f"not a bound: {asked!r}")

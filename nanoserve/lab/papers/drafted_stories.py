@@ -1,4 +1,5 @@
-"""The lecture's section 3.1 on the bundled storyteller: how much of its stories drafters foresee."""
+"""The lecture's section 3.1 on the bundled storyteller: how much of its stories drafters
+foresee."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +37,8 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftedStories:
-    """A job that has the storyteller write stories with a drafter; its outcome is a list by seed. Greedy ones go on
-    with drawn beginnings: they would all be the same."""
+    """A job that has the storyteller write stories with a drafter; its outcome is a list by seed.
+    Greedy ones go on with drawn beginnings: they would all be the same."""
 
     drafter: str
     greedy: bool
@@ -58,7 +59,10 @@ class DraftedStories:
         if self.greedy:
             params = SamplingParams(temperature=0.0)
         before = llm.status.drafts
-        llm.generate(starts, msgspec.structs.replace(params, seed=seed, max_tokens=_LENGTH + 1, ignore_eos=True))
+        llm.generate(
+            starts,
+            msgspec.structs.replace(params, seed=seed, max_tokens=_LENGTH + 1, ignore_eos=True),
+        )
         counts = llm.status.drafts
         accepted = [now - then for now, then in zip(counts.accepted, before.accepted, strict=True)]
         written = self.stories * _LENGTH  # and a token each that the prompt's step answers

@@ -1,4 +1,5 @@
-"""Figures of papers. A figure is a function that runs jobs and states their result in words, numbers and a picture.
+"""Figures of papers. A figure is a function that runs jobs and states their result in words,
+numbers and a picture.
 
 Each paper lives in a module of its own, which is imported when it is asked for.
 """
@@ -19,7 +20,8 @@ PAPERS = ("gllm", "seesaw", "apex", "lecture", "adaptive")
 
 
 class SimulationJob(Hashable, Protocol):
-    """Something to compute in a process of its own: it pickles, and equal jobs have equal outcomes."""
+    """Something to compute in a process of its own: it pickles, and equal jobs have equal
+    outcomes."""
 
     def run(self) -> Any:
         """The outcome, which pickles."""
@@ -62,12 +64,15 @@ class PaperFigure:
     number: str  # in the paper, as ``--figure`` takes it
     title: str
     counted: str = ""
-    """The computation in a few words, where no requests are simulated and the paper's setting says nothing."""
+    """The computation in a few words, where no requests are simulated and the paper's setting says
+    nothing."""
     make: Callable[[Scale, Run], Finding]
-    """Runs what it needs and says what came out. It submits all jobs at once where it can, for they run side by side;
-    what depends on outcomes (a setting that is searched for) takes a second round."""
+    """Runs what it needs and says what came out. It submits all jobs at once where it can, for they
+    run side by side; what depends on outcomes (a setting that is searched for) takes a second
+    round."""
     columns: Sequence[Column] = ()  # which of its numbers make a table; none for no table
-    measured: bool = False  # whether a model runs for it, so that its numbers depend on this machine and its torch
+    # whether a model runs for it, so that its numbers depend on this machine and its torch
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,9 @@ class Paper:
         found = [figure for figure in self.figures if number in (None, figure.number)]
         if not found:
             known = ", ".join(figure.number for figure in self.figures)
-            raise UsageError(f"{self.title} has no figure {shown(number)} here; choose one of {known}")
+            raise UsageError(
+                f"{self.title} has no figure {shown(number)} here; choose one of {known}"
+            )
         return found
 
 

@@ -1,8 +1,9 @@
-"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits, speculative sampling.
+"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits,
+speculative sampling.
 
-Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the lecture's closed
-forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity and what drafters foresee
-are measured.
+Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
+lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
+Perplexity and what drafters foresee are measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from nanoserve.lab.papers.quantized_stories import Outliers
 
 MODEL, DEVICE = "llama-2-13b", "h100"
-"""The lecture's own examples; this model has as many key as query heads, as the lecture's formulas have."""
+"""The lecture's own examples; this model has as many key as query heads, as the lecture's formulas
+have."""
 GROUPED_MODEL = "llama-3.1-8b"
 CONTEXT = 1024
 BATCHES = (1, 4, 16, 64, 256, 295, 512, 1024)
@@ -44,20 +46,26 @@ def _ideal(model: str = MODEL) -> StepCosts:
 
 
 def _intensity(costs: StepCosts, work: StepWork, *names: str, weight_bits: float = 16) -> float:
-    """Operations per byte of some operators together, whose costs are those of weights of 16 bits."""
+    """Operations per byte of some operators together, whose costs are those of weights of 16
+    bits."""
     found = [one for one in costs.counts.operators(work, 0) if one.name in names]
     saved = sum(one.weight_bytes for one in found) * (1 - weight_bits / 16)
     return sum(one.flops for one in found) / (sum(one.bytes for one in found) - saved)
 
 
 def _feed_forward(costs: StepCosts, batch: int, context: int, weight_bits: float = 16) -> float:
-    return _intensity(costs, costs.work([context] * batch), "gate_up", "down", weight_bits=weight_bits)
+    return _intensity(
+        costs, costs.work([context] * batch), "gate_up", "down", weight_bits=weight_bits
+    )
 
 
 def _bound_by_operations(costs: StepCosts, weight_bits: float = 16) -> int:
-    """Decoding sequences from which on the feed-forward part takes no less time to compute than to read."""
+    """Decoding sequences from which on the feed-forward part takes no less time to compute than to
+    read."""
     balance = costs.machine.device.intensity
-    return next(batch for batch in count(1) if _feed_forward(costs, batch, 1, weight_bits) >= balance)
+    return next(
+        batch for batch in count(1) if _feed_forward(costs, batch, 1, weight_bits) >= balance
+    )
 
 
 def _attention(costs: StepCosts, batch: int = 1) -> float:
@@ -93,7 +101,9 @@ def roofline(scale: Scale, run: Run) -> Finding:
         "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
         "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), "attention"),
     }
-    return Finding(claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows)
+    return Finding(
+        claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows
+    )
 
 
 def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart:
@@ -109,7 +119,9 @@ def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart
         curve("attention", [row["attention"] for row in rows], "s"),
     )
     title = f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}"
-    both = Panel(title=title, x="FLOP per byte", y="TFLOP per second", curves=curves, log_x=True, log_y=True)
+    both = Panel(
+        title=title, x="FLOP per byte", y="TFLOP per second", curves=curves, log_x=True, log_y=True
+    )
     return Chart(f"Roofline of an {DEVICE.upper()}", [both])
 
 
@@ -143,11 +155,22 @@ def batches(scale: Scale, run: Run) -> Finding:
             styles={closed: "--", real: "s-"},
             log_x=True,
             vertical_marks=(float(most),),
-            notes=(Note(f"{most} fit", most, max(row[field] for row in rows for field in fields.values()), right=-4),),
+            notes=(
+                Note(
+                    f"{most} fit",
+                    most,
+                    max(row[field] for row in rows for field in fields.values()),
+                    right=-4,
+                ),
+            ),
         )
         for title, y, fields in (
             ("latency", "ms per token", {"exact": "latency", closed: "closed", real: "real"}),
-            ("throughput", "tokens per second", {"exact": "throughput", closed: "throughput_closed"}),
+            (
+                "throughput",
+                "tokens per second",
+                {"exact": "throughput", closed: "throughput_closed"},
+            ),
         )
     ]
     chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
@@ -156,7 +179,10 @@ def batches(scale: Scale, run: Run) -> Finding:
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
     weights = costs.counts.stage_weight_bytes(0)
-    kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
+    kv, bandwidth = (
+        costs.counts.kv_bytes_per_token(0) * CONTEXT,
+        costs.machine.device.memory_bandwidth,
+    )
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
     rows = []
     for batch in BATCHES:
@@ -185,16 +211,23 @@ _PAGING_COLUMNS = columns(
     ("", "trace"),
     (",.0f", ("tokens held, mean", "held")),
     (",d", ("longest sequence", "longest")),
-    (".1%", ("slots in use: region", "contiguous"), "prompt_known", (f"blocks of {BLOCK}", "paged")),
+    (
+        ".1%",
+        ("slots in use: region", "contiguous"),
+        "prompt_known",
+        (f"blocks of {BLOCK}", "paged"),
+    ),
     (".1f", ("sequences, blocks over region", "gain")),
 )
 
 
 def paging(scale: Scale, run: Run) -> Finding:
-    """Section 4.2: the share of a running sequence's slots that hold a token, averaged over its life.
+    """Section 4.2: the share of a running sequence's slots that hold a token, averaged over its
+    life.
 
-    A contiguous region must hold the longest sequence there can be; here it is only the longest of the trace. "Prompt
-    known" reserves what the prompt takes and the longest answer. Blocks are taken as they are needed.
+    A contiguous region must hold the longest sequence there can be; here it is only the longest of
+    the trace. "Prompt known" reserves what the prompt takes and the longest answer. Blocks are
+    taken as they are needed.
     """
     rows: list[dict[str, Any]] = [
         {"trace": name, **memory_use(list(islice(table.draw(seed=0), scale.pick(5_000, 20_000))))}
@@ -204,7 +237,11 @@ def paging(scale: Scale, run: Run) -> Finding:
         "4.2 slots": Spread.of(100 * row["paged"] for row in rows),
         "4.2 sequences": Spread.of(row["gain"] for row in rows),
     }
-    fields = {"longest sequence": "contiguous", "prompt known": "prompt_known", f"blocks of {BLOCK}": "paged"}
+    fields = {
+        "longest sequence": "contiguous",
+        "prompt known": "prompt_known",
+        f"blocks of {BLOCK}": "paged",
+    }
     bars = panel(
         "slots that hold a token",
         "trace",
@@ -213,7 +250,9 @@ def paging(scale: Scale, run: Run) -> Finding:
         {label: [100 * row[field] for row in rows] for label, field in fields.items()},
         kind="bar",
     )
-    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows)
+    return Finding(
+        claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows
+    )
 
 
 def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:
@@ -235,7 +274,8 @@ def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:
 
 
 def _sum_to(tokens: int) -> int:
-    """1 + 2 + ... + tokens: what a sequence holds, summed over the steps in which it grows to that length."""
+    """1 + 2 + ... + tokens: what a sequence holds, summed over the steps in which it grows to that
+    length."""
     return tokens * (tokens + 1) // 2
 
 
@@ -254,7 +294,8 @@ _OLDER_MISTRAL = (4096,) * 32  # Mistral 7B before version 0.3 had this window o
 
 
 class Latent(NamedTuple):
-    """Multi-head latent attention (arXiv 2405.04434): a layer keeps a latent and a rotated key for all heads."""
+    """Multi-head latent attention (arXiv 2405.04434): a layer keeps a latent and a rotated key for
+    all heads."""
 
     layers: int
     heads: int
@@ -290,7 +331,9 @@ def _kept(model: str) -> Kept:
         windows = _OLDER_MISTRAL
     sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
     if not any(windows):
-        return Kept(f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size)
+        return Kept(
+            f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size
+        )
     how = f"windows of {max(windows)} in {sum(map(bool, windows))} of {len(windows)} layers"
     return Kept(how, sizes, layer * len(windows) * LONG / sizes[LENGTHS.index(LONG)])
 
@@ -298,7 +341,11 @@ def _kept(model: str) -> Kept:
 def _kept_of_latents(latent: Latent) -> Kept:
     token = latent.layers * latent.width * _SIXTEEN_BITS
     over = latent.heads * (latent.key_size + latent.value_size) / latent.width
-    return Kept(f"a latent of {latent.rank} + {latent.rotated}", [token * length for length in LENGTHS], over)
+    return Kept(
+        f"a latent of {latent.rank} + {latent.rotated}",
+        [token * length for length in LENGTHS],
+        over,
+    )
 
 
 _KV_COLUMNS = columns(
@@ -334,7 +381,9 @@ def kv(scale: Scale, run: Run) -> Finding:
         for model, kept in found.items()
     ]
     thousands = [length / 1024 for length in LENGTHS]
-    lines = panel("one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True)
+    lines = panel(
+        "one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True
+    )
     return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows)
 
 
@@ -342,16 +391,22 @@ _STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 we
 
 
 _OUTLIERS: Sequence["Outliers"] = ("natural weights", "8 salient outliers", "3 random outliers")
-_QUANTIZATION_COLUMNS = columns(("", "method"), *(("", (kind, f"{kind} text")) for kind in _OUTLIERS))
+_QUANTIZATION_COLUMNS = columns(
+    ("", "method"), *(("", (kind, f"{kind} text")) for kind in _OUTLIERS)
+)
 
 
 def quantization(scale: Scale, run: Run) -> Finding:
-    """Section 2.3: perplexity of the storyteller in few bits, and what fewer bits of weights do for intensity."""
+    """Section 2.3: perplexity of the storyteller in few bits, and what fewer bits of weights do for
+    intensity."""
     from nanoserve.lab.papers.quantized_stories import DrawnStories, QuantizedReading
 
     drawing = DrawnStories(scale.seeds, readings=scale.pick(6, 12))
     texts = dict(zip(scale.seeds, run([drawing])[drawing], strict=True))
-    jobs = {kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds] for kind in _OUTLIERS}
+    jobs = {
+        kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds]
+        for kind in _OUTLIERS
+    }
     outcomes = run(chain.from_iterable(jobs.values()))
     found = {kind: [outcomes[job] for job in own] for kind, own in jobs.items()}
     rows: list[dict[str, Any]] = []
@@ -364,7 +419,9 @@ def quantization(scale: Scale, run: Run) -> Finding:
 
     def lost(method: str, kind: "Outliers" = "8 salient outliers") -> Spread:
         """Perplexity over that of float32."""
-        return Spread.of(one.perplexities[method] / one.perplexities["float32"] for one in found[kind])
+        return Spread.of(
+            one.perplexities[method] / one.perplexities["float32"] for one in found[kind]
+        )
 
     ours = {
         "2.3.2 RTN": lost("RTN, 4 bits"),
@@ -374,11 +431,15 @@ def quantization(scale: Scale, run: Run) -> Finding:
         "2.3.2 AWQ": lost("AWQ, 4 bits"),
         "2.3.2 tensor": lost("per tensor, W8A8"),
         "2.3.2 LLM.int8()": lost("LLM.int8(), W8A8"),
-        "2.3.2 share": Spread.of(100 * (1 - one.exact_share) for one in found["8 salient outliers"]),
+        "2.3.2 share": Spread.of(
+            100 * (1 - one.exact_share) for one in found["8 salient outliers"]
+        ),
     }
     heights: dict[str, list[float]] = {kind: [row[kind].mean for row in rows] for kind in _OUTLIERS}
     names = [row["method"] for row in rows]
-    points = panel("mean over seeds", "method", "perplexity", names, heights, styles="o", log_y=True)
+    points = panel(
+        "mean over seeds", "method", "perplexity", names, heights, styles="o", log_y=True
+    )
     chart = Chart("The storyteller in few bits, and in float32", [points])
     return Finding([*claims("lecture", ours), *_intensity_claims()], chart, rows)
 
@@ -402,22 +463,35 @@ _RATES, _LOOKAHEADS = (0.8, 0.6), (1, 2, 4, 7)
 _SPECULATIVE_COLUMNS = columns(
     (".1f", ("a draft token is right", "rate")),
     (",d", ("sequences decoding", "batch")),
-    (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
+    (
+        ".2f",
+        ("K = 1", "1"),
+        ("2", "2"),
+        ("4", "4"),
+        ("7", "7"),
+        ("K = 4, products alone", "closed"),
+    ),
     (".2f", ("best K of 0 to 7", "chosen")),
 )
 
 
 def speculative(scale: Scale, run: Run) -> Finding:
-    """Section 3.1: what K draft tokens a sequence gain, over batches. Operations idle in small ones alone."""
+    """Section 3.1: what K draft tokens a sequence gain, over batches. Operations idle in small ones
+    alone."""
     costs, balance = _ideal(GROUPED_MODEL), load_machine(DEVICE).device.intensity
 
     def exact(tokens: int) -> float:
-        return costs.layers_seconds(tokens, 0) + costs.ends_seconds(StepWork(decodes=tokens, sampled=tokens), 0)
+        return costs.layers_seconds(tokens, 0) + costs.ends_seconds(
+            StepWork(decodes=tokens, sampled=tokens), 0
+        )
 
     def closed(tokens: int) -> float:
-        return max(1.0, tokens / balance)  # products alone: their weights are read, or multiplied with
+        # products alone: their weights are read, or multiplied with
+        return max(1.0, tokens / balance)
 
-    def speedup(rate: float, draft_tokens: int, batch: int, seconds: Callable[[int], float] = exact) -> float:
+    def speedup(
+        rate: float, draft_tokens: int, batch: int, seconds: Callable[[int], float] = exact
+    ) -> float:
         plain = seconds(batch)
         spent = seconds(batch * (1 + draft_tokens)) + draft_tokens * _DRAFT_SHARE * plain
         return expected_tokens(rate, draft_tokens) * plain / spent
@@ -426,7 +500,10 @@ def speculative(scale: Scale, run: Run) -> Finding:
         {
             "rate": rate,
             "batch": batch,
-            **{f"{draft_tokens}": speedup(rate, draft_tokens, batch) for draft_tokens in _LOOKAHEADS},
+            **{
+                f"{draft_tokens}": speedup(rate, draft_tokens, batch)
+                for draft_tokens in _LOOKAHEADS
+            },
             "closed": speedup(rate, 4, batch, closed),
             "chosen": max(speedup(rate, draft_tokens, batch) for draft_tokens in COUNTS),
         }
@@ -439,20 +516,27 @@ def speculative(scale: Scale, run: Run) -> Finding:
         "3.1 many": speedup(0.8, 4, 295),
         "3.1 chosen": min(row["chosen"] for row in rows),
     }
-    labels = {f"K = {draft_tokens}": f"{draft_tokens}" for draft_tokens in _LOOKAHEADS} | {"best K": "chosen"}
+    labels = {f"K = {draft_tokens}": f"{draft_tokens}" for draft_tokens in _LOOKAHEADS} | {
+        "best K": "chosen"
+    }
     panels = [
         panel(
             f"a draft token is right with {rate}",
             "sequences decoding",
             "speedup",
             [float(batch) for batch in BATCHES],
-            {label: [row[field] for row in rows if row["rate"] == rate] for label, field in labels.items()},
+            {
+                label: [row[field] for row in rows if row["rate"] == rate]
+                for label, field in labels.items()
+            },
             styles={"best K": "k--"},
             log_x=True,
         )
         for rate in _RATES
     ]
-    chart = Chart(f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2)
+    chart = Chart(
+        f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2
+    )
     return Finding(claims("lecture", ours, closed=speedup(0.8, 4, 295, closed)), chart, rows)
 
 
@@ -463,11 +547,15 @@ _DRAFT_COLUMNS = columns(
 
 
 def drafts(scale: Scale, run: Run) -> Finding:
-    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four draft tokens at most."""
+    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four draft
+    tokens at most."""
     from nanoserve.lab.papers.drafted_stories import DRAFTERS, LOOKAHEAD, DraftedStories
 
     seeds, stories = scale.seeds, scale.pick(4, 16)
-    jobs = [DraftedStories(name, greedy, seeds, stories) for name, greedy in product(DRAFTERS, (True, False))]
+    jobs = [
+        DraftedStories(name, greedy, seeds, stories)
+        for name, greedy in product(DRAFTERS, (True, False))
+    ]
     outcomes = run(jobs)
     rows: list[dict[str, Any]] = []
     for job in jobs:
@@ -479,19 +567,38 @@ def drafts(scale: Scale, run: Run) -> Finding:
         drawn = "as the model card says"
         if job.greedy:
             drawn = "greedy"
-        rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
+        rows.append(
+            {
+                "drafter": job.drafter,
+                "drawn": drawn,
+                "tokens": spread,
+                "text": spread.text("{:.2f}"),
+                **kept,
+            }
+        )
     tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
-    ours = {"3.1.5 draft": tokens["draft:storyteller-draft", "greedy"], "3.1.5 ngram": tokens["ngram", "greedy"]}
-    names, kinds = list(dict.fromkeys(row["drafter"] for row in rows)), dict.fromkeys(row["drawn"] for row in rows)
+    ours = {
+        "3.1.5 draft": tokens["draft:storyteller-draft", "greedy"],
+        "3.1.5 ngram": tokens["ngram", "greedy"],
+    }
+    names, kinds = (
+        list(dict.fromkeys(row["drafter"] for row in rows)),
+        dict.fromkeys(row["drawn"] for row in rows),
+    )
     heights = {kind: [tokens[name, kind].mean for name in names] for kind in kinds}
     bars = panel("mean over seeds", "drafter", "tokens a step", names, heights, kind="bar")
-    return Finding(claims("lecture", ours), Chart("What drafters foresee of the storyteller", [bars]), rows)
+    return Finding(
+        claims("lecture", ours), Chart("What drafters foresee of the storyteller", [bars]), rows
+    )
 
 
 PAPER = Paper(
     title="CS336, lecture 10: efficient inference",
     spread_over="traces or seeds",
-    setting=("counted; lengths of 5,000 requests of each trace", "counted; lengths of 20,000 requests of each trace"),
+    setting=(
+        "counted; lengths of 5,000 requests of each trace",
+        "counted; lengths of 20,000 requests of each trace",
+    ),
     figures=(
         PaperFigure(
             number="roofline",
@@ -520,7 +627,10 @@ PAPER = Paper(
         PaperFigure(
             number="quantization",
             title="perplexity of stories drawn from the storyteller itself",
-            counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
+            counted=(
+                "3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] "
+                "over seeds"
+            ),
             make=quantization,
             columns=_QUANTIZATION_COLUMNS,
             measured=True,
@@ -534,7 +644,10 @@ PAPER = Paper(
         PaperFigure(
             number="drafts",
             title="tokens a step of the storyteller, by drafter",
-            counted="4 stories of 128 tokens for each seed (--full: 16); mean [lowest..highest] over seeds",
+            counted=(
+                "4 stories of 128 tokens for each seed (--full: 16); mean [lowest..highest] over "
+                "seeds"
+            ),
             make=drafts,
             columns=_DRAFT_COLUMNS,
             measured=True,

@@ -1,4 +1,5 @@
-"""Observers for figures that need more than a run's result: its steady state, single steps, and where the time went."""
+"""Observers for figures that need more than a run's result: its steady state, single steps, and
+where the time went."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """The steady state of a run."""
 
     seconds: float  # how long it was looked at
-    tokens_per_second: float  # prompt and output tokens; a prompt counts when its first token is known, and only once
+    # prompt and output tokens; a prompt counts when its first token is known, and only once
+    tokens_per_second: float
     bubble_share: float  # share of the time in which a stage computed nothing, mean over stages
     step_tokens: float  # mean of a micro-batch
     variation: float  # standard deviation of a micro-batch's tokens over their mean
@@ -26,15 +28,19 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SteadyWindow(StepObserver):
-    """Measures between two moments of progress, so that a run's start and its end do not dilute the metrics.
+    """Measures between two moments of progress, so that a run's start and its end do not dilute the
+    metrics.
 
-    At the start memory is empty and nothing decodes; at the end a few long answers drain. The window lies between the
-    first tokens of two requests, counted in the order in which they come: the same share of the work for every policy.
-    ``shares`` are the shares of the requests that have their first tokens when it begins and ends; None for no window.
-    ``logged_steps`` steps are kept from its beginning on, whether it closes or not.
+    At the start memory is empty and nothing decodes; at the end a few long answers drain. The
+    window lies between the first tokens of two requests, counted in the order in which they come:
+    the same share of the work for every policy. ``shares`` are the shares of the requests that have
+    their first tokens when it begins and ends; None for no window. ``logged_steps`` steps are kept
+    from its beginning on, whether it closes or not.
     """
 
-    def __init__(self, requests: int, shares: tuple[float, float] | None, logged_steps: int) -> None:
+    def __init__(
+        self, requests: int, shares: tuple[float, float] | None, logged_steps: int
+    ) -> None:
         self.samples: list[WindowStep] = []
         self._shares, self._logged_steps = shares, logged_steps
         self._first, self._last = (math.ceil(requests * share) for share in shares or (0.0, 0.0))
@@ -76,7 +82,8 @@ class SteadyWindow(StepObserver):
         return len(sampled) + sum(map(self._prompts.pop, first))
 
     def _count(self, planned: Planned) -> None:
-        """Count the step before, which is known only now to lie within the window, and the tokens of this one."""
+        """Count the step before, which is known only now to lie within the window, and the tokens
+        of this one."""
         gained, stages = self._newest
         if not self._steps:
             self._begin = planned.time
@@ -88,7 +95,8 @@ class SteadyWindow(StepObserver):
         self._steps.append((planned.plan.prompt_tokens, planned.plan.decodes))
 
     def result(self) -> Steady:
-        """The steady state, from the steps that began in the window. Raises ValueError if there were too few."""
+        """The steady state, from the steps that began in the window. Raises ValueError if there
+        were too few."""
         seconds = self._end - self._begin
         if len(self._steps) < 2 or seconds <= 0:
             raise ValueError("too few steps to speak of a steady state: take more requests")
@@ -140,7 +148,8 @@ class PhaseClock(StepObserver):
             self._decode_rows += planned.plan.decodes * seconds
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
-        """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""
+        """The layout changes. Swaps run beside the steps; where a step waits for one, that is other
+        time."""
         if isinstance(times, ReshardTimes):
             self._seconds["transition"] += times.ended - times.began
             self._phases = self.phases(times.began)

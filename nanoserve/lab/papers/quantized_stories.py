@@ -1,7 +1,9 @@
-"""The lecture's section 2.3 on the bundled storyteller: its perplexity when weights, or inputs too, have few bits.
+"""The lecture's section 2.3 on the bundled storyteller: its perplexity when weights, or inputs too,
+have few bits.
 
-It reads stories that it has drawn itself, so that no text needs to be at hand. The logarithm of a perplexity over the
-unchanged model's is then an estimate of the Kullback-Leibler divergence between both, in nats per token.
+It reads stories that it has drawn itself, so that no text needs to be at hand. The logarithm of a
+perplexity over the unchanged model's is then an estimate of the Kullback-Leibler divergence between
+both, in nats per token.
 """
 
 import math
@@ -23,15 +25,24 @@ from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.loading import load_model
-from nanoserve.models.rounding import InputStatistics, fold_awq_scales, gptq, input_statistics, llm_int8, rtn
+from nanoserve.models.rounding import (
+    InputStatistics,
+    fold_awq_scales,
+    gptq,
+    input_statistics,
+    llm_int8,
+    rtn,
+)
 from nanoserve.request import SamplingParams
 
 GROUP = 128
 SALIENT = 0.035
-"""Share of the columns of a layer that mixed precision keeps: 9 of 256, where 1 % would be fewer than the outliers."""
+"""Share of the columns of a layer that mixed precision keeps: 9 of 256, where 1 % would be fewer
+than the outliers."""
 OUTLIER = 6.0  # LLM.int8() keeps columns with an input of this size
 FACTOR = 64.0
-"""How much larger outliers are made. A power of two, so that float32 computes the same bits as without them."""
+"""How much larger outliers are made. A power of two, so that float32 computes the same bits as
+without them."""
 WINDOW = 512
 METHODS = ("RTN", "mixed", "AWQ", "GPTQ")
 """They quantize weights alone."""
@@ -55,9 +66,14 @@ class DrawnStories:
         with LLM(dtype="float32") as llm:
             start = llm.tokenizer.encode("Once upon a time")
             length = WINDOW - len(start)
-            params = [SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=seed) for seed in self.seeds]
+            params = [
+                SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=seed)
+                for seed in self.seeds
+            ]
             outputs = llm.generate([start] * len(params), params)
-        drawn = [tuple(tuple(start) + one.token_ids for one in output.outputs) for output in outputs]
+        drawn = [
+            tuple(tuple(start) + one.token_ids for one in output.outputs) for output in outputs
+        ]
         return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
 
 
@@ -78,7 +94,10 @@ class QuantizedReading:
     @torch.inference_mode()
     def run(self) -> QuantizedPerplexities:
         decoder = storyteller(self.outliers, self.seed, self.calibration)
-        statistics, read = gather(decoder, self.calibration), partial(perplexity, stories=self.stories)
+        statistics, read = (
+            gather(decoder, self.calibration),
+            partial(perplexity, stories=self.stories),
+        )
         found, kept = {"float32": read(decoder)}, list[Tensor]()
         for bits, method in product((4, 3), METHODS):
             quantized = deepcopy(decoder)
@@ -91,7 +110,11 @@ class QuantizedReading:
             return llm_int8(input, weight, threshold=OUTLIER)
 
         by_row: Multiply = partial(llm_int8, threshold=math.inf)
-        for name, multiply in (("per tensor", _by_tensor), ("per row", by_row), ("LLM.int8()", decomposed)):
+        for name, multiply in (
+            ("per tensor", _by_tensor),
+            ("per row", by_row),
+            ("LLM.int8()", decomposed),
+        ):
             with _multiplying(decoder, multiply):
                 found[f"{name}, W8A8"] = read(decoder)
         return QuantizedPerplexities(found, torch.cat(kept).float().mean().item())
@@ -99,11 +122,15 @@ class QuantizedReading:
 
 @torch.inference_mode()
 def storyteller(outliers: Outliers, seed: int, calibration: Stories) -> Decoder:
-    """The bundled model. Weights of a norm are multiplied to make outliers, and the columns behind them divided."""
+    """The bundled model. Weights of a norm are multiplied to make outliers, and the columns behind
+    them divided."""
     decoder, _ = load_model(cast(Path, resolve_model(None).directory), "float32")
     generator = torch.Generator().manual_seed(seed)
     for layer, known in zip(_layers(decoder), gather(decoder, calibration), strict=True):
-        for norm, name in ((layer.attention_norm, "qkv"), (layer.feed_forward_norm, "feed_forward.gate_up")):
+        for norm, name in (
+            (layer.attention_norm, "qkv"),
+            (layer.feed_forward_norm, "feed_forward.gate_up"),
+        ):
             weight = cast(Tensor, layer.get_submodule(name).weight)
             impact = known[name].magnitudes * weight.norm(dim=0)  # equation (15)
             if outliers == "3 random outliers":
@@ -141,7 +168,9 @@ def _layers(decoder: Decoder) -> list[DecoderLayer]:
     return cast(list[DecoderLayer], list(decoder.layers))
 
 
-def _quantize(layer: DecoderLayer, known: dict[str, InputStatistics], method: str, bits: int) -> None:
+def _quantize(
+    layer: DecoderLayer, known: dict[str, InputStatistics], method: str, bits: int
+) -> None:
     def rounded(weight: Tensor) -> Tensor:
         return rtn(weight, bits, GROUP).dequantize()
 
@@ -160,15 +189,20 @@ def _quantize(layer: DecoderLayer, known: dict[str, InputStatistics], method: st
 
 def _by_tensor(input: Tensor, weight: Tensor) -> Tensor:
     """The product in 8 bits, with one scale for all inputs and one for the weight."""
-    inputs, weights = (rtn(part.reshape(1, -1), 8).dequantize().view_as(part) for part in (input, weight))
+    inputs, weights = (
+        rtn(part.reshape(1, -1), 8).dequantize().view_as(part) for part in (input, weight)
+    )
     return functional.linear(inputs, weights)
 
 
 def _multiplying(decoder: Decoder, multiply: Multiply) -> ExitStack:
-    """Until it is closed, the decoder's layers multiply inputs [T, K] and weights [N, K] by this function."""
+    """Until it is closed, the decoder's layers multiply inputs [T, K] and weights [N, K] by this
+    function."""
     hooks = ExitStack()
     for module in decoder.layers.modules():
         if isinstance(module, nn.Linear):
-            hook = module.register_forward_hook(lambda own, inputs, _: multiply(inputs[0], own.weight))
+            hook = module.register_forward_hook(
+                lambda own, inputs, _: multiply(inputs[0], own.weight)
+            )
             hooks.callback(hook.remove)
     return hooks

@@ -1,4 +1,5 @@
-"""Many independent simulations on all cores: deterministic, each job once, and Ctrl-C ends it all at once."""
+"""Many independent simulations on all cores: deterministic, each job once, and Ctrl-C ends it all
+at once."""
 
 import multiprocessing
 import os
@@ -19,11 +20,14 @@ Progress = Callable[[int, int], None]  # takes how many jobs are done, and of ho
 class Runner:
     """Runs jobs and keeps their outcomes; a context manager, because it holds processes.
 
-    A process is "spawned", so that it inherits nothing: outcomes are the same wherever a job runs, in whatever order.
-    There is one for each core, unless ``workers`` says otherwise; with one worker, jobs run in this process.
+    A process is "spawned", so that it inherits nothing: outcomes are the same wherever a job runs,
+    in whatever order. There is one for each core, unless ``workers`` says otherwise; with one
+    worker, jobs run in this process.
     """
 
-    def __init__(self, workers: int | None = None, progress: Progress = lambda done, total: None) -> None:
+    def __init__(
+        self, workers: int | None = None, progress: Progress = lambda done, total: None
+    ) -> None:
         self._workers = workers or available_cores()
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
@@ -68,8 +72,8 @@ class Runner:
 
 
 def _begin_process() -> None:
-    """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one. Each
-    has a core to itself, and one thread for a torch that it may import."""
+    """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process
+    outlives that one. Each has a core to itself, and one thread for a torch that it may import."""
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,5 @@
-"""Predictions for layouts and given requests: advice beside chosen layouts, and a choice where the user leaves it."""
+"""Predictions for layouts and given requests: advice beside chosen layouts, and a choice where the
+user leaves it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,14 @@ from nanoserve.request import RequestShape
 from nanoserve.scheduler.policies import make_policy
 
 _SAMPLED_REQUESTS, _SAMPLED_TOKENS = 200, 16_000
-"""Most requests and answer tokens that are simulated: each candidate takes a few tenths of a second."""
+"""Most requests and answer tokens that are simulated: each candidate takes a few tenths of a
+second."""
 _TOP = 3
 """Layouts, and pairs of layouts, that are simulated."""
 _WORTH_SAYING = 1.05
 _USUAL_REQUESTS, _USUAL_LOAD = 120, 0.5
-"""Requests, and their share of the best estimated throughput, for whoever does not say what will come."""
+"""Requests, and their share of the best estimated throughput, for whoever does not say what will
+come."""
 _POLICIES_OF_STAGES = (DEFAULT_POLICY, "throttling", "adaptive")
 
 
@@ -58,18 +61,23 @@ def choose(
     token_budget: int,
     max_num_seqs: int,
 ) -> list[LayoutForecast]:
-    """Ways to use all devices for this work, the best first: by throughput, or at a rate by latency.
+    """Ways to use all devices for this work, the best first: by throughput, or at a rate by
+    latency.
 
-    All are estimated. The three best single layouts and the three best pairs are also simulated, each under every
-    policy that suits it; of a closed batch with requests taken evenly from all of them, within about two seconds. What
-    simulation makes of the estimate for these corrects the estimate for all.
+    All are estimated. The three best single layouts and the three best pairs are also simulated,
+    each under every policy that suits it; of a closed batch with requests taken evenly from all of
+    them, within about two seconds. What simulation makes of the estimate for these corrects the
+    estimate for all.
 
-    What is given is left alone: ``layouts``, one or a pair, or the policy, which then excludes pairs unless it is
-    theirs. Raises UsageError if what is given does not suit the model or the machine, or the memory does not suffice.
+    What is given is left alone: ``layouts``, one or a pair, or the policy, which then excludes
+    pairs unless it is theirs. Raises UsageError if what is given does not suit the model or the
+    machine, or the memory does not suffice.
     """
     candidates = find_candidates(costs_of, devices, work, limits=limits)
     if layouts:
-        fitting: Sequence[Candidate] = [candidates.named("->".join(layout.name for layout in layouts))]
+        fitting: Sequence[Candidate] = [
+            candidates.named("->".join(layout.name for layout in layouts))
+        ]
     else:
         fitting = candidates.best(_TOP).fitting
     found = []
@@ -89,7 +97,8 @@ def choose(
 
 
 def choice_text(ranked: Sequence[LayoutForecast], rate: float | None = None) -> str:
-    """The choice in one line, with the best other layout, or policy where there is one layout, and what it loses by."""
+    """The choice in one line, with the best other layout, or policy where there is one layout, and
+    what it loses by."""
 
     def figure(one: LayoutForecast) -> str:
         if rate:
@@ -113,28 +122,40 @@ def advise(
     work: PlannedWork,
     **settings: Any,
 ) -> str:
-    """Predict the throughput of the chosen layouts for a closed batch, and name a layout that is more than 5 % faster
-    on the same devices, in one line. ``settings`` are those of `choose`, which says what is raised."""
+    """Predict the throughput of the chosen layouts for a closed batch, and name a layout that is
+    more than 5 % faster on the same devices, in one line. ``settings`` are those of `choose`, which
+    says what is raised."""
     devices = chosen[0].devices
-    mine, best = (choose(costs_of, devices, work, layouts=layouts, **settings)[0] for layouts in (chosen, ()))
-    text = f"predicted: {mine.tokens_per_second:,.0f} tokens/s under {mine.name}, prompts and answers together"
+    mine, best = (
+        choose(costs_of, devices, work, layouts=layouts, **settings)[0] for layouts in (chosen, ())
+    )
+    text = (
+        f"predicted: {mine.tokens_per_second:,.0f} tokens/s under {mine.name}, prompts and answers "
+        "together"
+    )
     if best.tokens_per_second <= _WORTH_SAYING * mine.tokens_per_second:
         return text
     faster = f"{best.name} with {best.policy} {best.tokens_per_second:,.0f}"
     return f"{text}; {faster}, which --parallel auto --devices {devices} would choose"
 
 
-def usual_work(costs_of: Callable[[ParallelLayout], StepCosts], devices: int, longest: int) -> PlannedWork:
-    """Requests where nobody knows what will come: lengths as in ShareGPT, at most ``longest`` tokens each, at half the
-    rate that the best layout would bear."""
+def usual_work(
+    costs_of: Callable[[ParallelLayout], StepCosts], devices: int, longest: int
+) -> PlannedWork:
+    """Requests where nobody knows what will come: lengths as in ShareGPT, at most ``longest``
+    tokens each, at half the rate that the best layout would bear."""
     drawn = islice(named_lengths(GLLMS_SHAREGPT, 0), _USUAL_REQUESTS)
     prompts = [(min(one.input_tokens, longest - 1), one.output_tokens) for one in drawn]
-    work = PlannedWork(tuple(RequestShape(size, min(longest - size, answer)) for size, answer in prompts))
+    work = PlannedWork(
+        tuple(RequestShape(size, min(longest - size, answer)) for size, answer in prompts)
+    )
     best = find_candidates(costs_of, devices, work).best(1).fitting[0]
     return replace(work, rate=_USUAL_LOAD * best.tokens_per_second * len(work.shapes) / work.tokens)
 
 
-def _forecast(candidate: Candidate, policy: str, token_budget: int, max_num_seqs: int) -> LayoutForecast:
+def _forecast(
+    candidate: Candidate, policy: str, token_budget: int, max_num_seqs: int
+) -> LayoutForecast:
     part = candidate
     if not candidate.work.rate:
         part = replace(candidate, work=PlannedWork(_sample(candidate.work.shapes)))
@@ -143,9 +164,15 @@ def _forecast(candidate: Candidate, policy: str, token_budget: int, max_num_seqs
     first, last = result.ttft_ms.mean / 1000, result.e2el_ms.mean / 1000
     speed = candidate.tokens_per_second * part.work.tokens / result.seconds / part.tokens_per_second
     parts = {"first tokens": first, "later tokens": last - first}
-    if not candidate.work.rate:  # what simulation adds to the estimate are waits, of stages and for blocks
-        parts = {**candidate.phases, "waits": candidate.work.tokens / speed - sum(candidate.phases.values())}
-    layouts = tuple(replace(costs.layout, data_parallel=candidate.replicas) for costs in candidate.layouts)
+    # what simulation adds to the estimate are waits, of stages and for blocks
+    if not candidate.work.rate:
+        parts = {
+            **candidate.phases,
+            "waits": candidate.work.tokens / speed - sum(candidate.phases.values()),
+        }
+    layouts = tuple(
+        replace(costs.layout, data_parallel=candidate.replicas) for costs in candidate.layouts
+    )
     return LayoutForecast(layouts, policy, speed, last, parts)
 
 

@@ -1,4 +1,5 @@
-"""SimulatedExecutor: answers plans on a virtual clock: pipelines of stages, host memory, and attention on the CPU."""
+"""SimulatedExecutor: answers plans on a virtual clock: pipelines of stages, host memory, and
+attention on the CPU."""
 
 import heapq
 import math
@@ -10,7 +11,15 @@ from typing import Literal, cast
 
 from nanoserve.errors import UsageError, shown
 from nanoserve.lab.simulator.host_attention import HostAttention, HostToken, Processor, SubBatch
-from nanoserve.lab.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, StepTimes, TieredTimes
+from nanoserve.lab.simulator.pipeline import (
+    DECOUPLED,
+    MovingTimes,
+    Passage,
+    Pipeline,
+    Runtime,
+    StepTimes,
+    TieredTimes,
+)
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
 from nanoserve.scheduler.optional import HostResult, Swap, draft_of
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult
@@ -24,11 +33,12 @@ _END, _DUMMY = (END_TOKEN,), (DUMMY_TOKEN,)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDrafter:
-    """Something that drafts, of which only this is known. Raises UsageError for shares outside 0 to 1."""
+    """Something that drafts, of which only this is known. Raises UsageError for shares outside 0 to
+    1."""
 
     rates: tuple[float, ...]
-    """How often a row's first, second, ... draft token is right, if the draft tokens before it are; the last rate
-    stands for more."""
+    """How often a row's first, second, ... draft token is right, if the draft tokens before it are;
+    the last rate stands for more."""
     cost: float = 0.05
     """The time to draft a token for each row, over that of a step that decodes one for each."""
 
@@ -36,7 +46,8 @@ class SimulatedDrafter:
         shares = self.rates + (self.cost,)
         if not self.rates or not all(0 <= share <= 1 for share in shares):
             raise UsageError(
-                "a drafter's draft tokens are right with a share of 0 to 1, and cost such a share of a step"
+                "a drafter's draft tokens are right with a share of 0 to 1, and cost such a share "
+                "of a step"
             )
 
     @classmethod
@@ -49,12 +60,15 @@ class SimulatedDrafter:
                 return cls(shares, float(cost))
             return cls(shares)
         except ValueError:
-            raise UsageError(f"{shown(text)} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05") from None
+            raise UsageError(
+                f"{shown(text)} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05"
+            ) from None
 
 
 class DummyModel:
-    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length. Which
-    draft tokens are right is drawn as the ``drafter`` says; the others are END_TOKEN."""
+    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot
+    know the length. Which draft tokens are right is drawn as the ``drafter`` says; the others are
+    END_TOKEN."""
 
     def __init__(self, drafter: SimulatedDrafter | None = None) -> None:
         self._last: dict[int, int] = {}
@@ -64,8 +78,8 @@ class DummyModel:
         self._random = Random(0)
 
     def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """One token for every row that is sampled, and one more for each accepted draft token; a row of no tokens was
-        answered when its token began."""
+        """One token for every row that is sampled, and one more for each accepted draft token; a
+        row of no tokens was answered when its token began."""
         for sequence in plan.end:
             del self._last[sequence]
         for begin in plan.begin:
@@ -86,30 +100,38 @@ class DummyModel:
     def _verified(self, row: Row, last: int) -> Answer:
         first, rates = row.start + len(row.tokens) - draft_of(row).verify, self._rates
         draft_tokens = row.tokens[len(row.tokens) - draft_of(row).verify :]
-        end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, draft_tokens))  # its last token's position
+        # its last token's position
+        end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, draft_tokens))
         tokens = _DUMMY * (end - first + 1)
         if end >= last:
             tokens = _DUMMY * (last - first) + _END
-        drawn = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(draft_of(row).propose))
+        drawn = (
+            self._random.random() < rates[min(place, len(rates) - 1)]
+            for place in range(draft_of(row).propose)
+        )
         right = sum(takewhile(bool, drawn))
-        return Answer(row.sequence, tokens, draft=_DUMMY * right + _END * (draft_of(row).propose - right))
+        return Answer(
+            row.sequence, tokens, draft=_DUMMY * right + _END * (draft_of(row).propose - right)
+        )
 
 
 class SimulatedExecutor:
     """The Executor protocol in virtual time; nothing passes but what ``collect`` waits for.
 
     * A step passes through the stages of the pipeline of its layout.
-    * A swap moves over the host link from the moment its plan is submitted, beside the stages' computing. One that
-      follows its row moves from the moment at which the step computes, layer by layer, and ends with it or later.
-      Every device has a full-duplex link, and all move their parts at once: one clock for each direction suffices.
-    * A transition reloads the new layout's weights from host memory over the same link when all before it has ended
-      (Seesaw, section 4.1); the slowest stage counts. It is answered as the end of its plan.
+    * A swap moves over the host link from the moment its plan is submitted, beside the stages'
+      computing. One that follows its row moves from the moment at which the step computes, layer by
+      layer, and ends with it or later. Every device has a full-duplex link, and all move their
+      parts at once: one clock for each direction suffices.
+    * A transition reloads the new layout's weights from host memory over the same link when all
+      before it has ended (Seesaw, section 4.1); the slowest stage counts. It is answered as the end
+      of its plan.
     * Host rows advance by cohorts or in asymmetric steps: see host_attention.py.
 
-    The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes. A block
-    is one of ``groups`` that hold the same positions. ``max_in_flight`` defaults to the stages of the deepest layout,
-    ``answer``, which makes the tokens of a plan, to a DummyModel. A ``drafter`` drafts in the last stage, behind each
-    step whose rows ask for it.
+    The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows
+    TieredTimes. A block is one of ``groups`` that hold the same positions. ``max_in_flight``
+    defaults to the stages of the deepest layout, ``answer``, which makes the tokens of a plan, to a
+    DummyModel. A ``drafter`` drafts in the last stage, behind each step whose rows ask for it.
     """
 
     def __init__(
@@ -138,27 +160,35 @@ class SimulatedExecutor:
         self._processor = Processor(self._told.append)
         self._link_free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
         self._now = 0.0
-        self._pending: list[tuple[float, int, StepResult]] = []  # a heap: when, in which order, what
+        # a heap: when, in which order, what
+        self._pending: list[tuple[float, int, StepResult]] = []
         self._results = self._in_flight = 0
         self._enter(0)
 
     def _enter(self, layout: int) -> None:
         """Plans run in this layout from now on."""
         times = self._layouts[layout]
-        self._layout, self._times, self._pipeline = layout, cast(MovingTimes, times), self.pipelines[layout]
+        self._layout, self._times, self._pipeline = (
+            layout,
+            cast(MovingTimes, times),
+            self.pipelines[layout],
+        )
         self._host: HostAttention | None = None
         if isinstance(times, TieredTimes):
             self._host = HostAttention(times, self._processor)
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a plan's swaps and its step or transition; it is known at once when each will be over.
+        """Begin a plan's swaps and its step or transition; it is known at once when each will be
+        over.
 
-        Raises UsageError for host rows under a layout of several stages, and RuntimeError for a plan that the scheduler
-        must not make.
+        Raises UsageError for host rows under a layout of several stages, and RuntimeError for a
+        plan that the scheduler must not make.
         """
         only_moves = plan.host.swaps and not plan.ends
         if self._in_flight >= self.max_in_flight and not only_moves:
-            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
+            raise RuntimeError(
+                f"plan {plan.step}: {self.max_in_flight} plans are in flight already"
+            )
         for swap in plan.host.swaps:
             if not swap.after_row:
                 self._swap(swap, Passage(self._now, self._now))
@@ -167,7 +197,10 @@ class SimulatedExecutor:
         elif only_moves:
             self._answer(plan)  # nothing ends, but the model may be told to forget
         elif plan.layouts.current != self._layout:
-            raise RuntimeError(f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} is current")
+            raise RuntimeError(
+                f"plan {plan.step} is for layout {plan.layouts.current}, but {self._layout} is "
+                "current"
+            )
         else:
             if plan.host.strategy != "device" and self._concerns_host(plan):
                 passages = self._run_hybrid(plan)
@@ -185,7 +218,9 @@ class SimulatedExecutor:
         drafted: float | None = None
         if drafting:
             drafted = drafting
-        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafted))
+        self._know(
+            passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafted)
+        )
         self._tell(plan, work, passages)
         return passages
 
@@ -193,7 +228,11 @@ class SimulatedExecutor:
         """One token after the other, for all rows that ask for one."""
         if not self._draft_cost:
             return 0.0
-        asked = [(draft_of(row).propose, row.start + len(row.tokens)) for row in rows if draft_of(row).propose]
+        asked = [
+            (draft_of(row).propose, row.start + len(row.tokens))
+            for row in rows
+            if draft_of(row).propose
+        ]
         if not asked:
             return 0.0
         times, work = self._times, self._times.work([context for _, context in asked])
@@ -222,9 +261,11 @@ class SimulatedExecutor:
         return work_of(rows, self._times.work)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Let time pass until the next plan or swap is over, at most until that moment; returns all results known then.
+        """Let time pass until the next plan or swap is over, at most until that moment; returns all
+        results known then.
 
-        Raises RuntimeError if nothing is in flight and no moment is given, because the wait would never end.
+        Raises RuntimeError if nothing is in flight and no moment is given, because the wait would
+        never end.
         """
         if until is None and not self._pending:
             raise RuntimeError("nothing is in flight: there is nothing to wait for")
@@ -261,17 +302,24 @@ class SimulatedExecutor:
         return Passage(start, end)
 
     def _swap(self, swap: Swap, source: Passage) -> None:
-        """Move it while what it reads is computed: not before that begins, nor to an end before it ends."""
+        """Move it while what it reads is computed: not before that begins, nor to an end before it
+        ends."""
         tokens = len(swap.device_blocks) // self._groups * self._block_size
-        seconds = max(self._times.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
+        seconds = max(
+            self._times.swap_seconds(tokens, stage) for stage in range(self._times.num_stages)
+        )
         start, end = self._move(swap.direction, seconds, source.start)
         end = max(end, source.end)
         self._know(end, StepResult(None, host=HostResult(swapped=(swap.swap,))))
-        self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, start, end, after_row=swap.after_row))
+        self._told.append(
+            SwapTimes(swap.swap, 0, swap.direction, 0, start, end, after_row=swap.after_row)
+        )
 
     def _change_layout(self, plan: StepPlan, layout: int) -> None:
         if self._host is not None and self._host.under_way:
-            raise RuntimeError(f"plan {plan.step} changes the layout while tokens of host sequences are under way")
+            raise RuntimeError(
+                f"plan {plan.step} changes the layout while tokens of host sequences are under way"
+            )
         self._answer(plan)
         self._enter(layout)
         seconds = max(self._times.reload_seconds(stage) for stage in range(self._times.num_stages))
@@ -284,8 +332,11 @@ class SimulatedExecutor:
         self._told.append(ReshardTimes(plan.step, 0, layout, 0, passage.start, passage.end))
 
     def _concerns_host(self, plan: StepPlan) -> bool:
-        """Whether host sequences take part in the step, so that it takes another time than a plain one."""
-        carries = plan.host.strategy == "overlap" and self._host is not None and self._host.under_way
+        """Whether host sequences take part in the step, so that it takes another time than a plain
+        one."""
+        carries = (
+            plan.host.strategy == "overlap" and self._host is not None and self._host.under_way
+        )
         return carries or not plan.rows or any(row.host is not None for row in plan.rows)
 
     def _run_hybrid(self, plan: StepPlan) -> Sequence[Passage]:
@@ -308,7 +359,12 @@ class SimulatedExecutor:
         seconds = passage.end - passage.start
         self._know(
             passage.end,
-            StepResult(plan.step, tuple(answers), host=HostResult(cohorts=progress, work=done), seconds=seconds),
+            StepResult(
+                plan.step,
+                tuple(answers),
+                host=HostResult(cohorts=progress, work=done),
+                seconds=seconds,
+            ),
         )
         self._tell(plan, work, [passage])
         return [passage]
@@ -329,7 +385,8 @@ class SimulatedExecutor:
     def _asymmetric(
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
     ) -> tuple[Passage, list[Answer]]:
-        """Run an asymmetric step: all rows end their token in it, and rows without tokens leave their cohorts."""
+        """Run an asymmetric step: all rows end their token in it, and rows without tokens leave
+        their cohorts."""
         batches: tuple[list[HostToken], list[HostToken]] = ([], [])
         for row in plan.rows:
             if row.host is not None:

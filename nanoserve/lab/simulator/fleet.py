@@ -1,4 +1,5 @@
-"""The loops that run engines: one engine on a real or a virtual clock, and a fleet of replicas in virtual time."""
+"""The loops that run engines: one engine on a real or a virtual clock, and a fleet of replicas in
+virtual time."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,17 +19,19 @@ MOST_REPLICAS = 1024  # each takes a megabyte or more, for its KV blocks alone
 
 
 def admit(engine: Engine, request: Request) -> None:
-    """Give a request to an engine that has worked until it came; raises UsageError if it can never run."""
+    """Give a request to an engine that has worked until it came; raises UsageError if it can never
+    run."""
     while engine.now() < request.arrival_time:
         engine.step(request.arrival_time)  # nothing is in flight: only time passes
     engine.add(request)
 
 
 def drive(engine: Engine, requests: Iterable[Request]) -> None:
-    """Run requests to their ends on a real or a virtual clock; observers of the engine's recorder see the results.
+    """Run requests to their ends on a real or a virtual clock; observers of the engine's recorder
+    see the results.
 
-    The requests are in the order of their arrival times, on that clock, and are taken one at a time. Raises UsageError
-    if one can never run.
+    The requests are in the order of their arrival times, on that clock, and are taken one at a
+    time. Raises UsageError if one can never run.
     """
     for request in requests:
         while engine.has_work and engine.now() < request.arrival_time:
@@ -43,7 +46,8 @@ StageTime = tuple[float, float]
 
 
 def bubble_share(stages: Iterable[StageTime]) -> float:
-    """Share of the stages' working time in which they computed nothing; 0 if nothing was ever in flight."""
+    """Share of the stages' working time in which they computed nothing; 0 if nothing was ever in
+    flight."""
     times = list(stages)
     working = sum(in_flight for _, in_flight in times)
     if not working:
@@ -52,10 +56,15 @@ def bubble_share(stages: Iterable[StageTime]) -> float:
 
 
 class Replica:
-    """One engine of the fleet: its own scheduler, pipeline and KV blocks, and what is measured of it."""
+    """One engine of the fleet: its own scheduler, pipeline and KV blocks, and what is measured of
+    it."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: SimulatedExecutor, steps: StepMetrics, lives: LatencyMetrics
+        self,
+        scheduler: Scheduler,
+        executor: SimulatedExecutor,
+        steps: StepMetrics,
+        lives: LatencyMetrics,
     ) -> None:
         self.scheduler, self.executor, self.steps, self.lives = scheduler, executor, steps, lives
         self.engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
@@ -70,10 +79,13 @@ class Replica:
     def stages(self) -> list[StageTime]:
         """Times of the stages of every layout, one layout after the other."""
         layouts = zip(self.executor.pipelines, self.layout_times, strict=True)
-        return [(busy, time.working) for pipeline, time in layouts for busy in pipeline.busy_seconds]
+        return [
+            (busy, time.working) for pipeline, time in layouts for busy in pipeline.busy_seconds
+        ]
 
     def advance(self, until: float) -> float:
-        """Work until then; returns the time before which only a request can give the engine something to do."""
+        """Work until then; returns the time before which only a request can give the engine
+        something to do."""
         engine, due = self.engine, self.executor.now()
         while engine.has_work and engine.now() < until:
             engine.step(until)
@@ -109,7 +121,10 @@ def round_robin() -> Router:
     return lambda outstanding: next(turns) % len(outstanding)
 
 
-ROUTERS: Mapping[str, Callable[[], Router]] = {"round-robin": round_robin, "least-tokens": lambda: least_tokens}
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round-robin": round_robin,
+    "least-tokens": lambda: least_tokens,
+}
 """Choices of ``--router``."""
 
 
@@ -126,12 +141,17 @@ def check_replicas(number: int) -> None:
 
 
 def drive_fleet(
-    fleet: Sequence[Replica], router: Router, requests: Iterable[Request], is_over: Callable[[], bool]
+    fleet: Sequence[Replica],
+    router: Router,
+    requests: Iterable[Request],
+    is_over: Callable[[], bool],
 ) -> None:
-    """Run requests to their ends, or once all have arrived, until ``is_over``. Raises UsageError if one can never run.
+    """Run requests to their ends, or once all have arrived, until ``is_over``. Raises UsageError if
+    one can never run.
 
-    Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own. An
-    engine is only advanced when its next result is due; until then it would make the same decision again.
+    Between two arrivals the engines have nothing to do with each other, so each works until the
+    next one on its own. An engine is only advanced when its next result is due; until then it would
+    make the same decision again.
     """
     due = [math.inf] * len(fleet)
     for request in requests:

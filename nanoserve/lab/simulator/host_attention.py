@@ -1,8 +1,9 @@
-"""Attention on the CPU in virtual time: cohorts that advance a layer a step (APEX), and asymmetric steps (NEO).
+"""Attention on the CPU in virtual time: cohorts that advance a layer a step (APEX), and asymmetric
+steps (NEO).
 
-Both want a pipeline of one stage; with tensor parallelism one CPU serves all its devices. A layer on the device counts
-as two halves: before attention (queries, keys and values) and after it (output and feed-forward part). All layers take
-the mean time of the stage's.
+Both want a pipeline of one stage; with tensor parallelism one CPU serves all its devices. A layer
+on the device counts as two halves: before attention (queries, keys and values) and after it (output
+and feed-forward part). All layers take the mean time of the stage's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,8 +26,10 @@ class HostToken:
 
     context: int
     answer: Answer
-    """Keys that its attention reads in each layer, and its token, which becomes known in the end."""
-    attended: int = 0  # layers whose attention the CPU was given before this step; the last of them is not passed yet
+    """Keys that its attention reads in each layer, and its token, which becomes known in the
+    end."""
+    # layers whose attention the CPU was given before this step; the last of them is not passed yet
+    attended: int = 0
 
     @property
     def first_layer(self) -> int:
@@ -42,7 +45,8 @@ class _Cohort:
     rows: dict[int, HostToken]  # by sequence id
     layers: int
     ready: float
-    """Layers that it has passed, and when the CPU finishes its attention in the next layer, in seconds."""
+    """Layers that it has passed, and when the CPU finishes its attention in the next layer, in
+    seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class SubBatch:
 
 
 class Processor:
-    """The host's CPUs; ``tell`` is called with what they compute in turn: one cohort in one layer, or a whole step."""
+    """The host's CPUs; ``tell`` is called with what they compute in turn: one cohort in one layer,
+    or a whole step."""
 
     def __init__(self, tell: Callable[[HostTimes], None] = lambda times: None) -> None:
         self.free = 0.0  # when everything they were given is computed
@@ -74,7 +79,8 @@ class Processor:
 
 
 class HostAttention:
-    """The CPU and the host sequences whose tokens are under way; the times are those of a layout of one stage."""
+    """The CPU and the host sequences whose tokens are under way; the times are those of a layout of
+    one stage."""
 
     def __init__(self, times: TieredTimes, processor: Processor) -> None:
         self._processor, self._times, self._layers = processor, times, times.num_layers
@@ -82,7 +88,8 @@ class HostAttention:
         self._works: list[tuple[float, HostWork]] = []  # when each ended or will have, not told yet
 
     def take_work(self, now: float) -> tuple[HostWork, ...]:
-        """CPU work that has ended by ``now``, returned once; an asymmetric step's work counts one layer of several."""
+        """CPU work that has ended by ``now``, returned once; an asymmetric step's work counts one
+        layer of several."""
         done = tuple([work for ended, work in self._works if ended <= now])
         self._works = [(ended, work) for ended, work in self._works if ended > now]
         return done
@@ -97,7 +104,8 @@ class HostAttention:
         return tuple([CohortProgress(cohort.step, cohort.layers) for cohort in self._cohorts])
 
     def take(self, sequence: int) -> HostToken:
-        """Take one host sequence out of its cohort; raises RuntimeError if its token is not under way."""
+        """Take one host sequence out of its cohort; raises RuntimeError if its token is not under
+        way."""
         for cohort in self._cohorts:
             if row := cohort.rows.pop(sequence, None):
                 if not cohort.rows:
@@ -108,16 +116,19 @@ class HostAttention:
     def overlap(
         self, step: int, device: StepWork, beginning: dict[int, HostToken], start: float
     ) -> tuple[Passage, list[Answer]]:
-        """A step of Asynchronous Overlap (APEX): one batch on the device, cohorts join where the CPU is done in time.
+        """A step of Asynchronous Overlap (APEX): one batch on the device, cohorts join where the
+        CPU is done in time.
 
-        A cohort whose attention in layer i is done when the step comes to the second half of layer i joins that half
-        and the first half of layer i + 1; behind the last layer its tokens are sampled. Another tries again in the next
-        step: the device never waits, unless it has nothing else to compute. Joining makes the halves longer by as much
-        as the linear layers take longer for the additional rows; what only these rows pass, half a layer for each, is
-        all that a step without device rows computes.
+        A cohort whose attention in layer i is done when the step comes to the second half of layer
+        i joins that half and the first half of layer i + 1; behind the last layer its tokens are
+        sampled. Another tries again in the next step: the device never waits, unless it has nothing
+        else to compute. Joining makes the halves longer by as much as the linear layers take longer
+        for the additional rows; what only these rows pass, half a layer for each, is all that a
+        step without device rows computes.
 
-        The step's number names the cohort of the host sequences that begin a token in it, with the first half of layer
-        0; ``start`` is when the stage could begin. Returns when the device computes, and the tokens that are sampled.
+        The step's number names the cohort of the host sequences that begin a token in it, with the
+        first half of layer 0; ``start`` is when the stage could begin. Returns when the device
+        computes, and the tokens that are sampled.
         """
         if not device.tokens and not beginning and self._cohorts:
             start = max(start, min(cohort.ready for cohort in self._cohorts))
@@ -157,27 +168,33 @@ class HostAttention:
         """Extra seconds of half a layer for additional rows."""
         if not rows:
             return 0.0
-        longer = self._times.layers_seconds(device.tokens + rows, 0) - self._times.layers_seconds(device.tokens, 0)
+        longer = self._times.layers_seconds(device.tokens + rows, 0) - self._times.layers_seconds(
+            device.tokens, 0
+        )
         return longer / (2 * self._layers)
 
     def _additional_ends(self, device: StepWork, beginning: int, sampled: int) -> float:
-        """Extra seconds of embedding and head for the host sequences that begin or end a token in this step."""
+        """Extra seconds of embedding and head for the host sequences that begin or end a token in
+        this step."""
         if not beginning and not sampled:
             return 0.0
-        together = msgspec.structs.replace(device, decodes=device.decodes + beginning, sampled=device.sampled + sampled)
+        together = msgspec.structs.replace(
+            device, decodes=device.decodes + beginning, sampled=device.sampled + sampled
+        )
         return self._times.ends_seconds(together, 0) - self._times.ends_seconds(device, 0)
 
     def asymmetric(self, first: SubBatch, second: SubBatch, start: float) -> Passage:
-        """A step of Asymmetric Pipelining (NEO): the device computes one sub-batch while the CPU attends for the other.
+        """A step of Asymmetric Pipelining (NEO): the device computes one sub-batch while the CPU
+        attends for the other.
 
-        In each layer the device computes the first sub-batch's linear part and its attention on the device, the CPU
-        attends for the second; then they change sides. So a layer takes
-        ``max(linear_0 + attention_0, cpu_1) + max(linear_1 + attention_1, cpu_0)``. Before the first layer the CPU ends
-        what it was given earlier. Sequences that are part-way take part in the layers that are not behind them; the
-        first of these the CPU was given earlier.
+        In each layer the device computes the first sub-batch's linear part and its attention on the
+        device, the CPU attends for the second; then they change sides. So a layer takes
+        ``max(linear_0 + attention_0, cpu_1) + max(linear_1 + attention_1, cpu_0)``. Before the
+        first layer the CPU ends what it was given earlier. Sequences that are part-way take part in
+        the layers that are not behind them; the first of these the CPU was given earlier.
 
-        All host rows of both sub-batches end their token; ``start`` is when the stage could begin. Returns when the
-        step is under way; the device waits for the CPU within it.
+        All host rows of both sub-batches end their token; ``start`` is when the stage could begin.
+        Returns when the step is under way; the device waits for the CPU within it.
         """
         batches = (first, second)
         attention = [self._device_attention(batch.device) for batch in batches]
@@ -191,7 +208,9 @@ class HostAttention:
         changes.update(row.attended for row in host)
         seconds = busy = 0.0
         for layer, until in pairwise(sorted(changes)):
-            device = [self._linear(batch, layer) + attention[index] for index, batch in enumerate(batches)]
+            device = [
+                self._linear(batch, layer) + attention[index] for index, batch in enumerate(batches)
+            ]
             attending = [[row for row in batch.host if row.attended <= layer] for batch in batches]
             cpu = [self._seconds(rows) for rows in attending]
             for rows, layer_seconds in zip(attending, cpu, strict=True):
@@ -219,17 +238,25 @@ class HostAttention:
 
     def _note(self, rows: Collection[HostToken], seconds: float, ended: float) -> None:
         if rows:
-            self._works.append((ended, HostWork(len(rows), sum([row.context for row in rows]), seconds)))
+            self._works.append(
+                (ended, HostWork(len(rows), sum([row.context for row in rows]), seconds))
+            )
 
     def _seconds(self, rows: Iterable[HostToken]) -> float:
-        """Seconds of the CPU for one layer's attention of these rows, moving its inputs and results included."""
+        """Seconds of the CPU for one layer's attention of these rows, moving its inputs and results
+        included."""
         if not (contexts := [row.context for row in rows]):
             return 0.0
-        return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))
+        return self._times.host_attention_seconds(
+            sum(contexts)
+        ) + self._times.host_exchange_seconds(len(contexts))
 
 
 def _together(first: StepWork, second: StepWork, host: Sequence[HostToken]) -> StepWork:
-    """Embedding and head of both sub-batches, which run once: rows that begin are embedded, all are sampled."""
+    """Embedding and head of both sub-batches, which run once: rows that begin are embedded, all are
+    sampled."""
     decodes = first.decodes + second.decodes + sum(row.attended == 0 for row in host)
     sampled = first.sampled + second.sampled + len(host)
-    return msgspec.structs.replace(first, decodes=decodes, sampled=sampled, chunks=first.chunks + second.chunks)
+    return msgspec.structs.replace(
+        first, decodes=decodes, sampled=sampled, chunks=first.chunks + second.chunks
+    )

@@ -1,8 +1,10 @@
-"""Which parallel layout, or pair of layouts, serves a workload best on given devices: counted, then simulated.
+"""Which parallel layout, or pair of layouts, serves a workload best on given devices: counted, then
+simulated.
 
-``find_candidates`` makes all layouts D x T x P of the devices, and the pairs of layouts of which one computes prompts
-and the other one answers (Seesaw), as far as they suit the model, the machine and its memory. Each has an estimate from
-the round times of the cost model, good enough to say which of them are worth simulating.
+``find_candidates`` makes all layouts D x T x P of the devices, and the pairs of layouts of which
+one computes prompts and the other one answers (Seesaw), as far as they suit the model, the machine
+and its memory. Each has an estimate from the round times of the cost model, good enough to say
+which of them are worth simulating.
 """
 
 import math
@@ -36,14 +38,16 @@ class PlannedWork:
 
     shapes: tuple[RequestShape, ...]  # length of each request, in tokens
     rate: float | None = None
-    """Requests per second of Poisson arrivals; None means a closed batch that arrives all at once."""
+    """Requests per second of Poisson arrivals; None means a closed batch that arrives all at
+    once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.workload()  # refuses the rate
 
     def share(self, replicas: int) -> "PlannedWork":
-        """Requests of one of ``replicas`` replicas that take turns: the one with the longest answer finishes last."""
+        """Requests of one of ``replicas`` replicas that take turns: the one with the longest answer
+        finishes last."""
         shares = [self.shapes[turn::replicas] for turn in range(min(replicas, len(self.shapes)))]
         longest = max(shares, key=lambda shapes: max(shape.output_tokens for shape in shapes))
         return PlannedWork(longest, self.rate and self.rate / replicas, self.seed)
@@ -62,7 +66,8 @@ class PlannedWork:
         return sum(shape.input_tokens for shape in self.shapes)
 
     def output_quantiles(self, number: int) -> list[int]:
-        """At most ``number`` lengths of answers, evenly over the requests, ascending; the longest is the last."""
+        """At most ``number`` lengths of answers, evenly over the requests, ascending; the longest
+        is the last."""
         ordered = sorted(shape.output_tokens for shape in self.shapes)
         count = min(number, len(ordered))
         return [ordered[(place + 1) * len(ordered) // count - 1] for place in range(count)]
@@ -86,7 +91,8 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to use the devices: whole replicas, each in one layout, or in one for prompts and another for answers."""
+    """A way to use the devices: whole replicas, each in one layout, or in one for prompts and
+    another for answers."""
 
     layouts: tuple[StepCosts, ...]  # the step times of a replica in its layout, or in both
     kv_blocks: tuple[int, ...]  # KV blocks of a replica in each layout
@@ -98,7 +104,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """The name in the papers' notation, such as D2T2P4 or P4->T4."""
-        return "->".join(replace(costs.layout, data_parallel=self.replicas).name for costs in self.layouts)
+        return "->".join(
+            replace(costs.layout, data_parallel=self.replicas).name for costs in self.layouts
+        )
 
     @property
     def is_pair(self) -> bool:
@@ -113,32 +121,44 @@ class Candidate:
     def phases(self) -> dict[str, float]:
         """Estimated seconds of each part of a closed batch.
 
-        All prompts at the pace of a full pipeline; then answers in full rounds, until no more requests wait, and in
-        rounds of those that are left as one after the other ends: few long answers take long. With two layouts also
-        the transitions, and KV out and in where that takes longer than computing meanwhile.
+        All prompts at the pace of a full pipeline; then answers in full rounds, until no more
+        requests wait, and in rounds of those that are left as one after the other ends: few long
+        answers take long. With two layouts also the transitions, and KV out and in where that takes
+        longer than computing meanwhile.
         """
         share = self.work.share(self.replicas)
-        prompts, answers = len(share.shapes) * self._analyses[0].prefill_seconds, self._answers_seconds(share)
+        prompts, answers = (
+            len(share.shapes) * self._analyses[0].prefill_seconds,
+            self._answers_seconds(share),
+        )
         changing = 0.0
         if self.is_pair:
             first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
-            kept = most_blocks(self.layouts[0].counts.groups.windows, self._analyses[0].input_tokens, BLOCK_SIZE)
+            kept = most_blocks(
+                self.layouts[0].counts.groups.windows, self._analyses[0].input_tokens, BLOCK_SIZE
+            )
             cycles = -(-len(share.shapes) // max(1, self.host_blocks // kept))
-            changing = cycles * first.transition_seconds(1) + (cycles - 1) * second.transition_seconds(0)
+            changing = cycles * first.transition_seconds(1) + (
+                cycles - 1
+            ) * second.transition_seconds(0)
         return {"prompts": prompts, "answers": answers, "changes of layout": changing}
 
     @cached_property
     def latency(self) -> float:
-        """Estimated seconds from arrival to last token at the work's rate, infinite for a rate beyond capacity.
+        """Estimated seconds from arrival to last token at the work's rate, infinite for a rate
+        beyond capacity.
 
         The batch is what Little's law says: requests per second times the seconds that each stays.
         """
         rate = (self.work.rate or 0.0) / self.replicas
         decoding, found, batch = self._analyses[-1], 0.0, 1
         full = max(1, decoding.largest_batch)
-        busy = self._analyses[0].prefill_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
+        busy = (
+            self._analyses[0].prefill_seconds
+            + self.work.mean_output * decoding.batch_row(full).tpot / full
+        )
         if rate * busy >= 1:
             return math.inf
         alone = self.layouts[0].step_seconds(self._analyses[0].prefill_work())
@@ -215,13 +235,20 @@ class Candidates:
         return found[name]
 
     def best(self, top: int) -> "Candidates":
-        """Keep the ``top`` layouts and the ``top`` pairs with the best estimates, best first; leave the others out."""
+        """Keep the ``top`` layouts and the ``top`` pairs with the best estimates, best first; leave
+        the others out."""
         ranked = sorted(self.fitting, key=Candidate.estimate)
         alone = [one for one in ranked if not one.is_pair][:top]
         pairs = [one for one in ranked if one.is_pair][:top]
         chosen = alone + pairs
-        others = [LeftOut(one.name, f"not simulated: {one.estimate_text}") for one in ranked if one not in chosen]
-        return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), tuple(others) + self.left_out)
+        others = [
+            LeftOut(one.name, f"not simulated: {one.estimate_text}")
+            for one in ranked
+            if one not in chosen
+        ]
+        return Candidates(
+            tuple(sorted(chosen, key=Candidate.estimate)), tuple(others) + self.left_out
+        )
 
 
 def find_candidates(
@@ -232,11 +259,13 @@ def find_candidates(
     limits: CacheLimits | None = None,
     step_tokens: int = 0,
 ) -> Candidates:
-    """Every way to use all of the devices, where memory for ``step_tokens``, those of the largest step, stays free.
-    ``costs_of`` gives the step times of one replica in a layout, on one machine for all.
+    """Every way to use all of the devices, where memory for ``step_tokens``, those of the largest
+    step, stays free. ``costs_of`` gives the step times of one replica in a layout, on one machine
+    for all.
 
-    Pairs are for closed batches: requests that arrive during a change of layout would wait. Raises UsageError if there
-    is no way, saying what the layout lacks that comes closest, and for more devices than MOST_DEVICES.
+    Pairs are for closed batches: requests that arrive during a change of layout would wait. Raises
+    UsageError if there is no way, saying what the layout lacks that comes closest, and for more
+    devices than MOST_DEVICES.
     """
     if devices > MOST_DEVICES:
         raise UsageError(f"plans are for {MOST_DEVICES} devices at most, not {devices}")
@@ -248,7 +277,9 @@ def find_candidates(
         weights = math.inf
         try:
             costs = costs_of(replace(layout, data_parallel=1))
-            weights = max(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
+            weights = max(
+                costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages)
+            )
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
@@ -261,7 +292,9 @@ def find_candidates(
             why = "are for closed batches: without a rate"
         left_out.append(LeftOut("pairs of layouts", why))
         return Candidates(tuple(fitting), tuple(left_out))
-    for one, two in [pair for pair in permutations(fitting, 2) if pair[0].replicas == pair[1].replicas]:
+    for one, two in [
+        pair for pair in permutations(fitting, 2) if pair[0].replicas == pair[1].replicas
+    ]:
         try:
             fitting.append(_pair(one, two, limits))
         except UsageError as error:
@@ -275,26 +308,34 @@ def all_layouts(devices: int) -> Iterator[ParallelLayout]:
     for replicas, tensor in product(divisors, repeat=2):
         if devices % (replicas * tensor) == 0:
             stages = devices // (replicas * tensor)
-            yield ParallelLayout(data_parallel=replicas, tensor_parallel=tensor, pipeline_parallel=stages)
+            yield ParallelLayout(
+                data_parallel=replicas, tensor_parallel=tensor, pipeline_parallel=stages
+            )
 
 
-def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int) -> Candidate:
+def _candidate(
+    costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int
+) -> Candidate:
     """One layout; raises UsageError if the weights, or the longest request, do not fit."""
     blocks = costs.memory.kv_blocks(BLOCK_SIZE, step_tokens)
     if limits.device_bytes is not None:
         blocks = min(blocks, costs.memory.host_kv_blocks(limits.device_bytes, BLOCK_SIZE))
-    if work.longest > (tokens := most_tokens(costs.counts.groups.windows, blocks, BLOCK_SIZE, work.longest)):
+    if work.longest > (
+        tokens := most_tokens(costs.counts.groups.windows, blocks, BLOCK_SIZE, work.longest)
+    ):
         missing = f"{work.longest - tokens:,} fewer than the longest request"
         raise DoesNotFit(f"its KV cache holds {tokens:,} tokens, {missing}")
     return Candidate((costs,), (blocks,), 0, replicas, work)
 
 
 def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candidate:
-    """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
+    """Both on the same devices; raises UsageError if host memory does not hold the weights and the
+    longest prompt."""
     costs = prompts.layouts[0]
     machine, devices = costs.machine, costs.layout.devices
     weights = (
-        sum(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+        sum(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
+        * costs.layout.tensor_parallel
     )
     share = machine.host_memory_bytes * devices / machine.devices_per_node
     room = share * costs.efficiency.usable_memory - weights

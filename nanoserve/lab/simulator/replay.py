@@ -1,4 +1,5 @@
-"""Recording a run, and running it again in virtual time: the same arrivals and step times must give the same plans."""
+"""Recording a run, and running it again in virtual time: the same arrivals and step times must give
+the same plans."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
@@ -27,23 +28,31 @@ class MeasuredStep(NamedTuple):
     work: StepWork
     stages: tuple[float, ...]
     """Time that each stage computed."""
-    sends: tuple[float, ...]  # time that the activations took to the next stage, for each stage but the last
-    host: float  # time from the moment at which the plan could be made until the first stage had its inputs
+    # time that the activations took to the next stage, for each stage but the last
+    sends: tuple[float, ...]
+    # time from the moment at which the plan could be made until the first stage had its inputs
+    host: float
 
 
 class MeasuredStages:
-    """StepTimes, asked about one plan after another: each takes what the plan in its place took in the real run.
+    """StepTimes, asked about one plan after another: each takes what the plan in its place took in
+    the real run.
 
-    Where arrivals fall between other plans than they did in the real run, the scheduler makes other micro-batches. Such
-    a one takes what the nearest plan, in their order, took that had about as many tokens: what a machine does beside
-    its steps comes and goes with time. Without any steps there is one stage.
+    Where arrivals fall between other plans than they did in the real run, the scheduler makes other
+    micro-batches. Such a one takes what the nearest plan, in their order, took that had about as
+    many tokens: what a machine does beside its steps comes and goes with time. Without any steps
+    there is one stage.
 
-    The steps are in the order of the plans. A swap takes a mean time per token, a change to this layout one from
-    plan to answer, until all stages are done.
+    The steps are in the order of the plans. A swap takes a mean time per token, a change to this
+    layout one from plan to answer, until all stages are done.
     """
 
     def __init__(
-        self, steps: Sequence[MeasuredStep], *, swap_token_seconds: float = 0.0, reload_seconds: float = 0.0
+        self,
+        steps: Sequence[MeasuredStep],
+        *,
+        swap_token_seconds: float = 0.0,
+        reload_seconds: float = 0.0,
     ) -> None:
         self._swap_token_seconds, self._reload_seconds = swap_token_seconds, reload_seconds
         self.num_stages = 1  # stages of the pipeline
@@ -55,7 +64,10 @@ class MeasuredStages:
         self._step: MeasuredStep  # what is asked about
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         """Sum the next micro-batch up; what is asked from here on is about it."""
         work = StepWork.of(decode_contexts, chunks, sampled)
@@ -67,10 +79,15 @@ class MeasuredStages:
         return work
 
     def _nearest(self, tokens: int, place: int) -> MeasuredStep:
-        """Return the nearest step in order with about ``tokens`` tokens; if none has, the closest number counts."""
+        """Return the nearest step in order with about ``tokens`` tokens; if none has, the closest
+        number counts."""
         factors = [_factor(step.work.tokens, tokens) for step in self._steps]
         accepted = max(_ABOUT, min(factors))
-        _, nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
+        _, nearest = min(
+            (abs(other - place), other)
+            for other, factor in enumerate(factors)
+            if factor <= accepted
+        )
         return self._steps[nearest]
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
@@ -95,7 +112,8 @@ def _factor(tokens: int, others: int) -> float:
 
 
 class SteppedClock(EngineObserver):
-    """An engine's clock, which advances only while the engine waits for results: that makes a replay exact."""
+    """An engine's clock, which advances only while the engine waits for results: that makes a
+    replay exact."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -108,8 +126,8 @@ class SteppedClock(EngineObserver):
         self._now = self._later_than(self._now)
 
     def _later_than(self, moment: float) -> float:
-        # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
-        # replay could not know whether a result or an arrival came first.
+        # Rounded up: a request that is due on the executor's clock is due on this one. No two
+        # moments are equal, or a replay could not know whether a result or an arrival came first.
         ticks = ceil(self._executor.now() * _TICKS_PER_SECOND)
         return max(moment + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
 
@@ -117,7 +135,8 @@ class SteppedClock(EngineObserver):
 def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
     """Run requests to their ends on an engine whose clock is stepped, and return the record.
 
-    The results of its executor come in the order of the plans; the requests in that of their arrivals, on its clock.
+    The results of its executor come in the order of the plans; the requests in that of their
+    arrivals, on its clock.
     """
     learn_from_results(engine.scheduler)
     record = RunRecord(engine.executor.max_in_flight)
@@ -134,21 +153,28 @@ def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
 def _step_times(record: RunRecord) -> MeasuredStages:
     """One stage that takes for each plan what it took then, in the order of the plans.
 
-    A pipeline of any depth is replayed as one stage with as many plans in flight: results come in the order of the
-    plans, so each keeps the stage busy from the result before it, or from its own submission, to its own result.
+    A pipeline of any depth is replayed as one stage with as many plans in flight: results come in
+    the order of the plans, so each keeps the stage busy from the result before it, or from its own
+    submission, to its own result.
     """
     steps, free = [], 0.0
     for plan in record.plans:
         if plan.ends:
             known = record.known[plan.step]
-            steps.append(MeasuredStep(StepWork(), (known - max(free, record.planned[plan.step].clock),), (), 0.0))
+            steps.append(
+                MeasuredStep(
+                    StepWork(), (known - max(free, record.planned[plan.step].clock),), (), 0.0
+                )
+            )
             free = known
     return MeasuredStages(steps)
 
 
 class _ReplayingExecutor(SimulatedExecutor):
     def __init__(self, record: RunRecord, *, check: Callable[[StepPlan], None]) -> None:
-        super().__init__(_step_times(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
+        super().__init__(
+            _step_times(record), max_in_flight=record.max_in_flight, answer=lambda plan: ()
+        )
         self._collected = record.collected
         self._check = check
         for moment, results in record.collected.items():
@@ -169,12 +195,14 @@ class _ReplayingExecutor(SimulatedExecutor):
         return list(self._collected[self._now])
 
 
-def replay(record: RunRecord, make_scheduler: Callable[[], Scheduler], *, vocab_size: int) -> list[StepPlan]:
+def replay(
+    record: RunRecord, make_scheduler: Callable[[], Scheduler], *, vocab_size: int
+) -> list[StepPlan]:
     """Run a record's arrivals through a new engine in virtual time, every step taking what it took.
 
-    In the record no request was aborted and no step failed; the scheduler is made as that of the run was. The plans are
-    the record's if there are as many. Raises ValueError at the first plan that is another than the record's: scheduling
-    depends on something else.
+    In the record no request was aborted and no step failed; the scheduler is made as that of the
+    run was. The plans are the record's if there are as many. Raises ValueError at the first plan
+    that is another than the record's: scheduling depends on something else.
     """
     replayed: list[StepPlan] = []
 

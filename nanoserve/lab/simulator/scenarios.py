@@ -1,4 +1,5 @@
-"""The papers' own drawings, as small runs to explain: each is a few requests on a small model, in virtual time."""
+"""The papers' own drawings, as small runs to explain: each is a few requests on a small model, in
+virtual time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ _MODEL = "qwen2.5-14b"
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A drawing: what it shows, the policies to compare, and the requests, as the file spells them."""
+    """A drawing: what it shows, the policies to compare, and the requests, as the file spells
+    them."""
 
     title: str
     policies: str
@@ -39,7 +41,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def run(self, name: str, policy: Policy) -> ExplainedRun:
         """Run the drawing under one policy, with ``num_layers`` layers of a published model."""
-        model, machine = replace(load_shape(_MODEL), num_layers=self.num_layers), load_machine(self.hardware)
+        model, machine = (
+            replace(load_shape(_MODEL), num_layers=self.num_layers),
+            load_machine(self.hardware),
+        )
         costs = [StepCosts(model, machine, ParallelLayout.parse(layout)) for layout in self.layouts]
         times, shapes = [], []
         for time, inputs, outputs, number in self.requests:
@@ -47,10 +52,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             shapes += [RequestShape(inputs, outputs)] * number
         requests = Workload(iter(times), iter(shapes))
         blocks, predictors = [self.num_blocks] * len(costs), layout_predictors(costs)
-        return explained_simulation(name, policy, requests, costs, blocks, self.host_blocks, predictors)
+        return explained_simulation(
+            name, policy, requests, costs, blocks, self.host_blocks, predictors
+        )
 
 
-SCENARIOS = msgspec.convert(read_toml(Path(__file__).with_name("scenarios.toml")), dict[str, Scenario])
+SCENARIOS = msgspec.convert(
+    read_toml(Path(__file__).with_name("scenarios.toml")), dict[str, Scenario]
+)
 
 
 def explained_simulation(
@@ -66,8 +75,8 @@ def explained_simulation(
     block_size: int = 16,
     max_num_seqs: int = 256,
 ) -> ExplainedRun:
-    """A simulated run, with the KV blocks and the step times of each layout. Raises UsageError if a request can never
-    run."""
+    """A simulated run, with the KV blocks and the step times of each layout. Raises UsageError if a
+    request can never run."""
     record = RunRecord(layouts[0].num_stages, keeps_tables=True)
     simulate(
         policy,
@@ -82,4 +91,6 @@ def explained_simulation(
         other_layouts=list(zip(layouts[1:], num_blocks[1:], strict=True)),
         predictors=predictors,
     )
-    return explain_run(name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens))
+    return explain_run(
+        name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens)
+    )

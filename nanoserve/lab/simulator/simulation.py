@@ -1,4 +1,5 @@
-"""simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
+"""simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they
+run."""
 
 import sys
 from collections import Counter
@@ -8,13 +9,25 @@ from functools import cached_property
 
 from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor
-from nanoserve.lab.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
+from nanoserve.lab.simulator.fleet import (
+    Replica,
+    bubble_share,
+    check_replicas,
+    drive_fleet,
+    make_router,
+)
 from nanoserve.lab.simulator.pipeline import DECOUPLED, Runtime, StepTimes, TieredTimes
 from nanoserve.lab.simulator.result import SimulationResult
 from nanoserve.record.events import Observer
 from nanoserve.record.forecasts import learn_from_results
 from nanoserve.record.metrics import Slo
-from nanoserve.record.metrics_observer import ArrivalWindow, LatencyMetrics, RequestObserver, SloMeter, StepMetrics
+from nanoserve.record.metrics_observer import (
+    ArrivalWindow,
+    LatencyMetrics,
+    RequestObserver,
+    SloMeter,
+    StepMetrics,
+)
 from nanoserve.record.sketches import Sketch, mean_series
 from nanoserve.request import Request
 from nanoserve.scheduler.assembly import make_extensions
@@ -32,29 +45,35 @@ _MOST_TOKENS = 2**20  # of a step with its draft tokens: predicted times limit t
 def simulate(
     policy: Policy,
     times: StepTimes,  # of stages, links and the host; each stage allows one micro-batch in flight
-    requests: Iterable[Request],  # of a Workload, in order of arrival; they are taken as their time comes
+    # of a Workload, in order of arrival; they are taken as their time comes
+    requests: Iterable[Request],
     *,
     num_blocks: int,  # KV blocks, of which all stages share one table
     block_size: int = 16,  # tokens per KV block
     windows: tuple[int, ...] = (0,),  # of the cache groups, one block each
     max_num_seqs: int = 2048,  # sequences that hold blocks at a time
     runtime: Runtime = DECOUPLED,
-    observers: Sequence[Observer] = (),  # are shown all events; of a fleet, the events of its first engine
+    # are shown all events; of a fleet, the events of its first engine
+    observers: Sequence[Observer] = (),
     slo: Slo | None = None,
     request_observers: Sequence[RequestObserver] = (),  # are shown every request when it has ended
     replicas: int = 1,  # whole engines of this kind
     router: str = "round-robin",  # decides which engine gets a request: a name in ROUTERS
-    host_blocks: int = 0,  # KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes
+    # KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes
+    host_blocks: int = 0,
     other_layouts: Sequence[tuple[TieredTimes, int]] = (),
-    predictors: Sequence[Predictor] = (),  # for the policy, one per layout; they tell how many draft tokens pay
+    # for the policy, one per layout; they tell how many draft tokens pay
+    predictors: Sequence[Predictor] = (),
     drafter: SimulatedDrafter | None = None,  # in one layout and without host memory
     is_over: Callable[[], bool] = lambda: False,  # whether to stop once all requests have arrived
 ) -> SimulationResult:
-    """Run requests to their ends in virtual time, or until ``is_over``; the result is of the requests that ran.
+    """Run requests to their ends in virtual time, or until ``is_over``; the result is of the
+    requests that ran.
 
-    Prefixes are not cached, for the tokens mean nothing. ``other_layouts`` are times and KV blocks of the parallel
-    layouts 1, 2, ... that the policy may change to. Raises UsageError for a request that the blocks can never hold, or
-    none at all, for an impossible fleet, and for attention on the host under a layout of several stages.
+    Prefixes are not cached, for the tokens mean nothing. ``other_layouts`` are times and KV blocks
+    of the parallel layouts 1, 2, ... that the policy may change to. Raises UsageError for a request
+    that the blocks can never hold, or none at all, for an impossible fleet, and for attention on
+    the host under a layout of several stages.
     """
     check_replicas(replicas)
     system = _System(
@@ -97,27 +116,33 @@ class _System:
     drafter: SimulatedDrafter | None
 
     def check(self) -> None:
-        """Raises UsageError for draft tokens beside host memory or other layouts, TypeError for times that do not know
-        these."""
+        """Raises UsageError for draft tokens beside host memory or other layouts, TypeError for
+        times that do not know these."""
         times, _ = self.layouts[0]
         if not self.host_blocks and len(self.layouts) == 1:
             return
         if self.drafter is not None:
-            raise UsageError("draft tokens are simulated in one layout, and without host memory: leave one of them out")
+            raise UsageError(
+                "draft tokens are simulated in one layout, and without host memory: leave one of "
+                "them out"
+            )
         if not isinstance(times, TieredTimes):
-            raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+            raise TypeError(
+                "host memory and other layouts want step times that know them: see TieredTimes"
+            )
 
     @property
     def kept_windows(self) -> tuple[int, ...]:
-        """The windows of the cache groups; all positions stay beside host memory in a single layout."""
+        """The windows of the cache groups; all positions stay beside host memory in a single
+        layout."""
         if self.host_blocks and len(self.layouts) == 1:
             return (0,) * len(self.windows)
         return self.windows
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence. It may take all blocks in every layout; the KV of its last token is never
-        written."""
+        """Tokens of the longest sequence. It may take all blocks in every layout; the KV of its
+        last token is never written."""
         fewest_blocks = min(blocks for _, blocks in self.layouts)
         return most_tokens(self.kept_windows, fewest_blocks, self.block_size, sys.maxsize) + 1
 
@@ -177,17 +202,23 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
         length = len(request.prompt) + request.seed
         if length > longest:
             raise UsageError(
-                f"{request.request_id} takes {length} tokens, but all KV blocks together hold {longest}; "
+                f"{request.request_id} takes {length} tokens, but all KV blocks together hold "
+                f"{longest}; "
                 "use more KV blocks (--num-blocks), more or larger devices, or shorter requests"
             )
         yield request
 
 
-def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | None) -> SimulationResult:
+def _result(
+    fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | None
+) -> SimulationResult:
     lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
     seconds = max(replica.executor.now() for replica in fleet)
     requests = sum(one.requests for one in lives)
-    inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
+    inputs, outputs = (
+        sum(one.input_tokens for one in lives),
+        sum(one.output_tokens for one in lives),
+    )
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
     drafts = [replica.scheduler.extensions.drafts for replica in fleet]
@@ -209,7 +240,10 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
         tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
         itl_ms=Sketch.merged(one.itl for one in lives).distribution(),
         e2el_ms=Sketch.merged(one.e2el for one in lives).distribution(),
-        bubble_shares=tuple(bubble_share(stage) for stage in zip(*(replica.stages for replica in fleet), strict=True)),
+        bubble_shares=tuple(
+            bubble_share(stage)
+            for stage in zip(*(replica.stages for replica in fleet), strict=True)
+        ),
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
@@ -229,7 +263,8 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
         transitions=sum(one.transitions for one in steps),
         transition_seconds=sum(one.transition_seconds for one in steps),
         layout_seconds=tuple(
-            sum(time.seconds for time in times) for times in zip(*(one.layout_times for one in fleet), strict=True)
+            sum(time.seconds for time in times)
+            for times in zip(*(one.layout_times for one in fleet), strict=True)
         ),
         swapped_out_tokens=sum(one.swapped_tokens["out"] for one in steps),
         swapped_in_tokens=sum(one.swapped_tokens["in"] for one in steps),

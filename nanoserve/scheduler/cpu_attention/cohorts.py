@@ -1,5 +1,5 @@
-"""Host sequences whose token is under way: Asynchronous Overlap (APEX) advances a cohort by at most one layer a plan,
-so its token takes L + 1 plans at least."""
+"""Host sequences whose token is under way: Asynchronous Overlap (APEX) advances a cohort by at most
+one layer a plan, so its token takes L + 1 plans at least."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from nanoserve.scheduler.plan import StepPlan
 
 
 class _HostCohort(dict[int, Sequence]):
-    """Host sequences, by id, that began a token in the same overlapped plan, and the layers that are behind them."""
+    """Host sequences, by id, that began a token in the same overlapped plan, and the layers that
+    are behind them."""
 
     layers = 0
 
@@ -18,8 +19,8 @@ class HostCohorts(dict[int, _HostCohort]):
     """The cohorts by the plan in which they began; none is empty."""
 
     def follow(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
-        """Follow a plan. Host sequences of an overlapped plan begin their token in it; any other plan finishes the
-        sequences that it names."""
+        """Follow a plan. Host sequences of an overlapped plan begin their token in it; any other
+        plan finishes the sequences that it names."""
         on_host = [row.sequence for row in plan.rows if row.host is not None]
         if plan.host.strategy != "overlap":
             for sequence in on_host:
@@ -28,7 +29,8 @@ class HostCohorts(dict[int, _HostCohort]):
             self[plan.step] = _HostCohort({sequence: sequences[sequence] for sequence in on_host})
 
     def advance(self, step: int, layers: int) -> None:
-        """The cohort that began in that plan has passed this many layers; all of it may have been answered before."""
+        """The cohort that began in that plan has passed this many layers; all of it may have been
+        answered before."""
         if step in self:
             self[step].layers = layers
 

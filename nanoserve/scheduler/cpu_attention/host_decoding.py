@@ -1,4 +1,5 @@
-"""HostDecoding: host sequences decode where their KV is, in two sub-batches of a step or beside several steps."""
+"""HostDecoding: host sequences decode where their KV is, in two sub-batches of a step or beside
+several steps."""
 
 import dataclasses
 
@@ -29,17 +30,20 @@ class HostDecoding(Extension):
         """How often attention on the CPU died or hung."""
         self._host = host
         self._rows: list[Row] = []
-        self._decided: Strategy = "device"  # strategy of the plan that is being made, if a host row begins
+        # strategy of the plan that is being made, if a host row begins
+        self._decided: Strategy = "device"
 
     def attach(self, scheduler: Scheduler) -> None:
         self._table = scheduler.table
         self._in_flight = scheduler.plans_in_flight
 
-    # ---- a plan is made ---------------------------------------------------------------------------------------
+    # ---- a plan is made --------------------------------------------------------------------------
 
     def survey(self, load: Load) -> None:
         if self.cohorts:
-            load.host = dataclasses.replace(load.host, cohorts=tuple(self.cohorts.under_way.values()))
+            load.host = dataclasses.replace(
+                load.host, cohorts=tuple(self.cohorts.under_way.values())
+            )
 
     def after_decodes(self, builder: PlanBuilder) -> None:
         decision = builder.decision.host
@@ -51,8 +55,8 @@ class HostDecoding(Extension):
             self._finish_tokens(builder)
 
     def _finish_tokens(self, builder: PlanBuilder) -> None:
-        """Add two sub-batches of host sequences, which have their token when the step ends: first the sequences under
-        way."""
+        """Add two sub-batches of host sequences, which have their token when the step ends: first
+        the sequences under way."""
         first, second = builder.decision.host.decodes
         for sequence in self._under_way()[: first + second]:
             row = Row(
@@ -69,7 +73,8 @@ class HostDecoding(Extension):
 
     def _under_way(self) -> list[Sequence]:
         """Host sequences under way that a plan may finish, the most advanced first."""
-        # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
+        # A plan in flight may finish the tokens under way: none of them can be named again before
+        # it ends.
         if any(plan.host.strategy == "overlap" for plan in self._in_flight.values()):
             return []
         return self.cohorts.most_advanced
@@ -114,8 +119,8 @@ class HostDecoding(Extension):
         return bool(self.cohorts)
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """Add the host rows. The strategy is the decided one if a host row begins; otherwise host sequences under way
-        go on, as they cannot come back before."""
+        """Add the host rows. The strategy is the decided one if a host row begins; otherwise host
+        sequences under way go on, as they cannot come back before."""
         if self._rows:
             rows, self._rows = self._rows, []
             beginning = [row for row in rows if row.tokens]
@@ -134,7 +139,7 @@ class HostDecoding(Extension):
         if self.cohorts or plan.host.strategy != "device":
             self.cohorts.follow(plan, self._table.sequences)
 
-    # ---- results ----------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def answered(self, sequence: Sequence, row: PlannedRow, answer: Answer) -> None:
         if self.cohorts:
@@ -144,7 +149,8 @@ class HostDecoding(Extension):
         for progress in result.host.cohorts:
             self.cohorts.advance(progress.step, progress.layers)
         if result.host.lost is not None:
-            # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
+            # Host rows in flight, of asymmetric plans too, will not be answered; their plans end
+            # all the same.
             self.losses += 1
             self._host.lose(for_good=self.losses >= MOST_LOSSES)
             self.cohorts.clear()

@@ -34,9 +34,10 @@ class HostTier(Extension):
         self._table.queues[Place.MOVING] = self._table.busy
 
     def lose(self, *, for_good: bool) -> None:
-        """All KV in host memory is lost, and nothing in flight of sequences there will be answered. Moving sequences
-        keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing moves to the host any
-        longer, and prompts with a reservation stay on the device."""
+        """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
+        Moving sequences keep theirs: what swaps have read or written is whole. If it is lost
+        ``for_good``, nothing moves to the host any longer, and prompts with a reservation stay on
+        the device."""
         lost = [one for one in self._table.sequences.values() if one.place is Place.HOST]
         for sequence in lost:
             self._table.requeue(sequence)
@@ -45,7 +46,7 @@ class HostTier(Extension):
             for sequence in self._table.running:
                 self.blocks.release(sequence)
 
-    # ---- a plan is made ---------------------------------------------------------------------------------------
+    # ---- a plan is made --------------------------------------------------------------------------
 
     def survey(self, load: Load) -> None:
         self.ready = [sequence for sequence in self.on_host if not sequence.in_flight]
@@ -62,7 +63,9 @@ class HostTier(Extension):
             total_blocks=total_blocks,
         )
 
-    def before_rows(self, builder: PlanBuilder, decodes: list[Sequence], prefills: list[Sequence]) -> list[Sequence]:
+    def before_rows(
+        self, builder: PlanBuilder, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> list[Sequence]:
         if builder.decision.host.swap_out:
             decodes = self._swap_out(builder, decodes)
         self._swap_in(builder)
@@ -72,10 +75,13 @@ class HostTier(Extension):
         return decodes
 
     def _swap_out(self, builder: PlanBuilder, decodes: list[Sequence]) -> list[Sequence]:
-        """Move decodes to the host as decided, the last first; returns the decodes that may enter the plan. A decode
-        that has computed no token since it came from the host stays, or it could go to and fro endlessly. A decode in
-        flight cannot move before its token, but does not enter the plan either."""
-        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: builder.decision.host.swap_out]
+        """Move decodes to the host as decided, the last first; returns the decodes that may enter
+        the plan. A decode that has computed no token since it came from the host stays, or it could
+        go to and fro endlessly. A decode in flight cannot move before its token, but does not enter
+        the plan either."""
+        chosen = [sequence for sequence in reversed(decodes) if sequence.begun][
+            : builder.decision.host.swap_out
+        ]
         for sequence in chosen:
             if not sequence.in_flight and not self.move_out(builder, sequence):
                 break
@@ -83,8 +89,8 @@ class HostTier(Extension):
         return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
 
     def _swap_in(self, builder: PlanBuilder) -> None:
-        """Move ready host sequences to the device as decided, in order. A block stays free for each decode to grow
-        into, so that nothing has to leave again at once."""
+        """Move ready host sequences to the device as decided, in order. A block stays free for each
+        decode to grow into, so that nothing has to leave again at once."""
         table, pool = self._table, self._device.pool
         moved = 0
         for sequence in self.ready[: builder.decision.host.swap_in]:
@@ -97,8 +103,8 @@ class HostTier(Extension):
         self.ready = self.ready[moved:]
 
     def move_out(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Move a sequence with nothing in flight to the host; False if it does not decode on the device, or there is
-        no room for it."""
+        """Move a sequence with nothing in flight to the host; False if it does not decode on the
+        device, or there is no room for it."""
         if sequence.status is not Status.DECODE or sequence.place is not Place.DEVICE:
             return False
         if not self.blocks.can_reserve(sequence, sequence.computed):
@@ -109,7 +115,8 @@ class HostTier(Extension):
         return True
 
     def _move_in(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Move a host sequence with nothing in flight to the device; the blocks it needs are free."""
+        """Move a host sequence with nothing in flight to the device; the blocks it needs are
+        free."""
         self.blocks.take_back(sequence)
         self._add(builder, self.swaps.begin(sequence, "in"))
 
@@ -118,7 +125,8 @@ class HostTier(Extension):
         builder.acts = True
 
     def has_room_soon(self, sequence: Sequence, count: int) -> bool:
-        leaving = sum([len(swap.device_blocks) for swap in self.swaps.leaving("out")])  # at most: shared ones stay
+        # at most: shared ones stay
+        leaving = sum([len(swap.device_blocks) for swap in self.swaps.leaving("out")])
         positions = leaving // self._device.groups * self._device.pool.block_size
         return leaving > 0 and count <= self._device.capacity(sequence) + positions
 
@@ -140,10 +148,11 @@ class HostTier(Extension):
         swaps, self._planned = self._planned, []
         return replace(plan, host=replace(plan.host, swaps=tuple(swaps)))
 
-    # ---- parking ----------------------------------------------------------------------------------------------
+    # ---- parking ---------------------------------------------------------------------------------
 
     def _keep_room_for_prompts(self, builder: PlanBuilder, partial: list[Sequence]) -> None:
-        """Where prompts only pass through the device, its decodes must not grow into the room for the next one."""
+        """Where prompts only pass through the device, its decodes must not grow into the room for
+        the next one."""
         prompt = partial[0] if partial else self._table.next_waiting
         if prompt is None or builder.decision.prefill_tokens <= 0:
             return
@@ -159,19 +168,25 @@ class HostTier(Extension):
         return not builder.decision.host.park or self._can_park(prompt)
 
     def after_prompt_row(self, builder: PlanBuilder, prompt: Sequence) -> None:
-        """A prompt to be parked reserves host blocks and moves after its last row, unless one token is left to come."""
+        """A prompt to be parked reserves host blocks and moves after its last row, unless one token
+        is left to come."""
         if not builder.decision.host.park:
             self.blocks.release(prompt)
             return
         if self._can_park(prompt):
             self.blocks.reserve(prompt, len(prompt.tokens) + 1)
-        if prompt.host_table and prompt.remaining == 0 and len(prompt.tokens) + 1 < prompt.max_length:
+        if (
+            prompt.host_table
+            and prompt.remaining == 0
+            and len(prompt.tokens) + 1 < prompt.max_length
+        ):
             self._add(builder, self.swaps.begin(prompt, "out", after_row=True))
 
-    # ---- results ----------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def answered_elsewhere(self, sequence: Sequence) -> None:
-        """A parked prompt has its first token, a host sequence its next one, or a finished one nothing in flight."""
+        """A parked prompt has its first token, a host sequence its next one, or a finished one
+        nothing in flight."""
         if sequence.status is not Status.PREFILL:
             self._table.release_siblings(sequence)
         if sequence.in_flight:

@@ -15,9 +15,10 @@ Direction = Literal["out", "in"]
 class Swaps:
     """The swaps in flight.
 
-    A swap begins with the plan that holds it, and ends when a result names it. Until then its sequence is moving and
-    holds blocks on both tiers. A parked prompt leaves with the row that computes the last of it: the swap is in the
-    same plan, and the sequence has arrived when both are answered, in any order.
+    A swap begins with the plan that holds it, and ends when a result names it. Until then its
+    sequence is moving and holds blocks on both tiers. A parked prompt leaves with the row that
+    computes the last of it: the swap is in the same plan, and the sequence has arrived when both
+    are answered, in any order.
     """
 
     def __init__(self, table: SequenceTable, blocks: HostBlocks) -> None:
@@ -32,12 +33,15 @@ class Swaps:
         return [swap for swap in self.in_flight.values() if swap.direction == direction]
 
     def begin(self, sequence: Sequence, direction: Direction, *, after_row: bool = False) -> Swap:
-        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
-        executor forgets it, after that row if there is one, and it begins again on arrival."""
+        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with
+        its last row. The executor forgets it, after that row if there is one, and it begins again
+        on arrival."""
         assert sequence.host_table is not None, "it has blocks on both tiers"
         device_blocks, host_blocks = [], []
         # It may have reserved more on the host. A window of 1 keeps nothing.
-        for device_block, host_block in zip(sequence.block_table, sequence.host_table, strict=False):
+        for device_block, host_block in zip(
+            sequence.block_table, sequence.host_table, strict=False
+        ):
             if NO_BLOCK not in (device_block, host_block):
                 device_blocks.append(device_block)
                 host_blocks.append(host_block)
@@ -56,7 +60,8 @@ class Swaps:
         return swap
 
     def answered(self, swap_id: int) -> None:
-        """A swap is done. Its source blocks are freed, unless the row that it followed is not answered yet."""
+        """A swap is done. Its source blocks are freed, unless the row that it followed is not
+        answered yet."""
         swap = self.in_flight[swap_id]
         if self._table.sequences[swap.sequence].in_flight:
             self._done[swap.sequence] = swap
@@ -70,12 +75,14 @@ class Swaps:
             self._arrive(swap)
 
     def abandon(self) -> None:
-        """No swap in flight will be answered any longer; the caller ends or requeues the sequences."""
+        """No swap in flight will be answered any longer; the caller ends or requeues the
+        sequences."""
         for swap in list(self.in_flight.values()):
             self._arrive(swap)
 
     def _arrive(self, swap: Swap) -> None:
-        """All KV of a sequence is there; its blocks on the other tier are freed. It may have ended on the way."""
+        """All KV of a sequence is there; its blocks on the other tier are freed. It may have ended
+        on the way."""
         table, sequence = self._table, self._table.sequences[swap.sequence]
         del self.in_flight[swap.swap]
         self._done.pop(swap.sequence, None)

@@ -16,9 +16,9 @@ from nanoserve.scheduler.scheduler import Scheduler
 class Layouts(Extension):
     """The parallel layouts 0, 1, 2, ...: which of them runs, and when it may be left.
 
-    A transition needs an idle, empty device. Draining costs recomputation or two swaps for each sequence, so a policy
-    that keeps changing its mind must not spend all time on it: at least one token is answered between two drains.
-    Answers are finite, so everything finishes.
+    A transition needs an idle, empty device. Draining costs recomputation or two swaps for each
+    sequence, so a policy that keeps changing its mind must not spend all time on it: at least one
+    token is answered between two drains. Answers are finite, so everything finishes.
     """
 
     def __init__(self, others: SequenceOf[LayoutCapacity], host: HostTier | None) -> None:
@@ -34,10 +34,15 @@ class Layouts(Extension):
 
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler, self._table = scheduler, scheduler.table
-        self._capacities = (LayoutCapacity(scheduler.pool.num_blocks, scheduler.pipeline_depth), *self._others)
+        self._capacities = (
+            LayoutCapacity(scheduler.pool.num_blocks, scheduler.pipeline_depth),
+            *self._others,
+        )
         deepest = max([capacity.pipeline_depth for capacity in self._capacities])
         if scheduler.async_scheduling and deepest > 1:
-            raise ValueError("asynchronous scheduling needs one stage: pipeline_depth must be 1 in every layout")
+            raise ValueError(
+                "asynchronous scheduling needs one stage: pipeline_depth must be 1 in every layout"
+            )
         self._table.fewest_blocks = min([capacity.num_blocks for capacity in self._capacities])
 
     @property
@@ -55,7 +60,8 @@ class Layouts(Extension):
             load.predictor = self._scheduler.predictors[self.current]
 
     def take_over(self, builder: PlanBuilder) -> bool:
-        """Drain the device if the policy wants another layout, and change to it once the device is empty."""
+        """Drain the device if the policy wants another layout, and change to it once the device is
+        empty."""
         wanted = builder.decision.layout
         if not self._drains_for(wanted):
             return False
@@ -67,7 +73,8 @@ class Layouts(Extension):
         return True
 
     def _drains_for(self, wanted: int) -> bool:
-        """Whether to drain the device now that the policy wants this layout; an unknown one is ignored."""
+        """Whether to drain the device now that the policy wants this layout; an unknown one is
+        ignored."""
         if wanted == self.current or not 0 <= wanted < len(self._capacities):
             self._is_draining = False
         elif not self._is_draining and self._has_answered:
@@ -75,7 +82,8 @@ class Layouts(Extension):
         return self._is_draining
 
     def _drain(self, builder: PlanBuilder) -> None:
-        """Empty the device, as soon as nothing on it is in flight: decodes move to the host if it has room."""
+        """Empty the device, as soon as nothing on it is in flight: decodes move to the host if it
+        has room."""
         running = self._table.running
         if any(sequence.in_flight for sequence in running):
             return
@@ -87,7 +95,9 @@ class Layouts(Extension):
         if self.current == 0 and self._next is None:
             return plan
         transition, self._next = self._next, None
-        return replace(plan, layouts=replace(plan.layouts, current=self.current, transition=transition))
+        return replace(
+            plan, layouts=replace(plan.layouts, current=self.current, transition=transition)
+        )
 
     def planned(self, plan: StepPlan) -> None:
         self._target = plan.layouts.transition

@@ -1,4 +1,5 @@
-"""The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
+"""The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve
+policies``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,11 @@ from typing import Any
 
 from nanoserve.errors import UsageError, shown
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap
+from nanoserve.scheduler.policies.apex import (
+    ApexAlgorithm1,
+    AsymmetricPipelining,
+    AsynchronousOverlap,
+)
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.policies.placement import HybridPolicy, PreemptingBySwap
@@ -45,10 +50,17 @@ POLICIES: dict[str, PolicyEntry] = {
     "prefill-first": PolicyEntry(
         PrefillFirst, "Orca, OSDI 2022", "the first token matters most; running answers may stall"
     ),
-    "decode-first": PolicyEntry(DecodeFirst, "FasterTransformer", "equal requests in closed batches, to compare with"),
-    "sarathi": PolicyEntry(ChunkedPrefill, "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"),
+    "decode-first": PolicyEntry(
+        DecodeFirst, "FasterTransformer", "equal requests in closed batches, to compare with"
+    ),
+    "sarathi": PolicyEntry(
+        ChunkedPrefill, "Sarathi-Serve, OSDI 2024", "one device, or tensor parallel: even steps"
+    ),
     "throttling": PolicyEntry(
-        TokenThrottling, "gLLM, sections 3.1, 3.2", "pipeline parallel: equal micro-batches, no bubbles", "max_prefill"
+        TokenThrottling,
+        "gLLM, sections 3.1, 3.2",
+        "pipeline parallel: equal micro-batches, no bubbles",
+        "max_prefill",
     ),
     "adaptive": PolicyEntry(
         AdaptiveThrottling,
@@ -57,7 +69,9 @@ POLICIES: dict[str, PolicyEntry] = {
         "max_prefill",
     ),
     "seesaw": PolicyEntry(
-        TransitionMinimizing, "Seesaw, section 4.2", "offline work with two parallel layouts and KV memory on the host"
+        TransitionMinimizing,
+        "Seesaw, section 4.2",
+        "offline work with two parallel layouts and KV memory on the host",
     ),
     "neo": PolicyEntry(
         AsymmetricPipelining,
@@ -70,7 +84,9 @@ POLICIES: dict[str, PolicyEntry] = {
         "KV memory on the host, long answers: the CPU attends beside the steps",
     ),
     "apex": PolicyEntry(
-        ApexAlgorithm1, "APEX, algorithm 1", "as printed, to compare with: neo or overlap by inequality 5"
+        ApexAlgorithm1,
+        "APEX, algorithm 1",
+        "as printed, to compare with: neo or overlap by inequality 5",
     ),
     "hybrid": PolicyEntry(
         HybridByPrediction,
@@ -79,12 +95,17 @@ POLICIES: dict[str, PolicyEntry] = {
     ),
 }
 """Choices of ``--policy``."""
-_PARSERS: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    bool: {"true": True, "false": False}.__getitem__,
+    int: int,
+    float: float,
+}
 
 
 def find_policy(name: str) -> tuple[PolicyEntry, list[str]]:
     """The policy of a name such as "throttling:iterations=4" or "mine.py:Mine:speed=2", and its
-    parameters, word for word. Raises UsageError for an unknown name, and a file without such a class."""
+    parameters, word for word. Raises UsageError for an unknown name, and a file without such a
+    class."""
     first, *words = name.split(":")
     if first.endswith(".py"):
         class_name = ""
@@ -92,16 +113,23 @@ def find_policy(name: str) -> tuple[PolicyEntry, list[str]]:
             class_name = words.pop(0)
         return PolicyEntry(load_policy_class(first, class_name), "", ""), words
     if first not in POLICIES:
-        raise UsageError(f"unknown policy {shown(first)}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
+        raise UsageError(
+            f"unknown policy {shown(first)}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS"
+        )
     return POLICIES[first], words
 
 
 def make_policy(
-    name: str, token_budget: int, parameters: Mapping[str, Any] | None = None, *, swaps: bool = False
+    name: str,
+    token_budget: int,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    swaps: bool = False,
 ) -> Policy:
-    """The policy of that name, as for `find_policy`, with parameters that differ from its defaults. With ``swaps``
-    preempted sequences may move to host memory; a policy that attends there decides so itself. Raises UsageError for an
-    unknown name or parameter, or one out of its range, and for a file that is none."""
+    """The policy of that name, as for `find_policy`, with parameters that differ from its defaults.
+    With ``swaps`` preempted sequences may move to host memory; a policy that attends there decides
+    so itself. Raises UsageError for an unknown name or parameter, or one out of its range, and for
+    a file that is none."""
     entry, words = find_policy(name)
     if token_budget < 1:
         raise UsageError(f"the token budget of a step must be at least 1, not {token_budget}")
@@ -111,7 +139,9 @@ def make_policy(
         chosen.update(parameters)
     unknown = sorted(chosen.keys() - defaults)
     if unknown:
-        raise UsageError(f"the policy has no parameter {shown(unknown[0])}; it has {', '.join(defaults)}")
+        raise UsageError(
+            f"the policy has no parameter {shown(unknown[0])}; it has {', '.join(defaults)}"
+        )
     if "min_prefill" in defaults:  # its default may be more than a small budget allows
         least = min(defaults["min_prefill"], token_budget)
         chosen.setdefault("min_prefill", least)
@@ -126,7 +156,8 @@ def make_policy(
 
 
 def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as "iterations=4" and "without_wt". Raises UsageError for one that comes twice or makes no sense."""
+    """Parameters as "iterations=4" and "without_wt". Raises UsageError for one that comes twice or
+    makes no sense."""
     parameters: dict[str, Any] = {}
     for word in words:
         key, equals, value = (piece.strip() for piece in word.partition("="))
@@ -146,17 +177,23 @@ def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict
             wanted = ""
             if kind is int:
                 wanted = f"{key} is a whole number, "
-            raise UsageError(f"{wanted}{shown(word)} is no parameter such as iterations=4 or without_wt")
+            raise UsageError(
+                f"{wanted}{shown(word)} is no parameter such as iterations=4 or without_wt"
+            )
         parameters[key] = number
     return parameters
 
 
 def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
-    """Policies by name, from names separated by commas. Raises UsageError as `make_policy`, and for a repeated one."""
+    """Policies by name, from names separated by commas. Raises UsageError as `make_policy`, and for
+    a repeated one."""
     policies: dict[str, Policy] = {}
     for part in text.split(","):
         name = part.strip()
         if name in policies:
-            raise UsageError(f"{name} is named twice: give each parameters of its own, as throttling:iterations=4")
+            raise UsageError(
+                f"{name} is named twice: give each parameters of its own, as "
+                "throttling:iterations=4"
+            )
         policies[name] = make_policy(name, token_budget)
     return policies

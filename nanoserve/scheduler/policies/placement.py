@@ -1,7 +1,9 @@
-"""Where sequences are placed with a host tier: what the hybrid policies share, and preemption by swapping.
+"""Where sequences are placed with a host tier: what the hybrid policies share, and preemption by
+swapping.
 
-As in APEX, section 3.2, Tlin = T_glinear and Tgatt = T_gatt are the device's linear and attention seconds of one layer
-for its decodes, Tlin_pref and Tgatt_pref the same with prompts in the step. L is ``predictor.num_layers``.
+As in APEX, section 3.2, Tlin = T_glinear and Tgatt = T_gatt are the device's linear and attention
+seconds of one layer for its decodes, Tlin_pref and Tgatt_pref the same with prompts in the step. L
+is ``predictor.num_layers``.
 """
 
 from abc import abstractmethod
@@ -17,15 +19,17 @@ from nanoserve.scheduler.predictor import Predictor
 
 @dataclass(frozen=True, slots=True)
 class PreemptingBySwap(Policy):
-    """Another policy, whose preempted sequences are copied to host memory and back if that is faster than recomputing.
+    """Another policy, whose preempted sequences are copied to host memory and back if that is
+    faster than recomputing.
 
-    vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode, a victim moves if
-    this is less than one step that recomputes it::
+    vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode,
+    a victim moves if this is less than one step that recomputes it::
 
         2 T_swap(t)  <  L (T_linear(t) + T_prefill_attention(t)) + T_overhead
 
-    A moved sequence comes back as soon as the device has room beside the expected growth, before any new prompt begins,
-    as it is older than most that wait. Until then the inner policy sees no new prompts, only partly computed ones.
+    A moved sequence comes back as soon as the device has room beside the expected growth, before
+    any new prompt begins, as it is older than most that wait. Until then the inner policy sees no
+    new prompts, only partly computed ones.
     """
 
     inner: Policy
@@ -82,17 +86,20 @@ class HybridPolicy(Policy):
 
 
 def device_first(load: Load, token_budget: int) -> Decision:
-    """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and host sequences go.
+    """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and
+    host sequences go.
 
-    While the device can hold all prompts that wait and all host sequences, with a block for each decode, all go there.
-    Else prompts go there if it can hold them beside the expected growth of running sequences, and host sequences come
-    back as soon as it has room beside that. Only the rest is parked. Without a host tier this is ChunkedPrefill.
+    While the device can hold all prompts that wait and all host sequences, with a block for each
+    decode, all go there. Else prompts go there if it can hold them beside the expected growth of
+    running sequences, and host sequences come back as soon as it has room beside that. Only the
+    rest is parked. Without a host tier this is ChunkedPrefill.
 
-    If the host could hold the next prompt, the device then keeps a bay of its size free, in which parked prompts are
-    computed. If decodes have outgrown the forecast and the next prompt does not fit beside a block for each, the newest
-    move to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks. While no
-    prompt waits, host sequences come back until one block is left for each decode, even if the newest may have to leave
-    again: the growth may be overestimated until the first answers have ended.
+    If the host could hold the next prompt, the device then keeps a bay of its size free, in which
+    parked prompts are computed. If decodes have outgrown the forecast and the next prompt does not
+    fit beside a block for each, the newest move to host memory: a waiting prompt costs more than
+    their tokens, and a partly computed one holds blocks. While no prompt waits, host sequences come
+    back until one block is left for each decode, even if the newest may have to leave again: the
+    growth may be overestimated until the first answers have ended.
     """
     decodes = min(load.decode_share, token_budget)
     plan = Decision(token_budget - decodes, decodes, bound="rule 1: the device first")
@@ -117,7 +124,8 @@ def device_first(load: Load, token_budget: int) -> Decision:
     park = is_short and prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
-        may_park = host_has_room or load.ready_prefills > 0  # a begun prompt has reserved its host blocks
+        # a begun prompt has reserved its host blocks
+        may_park = host_has_room or load.ready_prefills > 0
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
             host = replace(host, swap_out=leave)
@@ -129,7 +137,8 @@ def device_first(load: Load, token_budget: int) -> Decision:
 
 
 def _memory_is_short(load: Load) -> bool:
-    """Whether prompts wait, and the device cannot hold all of them, all host sequences and a block for each decode."""
+    """Whether prompts wait, and the device cannot hold all of them, all host sequences and a block
+    for each decode."""
     waiting = -(-load.waiting_tokens // load.block_size)
     from_host = load.host.decodes * (load.host.sequence_blocks(load) + 1)
     return waiting > 0 and waiting + from_host + load.running_decodes > load.free_blocks
@@ -147,8 +156,9 @@ def device_alone(load: Load, token_budget: int) -> Decision:
 
 
 def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
-    """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode. A
-    prompt that does not fit would not begin, so it must not count in the step's predicted time."""
+    """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block
+    for each decode. A prompt that does not fit would not begin, so it must not count in the step's
+    predicted time."""
     returning = plan.host.swap_in * load.host.sequence_blocks(load)
     room = max(0, load.free_blocks - returning - load.running_decodes)
     if load.first_waiting_tokens == 0:
@@ -159,7 +169,8 @@ def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
 
 
 def _prompt_tokens(load: Load, budget: int, room: int) -> int:
-    """Tokens of waiting prompts within the budget and ``room`` blocks; a begun prompt may have room in its last one."""
+    """Tokens of waiting prompts within the budget and ``room`` blocks; a begun prompt may have room
+    in its last one."""
     blocks = room + load.ready_prefills
     return min(budget, load.waiting_tokens, blocks * load.block_size)
 
@@ -171,7 +182,8 @@ def _returning(load: Load, spare: int) -> int:
 
 
 def _leaving(load: Load, blocks: int) -> int:
-    """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or others are moving."""
+    """How many decodes, at most all but one, hold this many blocks; 0 if the host has no room or
+    others are moving."""
     if load.host.moving or load.host.blocks_to_park(load) > load.host.free_blocks:
         return 0
     slots = load.block_size * max(1, load.running_decodes)
@@ -182,8 +194,9 @@ def _leaving(load: Load, blocks: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Predicted times of a step on the device alone, per layer unless a name says otherwise, and the host sequences
-    that could join it. Each prediction is made once: on small models deciding takes a considerable part of a step."""
+    """Predicted times of a step on the device alone, per layer unless a name says otherwise, and
+    the host sequences that could join it. Each prediction is made once: on small models deciding
+    takes a considerable part of a step."""
 
     predictor: Predictor
     decodes: int
@@ -256,7 +269,8 @@ class DeviceStep:
         return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float, host: int = 0) -> float:
-        """A step's seconds from those of a layer; with a large vocabulary, the head of ``host`` more rows counts."""
+        """A step's seconds from those of a layer; with a large vocabulary, the head of ``host``
+        more rows counts."""
         overhead = self._overhead
         if host:
             overhead = self.predictor.step_overhead_seconds(self.decodes + host)
@@ -281,7 +295,8 @@ class DeviceStep:
         return bisect_right(range(1, most + 1), window, key=self.cpu_seconds)
 
     def pipelined(self, most: int) -> tuple[tuple[int, int], float]:
-        """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and the whole step's seconds."""
+        """NEO's greedy choice: host sequences of sub-batches 0 and 1, ``most`` in all, and the
+        whole step's seconds."""
         first = second = 0
         if self.rows:
             second = self.hidden(self.tlin_pref + self.tgatt_pref, most)

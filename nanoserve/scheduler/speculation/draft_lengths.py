@@ -1,4 +1,5 @@
-"""Choosing how many draft tokens the rows of a step check: the numbers predicted to give most tokens per second."""
+"""Choosing how many draft tokens the rows of a step check: the numbers predicted to give most
+tokens per second."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from nanoserve.scheduler.work import MAX_DRAFT_TOKENS, StepWork
 COUNTS = (0, 1, 2, 3, 4, 5, MAX_DRAFT_TOKENS)
 """Draft tokens that a row may have."""
 _LEAST_GAIN = 1.02
-"""Least predicted speed-up by speculation: a prediction may be a little wrong, and plain steps are sure."""
+"""Least predicted speed-up by speculation: a prediction may be a little wrong, and plain steps are
+sure."""
 _FADING = 0.9
 """Share of a sequence's record that counts at its next verification: about the last ten do."""
 _PRIOR_TRIALS = 2.0
@@ -21,15 +23,16 @@ _HIGHEST = 0.98
 
 @dataclass(slots=True)
 class Acceptance:
-    """A running mean of how often a draft token is right, given that the draft tokens before it are."""
+    """A running mean of how often a draft token is right, given that the draft tokens before it
+    are."""
 
     accepted: float
     tried: float
     fading: float = _FADING
 
     def learn(self, draft_tokens: int, accepted: int) -> None:
-        """Learn from a verified row of this many draft tokens. The first wrong one ends the lesson: later draft tokens
-        tell nothing."""
+        """Learn from a verified row of this many draft tokens. The first wrong one ends the lesson:
+        later draft tokens tell nothing."""
         tried = min(accepted + 1, draft_tokens)
         self.accepted = self.fading * self.accepted + accepted
         self.tried = self.fading * self.tried + tried
@@ -42,7 +45,8 @@ class Acceptance:
 
 
 def expected_tokens(rate: float, draft_tokens: int) -> float:
-    """Tokens that a row answers, E = (1 - α^(k+1)) / (1 - α) (Leviathan et al. 2023, equation 1)."""
+    """Tokens that a row answers, E = (1 - α^(k+1)) / (1 - α) (Leviathan et al. 2023, equation
+    1)."""
     if rate >= 1:
         return draft_tokens + 1.0
     return (1 - rate ** (draft_tokens + 1)) / (1 - rate)
@@ -50,7 +54,8 @@ def expected_tokens(rate: float, draft_tokens: int) -> float:
 
 @lru_cache(maxsize=128)
 def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
-    """From each of COUNTS to the next: how likely a draft token is right then, negative, and both; for α in percent."""
+    """From each of COUNTS to the next: how likely a draft token is right then, negative, and both;
+    for α in percent."""
     rate, pieces = percent / 100, []
     for fewer, more in pairwise(COUNTS):
         lost = expected_tokens(rate, fewer) - expected_tokens(rate, more)
@@ -60,16 +65,21 @@ def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
 
 
 def choose_counts(
-    rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int, prompt_tokens: int
+    rates: Sequence[float],
+    limits: Sequence[int],
+    seconds: Callable[[int, int], float],
+    budget: int,
+    prompt_tokens: int,
 ) -> list[int]:
-    """The number of draft tokens of each row, from COUNTS, that maximises (ΣE(α, k) + prompt tokens) / seconds(Σk,
-    largest k), where the step has at most ``budget`` draft tokens; all 0 if speculation is not predicted to gain 2 %.
+    """The number of draft tokens of each row, from COUNTS, that maximises (ΣE(α, k) + prompt
+    tokens) / seconds(Σk, largest k), where the step has at most ``budget`` draft tokens; all 0 if
+    speculation is not predicted to gain 2 %.
 
-    A prompt's tokens are as good as an answer's: else draft tokens would seem to pay wherever a prompt makes a step
-    long, though each of them delays it.
+    A prompt's tokens are as good as an answer's: else draft tokens would seem to pay wherever a
+    prompt makes a step long, though each of them delays it.
 
-    Of all ways to spend n draft tokens the best takes the likeliest ones, as each row's next draft token is likelier
-    to be right than the one after it. So only the number is searched.
+    Of all ways to spend n draft tokens the best takes the likeliest ones, as each row's next draft
+    token is likelier to be right than the one after it. So only the number is searched.
     """
     pieces: list[tuple[float, int, int, int]] = []
     for row, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
@@ -101,15 +111,18 @@ def choose_counts(
 
 
 _TRIED = frozenset(accumulate(range(4000), lambda number, _: number + 1 + number // 8, initial=1))
-"""How many pieces are tried: all up to 8, then about an eighth more each time, to save time on the CPU."""
+"""How many pieces are tried: all up to 8, then about an eighth more each time, to save time on the
+CPU."""
 
 
 def step_seconds(predictor: Predictor, work: StepWork) -> Callable[[int], float]:
-    """Return a function that predicts the time of the step with a number of additional draft tokens. Draft tokens read
-    the keys that their row reads anyway."""
+    """Return a function that predicts the time of the step with a number of additional draft
+    tokens. Draft tokens read the keys that their row reads anyway."""
     of_chunks = 0.0
     for start, length in work.chunks:
-        of_chunks += predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)
+        of_chunks += predictor.prefill_attention_seconds(
+            start + length
+        ) - predictor.prefill_attention_seconds(start)
     attention = predictor.attention_seconds(work.decode_context) + of_chunks
 
     def seconds(draft_tokens: int) -> float:

@@ -14,11 +14,15 @@ from nanoserve.scheduler.work import MAX_DRAFT_TOKENS, DraftCounts, StepWork
 
 _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
-"""The record of all sequences before anything is verified: α is high, so that speculation is tried."""
+"""The record of all sequences before anything is verified: α is high, so that speculation is
+tried."""
 _PROBE, _RAREST_PROBE = 16, 256
-"""Plans between probes of an unprofitable drafter, and the most such plans: the wait doubles until drafting pays."""
+"""Plans between probes of an unprofitable drafter, and the most such plans: the wait doubles until
+drafting pays."""
 _RECONSIDERED = 8  # plans for which the choice of no draft tokens is kept, at most: it takes time
-_PLAIN = 32  # plans with draft tokens until one has none though they would pay: what is never done is never timed
+# plans with draft tokens until one has none though they would pay: what is never done is never
+# timed
+_PLAIN = 32
 _TIMES_KEPT = 32
 """Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
 _FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, until it is measured
@@ -31,23 +35,30 @@ class _Record:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
     draft_tokens: tuple[int, ...] = ()
     length: int = 0
-    """Last draft, and the sequence's length when it was made. The draft is compared with the tokens that followed,
-    whether the model checked it or not."""
+    """Last draft, and the sequence's length when it was made. The draft is compared with the tokens
+    that followed, whether the model checked it or not."""
     index: NgramIndex = field(default_factory=NgramIndex)
     seen: int = 0
     wait: int = _PROBE
-    """How many tokens there were when it was last considered, and how many more are planned as placeholders before it
-    is again."""
+    """How many tokens there were when it was last considered, and how many more are planned as
+    placeholders before it is again."""
 
 
 class DraftProposer:
-    """``looks_up``: draft tokens come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is
-    asked for them, one step before. A step has at most ``token_budget`` tokens with its draft tokens. With
-    ``async_scheduling`` the next plan is made before a token is known, unless its sequence waits for the token."""
+    """``looks_up``: draft tokens come from the sequence's own tokens (n-grams); otherwise a drafter
+    in the executor is asked for them, one step before. A step has at most ``token_budget`` tokens
+    with its draft tokens. With ``async_scheduling`` the next plan is made before a token is known,
+    unless its sequence waits for the token."""
 
-    def __init__(self, *, looks_up: bool, token_budget: int, async_scheduling: bool = False) -> None:
+    def __init__(
+        self, *, looks_up: bool, token_budget: int, async_scheduling: bool = False
+    ) -> None:
         self.counts = DraftCounts()
-        self._looks_up, self._token_budget, self._async_scheduling = looks_up, token_budget, async_scheduling
+        self._looks_up, self._token_budget, self._async_scheduling = (
+            looks_up,
+            token_budget,
+            async_scheduling,
+        )
         self._records: dict[int, _Record] = {}
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
         self._draft_seconds = math.inf  # of one token of each row
@@ -73,11 +84,12 @@ class DraftProposer:
         in_flight: int = 0,
         prompt_tokens: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Return, for each sequence that a plan samples, its draft tokens and how many to draft after the answer.
+        """Return, for each sequence that a plan samples, its draft tokens and how many to draft
+        after the answer.
 
-        ``work`` is the plan without draft tokens. It has ``prompt_tokens``; ``in_flight`` other plans are in flight.
-        The predictor tells how many draft tokens pay. ``wanted`` sets their number for each row instead; without
-        either, each row has as many as possible.
+        ``work`` is the plan without draft tokens. It has ``prompt_tokens``; ``in_flight`` other
+        plans are in flight. The predictor tells how many draft tokens pay. ``wanted`` sets their
+        number for each row instead; without either, each row has as many as possible.
         """
         most = MAX_DRAFT_TOKENS
         if wanted is not None:
@@ -103,7 +115,9 @@ class DraftProposer:
         if not any(counts):
             self._plans_with_drafts = 0
         if not self._looks_up:
-            limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
+            limits = [
+                max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)
+            ]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
             self._ask(sequences, records, limits, drafts)
         if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
@@ -112,10 +126,16 @@ class DraftProposer:
                 pause = min(len(records) // 2, _RECONSIDERED)
             self._rests_until = self._plans + 1 + pause
         if self._async_scheduling:
-            for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
+            for sequence, record, count, draft in zip(
+                sequences, records, counts, drafts, strict=True
+            ):
                 if sequence.placeholders is not None:
-                    self._plan_waiting(sequence.placeholders, record, waits=is_plain or count > 0 or draft > 0)
-        return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
+                    self._plan_waiting(
+                        sequence.placeholders, record, waits=is_plain or count > 0 or draft > 0
+                    )
+        return [
+            (one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)
+        ]
 
     def _record_of(self, sequence: Sequence) -> _Record:
         """Return the record of a sequence that is considered now."""
@@ -127,7 +147,8 @@ class DraftProposer:
         return record
 
     def _plan_waiting(self, placeholders: Placeholders, record: _Record, *, waits: bool) -> None:
-        """Note whether a sequence's next plan waits for its token, and how soon it is considered again if not."""
+        """Note whether a sequence's next plan waits for its token, and how soon it is considered
+        again if not."""
         placeholders.wait = waits
         if waits:
             record.wait = _PROBE
@@ -168,11 +189,15 @@ class DraftProposer:
             acceptance.learn(draft_tokens, right)
 
     def _seconds(
-        self, make_work: Callable[[], StepWork], predictor: Predictor, key: tuple[int, int], micro_batches: int
+        self,
+        make_work: Callable[[], StepWork],
+        predictor: Predictor,
+        key: tuple[int, int],
+        micro_batches: int,
     ) -> Callable[[int, int], float]:
-        """Return a function that predicts the time until the rows of a plan are planned again, by the number of draft
-        tokens to check and the longest draft to make. The plan has to pass all stages, and each stage has to compute
-        every micro-batch once."""
+        """Return a function that predicts the time until the rows of a plan are planned again, by
+        the number of draft tokens to check and the longest draft to make. The plan has to pass all
+        stages, and each stage has to compute every micro-batch once."""
         if key != self._step_of or not self._step_age:
             self._step = cache(step_seconds(predictor, make_work()))
             self._step_of, self._step_age = key, _TIMES_KEPT
@@ -198,8 +223,8 @@ class DraftProposer:
         prompt_tokens: int,
         longest: int = 0,
     ) -> list[int]:
-        """Choose the number of draft tokens of each record, at most its limit. A plan that checks drafts takes the time
-        for drafting its ``longest``."""
+        """Choose the number of draft tokens of each record, at most its limit. A plan that checks
+        drafts takes the time for drafting its ``longest``."""
         if seconds is None:
             return limits
         prior = self._all.rate(0.0)
@@ -215,9 +240,14 @@ class DraftProposer:
         return choose_counts(rates, limits, paced, budget, prompt_tokens)
 
     def _ask(
-        self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]
+        self,
+        sequences: SequenceOf[Sequence],
+        records: list[_Record],
+        limits: list[int],
+        drafts: list[int],
     ) -> None:
-        """Note the sequences that are asked for drafts. If there are none, now and then ask one as a probe."""
+        """Note the sequences that are asked for drafts. If there are none, now and then ask one as
+        a probe."""
         if any(drafts):
             self._probe_wait = _PROBE
         elif self._plans >= self._next_probe and any(limits):
@@ -231,9 +261,17 @@ class DraftProposer:
                 if draft:
                     self._asked.add(sequence.sequence_id)
 
-    def learn(self, sequence: Sequence, draft_tokens: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
-        """Learn from a row's answer. The row had ``draft_tokens``; the sequence has its ``answered`` tokens by now. The
-        drafter was ``asked`` for a number of tokens to follow them, and returned ``draft``."""
+    def learn(
+        self,
+        sequence: Sequence,
+        draft_tokens: int,
+        answered: int,
+        asked: int,
+        draft: tuple[int, ...],
+    ) -> None:
+        """Learn from a row's answer. The row had ``draft_tokens``; the sequence has its
+        ``answered`` tokens by now. The drafter was ``asked`` for a number of tokens to follow them,
+        and returned ``draft``."""
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return
@@ -249,12 +287,16 @@ class DraftProposer:
             if not draft:  # as good as a wrong draft token
                 self._take_note(record, 1, 0)
         placeholders = sequence.placeholders
-        if placeholders is not None and not placeholders.wait and length - record.seen >= record.wait:
+        if (
+            placeholders is not None
+            and not placeholders.wait
+            and length - record.seen >= record.wait
+        ):
             placeholders.wait = not self._looks_up or bool(record.index.propose(sequence.tokens, 1))
 
     def learn_pace(self, each: float, *, steady: bool) -> None:
-        """Learn how long drafting took for ``each`` token of the longest draft. If it was not ``steady``, the drafter
-        also read tokens that it had not seen, so this is an upper bound."""
+        """Learn how long drafting took for ``each`` token of the longest draft. If it was not
+        ``steady``, the drafter also read tokens that it had not seen, so this is an upper bound."""
         if not steady:
             self._draft_seconds = min(self._draft_seconds, each)
             return

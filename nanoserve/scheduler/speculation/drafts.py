@@ -1,4 +1,5 @@
-"""Drafts: adds draft tokens to the rows of a plan, as its DraftProposer chooses, and tells it what became of them."""
+"""Drafts: adds draft tokens to the rows of a plan, as its DraftProposer chooses, and tells it what
+became of them."""
 
 from msgspec.structs import replace
 
@@ -27,9 +28,9 @@ class Drafts(Extension):
             sequence.placeholders.wait = True  # until the proposer has looked at it
 
     def after_rows(self, builder: PlanBuilder) -> None:
-        """Add draft tokens to the rows that are sampled, and ask for the next ones, where blocks are free for them.
-        Each sequence that runs keeps a free block to grow into: no draft token ever costs another sequence its
-        blocks."""
+        """Add draft tokens to the rows that are sampled, and ask for the next ones, where blocks
+        are free for them. Each sequence that runs keeps a free block to grow into: no draft token
+        ever costs another sequence its blocks."""
         wanted = builder.decision.draft_tokens
         if self.proposer.rests() and wanted is None:
             return
@@ -54,7 +55,12 @@ class Drafts(Extension):
                 self._extend(builder, sequence, place, draft_tokens, draft)
 
     def _extend(
-        self, builder: PlanBuilder, sequence: Sequence, place: int, draft_tokens: tuple[int, ...], draft: int
+        self,
+        builder: PlanBuilder,
+        sequence: Sequence,
+        place: int,
+        draft_tokens: tuple[int, ...],
+        draft: int,
     ) -> None:
         """Add draft tokens to a row, and then tokens to draft, as far as there is room."""
         blocks, row = self._table.blocks, builder.rows[place]
@@ -81,7 +87,9 @@ class Drafts(Extension):
             accepted = max(0, len(answer.tokens) - 1)
             sequence.computed -= draft.verify - accepted
         if row.draft is not None or self._async_scheduling:
-            self.proposer.learn(sequence, draft.verify, len(answer.tokens), draft.propose, answer.draft)
+            self.proposer.learn(
+                sequence, draft.verify, len(answer.tokens), draft.propose, answer.draft
+            )
 
     def plan_ended(self, plan: StepPlan, result: StepResult) -> None:
         """Learn how long drafting took."""

@@ -1,4 +1,5 @@
-"""Prompt lookup (Saxena 2023): the draft token is what followed the latest tokens when they last came."""
+"""Prompt lookup (Saxena 2023): the draft token is what followed the latest tokens when they last
+came."""
 
 from collections.abc import Sequence
 
@@ -6,7 +7,8 @@ LEAST_MATCH = 3
 """Tokens that must have come before; shorter matches are mostly chance."""
 _BITS = 21
 _MASK = (1 << _BITS * LEAST_MATCH) - 1
-"""A run of tokens, whose ids are below 2^21, is one integer: many tuples keep the garbage collector busy."""
+"""A run of tokens, whose ids are below 2^21, is one integer: many tuples keep the garbage collector
+busy."""
 
 
 class NgramIndex:
@@ -17,8 +19,9 @@ class NgramIndex:
         self._read = self._run = 0  # tokens read, and the latest LEAST_MATCH of them
 
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """At most ``most`` tokens to follow these, which continue those of the last call. A match that reaches to the
-        end goes on in its own draft tokens: what repeats is drafted to repeat again."""
+        """At most ``most`` tokens to follow these, which continue those of the last call. A match
+        that reaches to the end goes on in its own draft tokens: what repeats is drafted to repeat
+        again."""
         after, run = self._after, self._run
         for position in range(self._read, len(tokens)):
             if position >= LEAST_MATCH:

@@ -1,1 +1,2 @@
-"""Talk to OpenAI-compatible servers, ours and others: addresses, events, and a small blocking client. No torch."""
+"""Talk to OpenAI-compatible servers, ours and others: addresses, events, and a small blocking
+client. No torch."""

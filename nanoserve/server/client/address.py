@@ -18,7 +18,8 @@ class ServerAddress:
     host: str
     port: int
     root: str = ""
-    """The path before /v1, usually empty. Paths outside of OpenAI's API, such as /ready, lie below it."""
+    """The path before /v1, usually empty. Paths outside of OpenAI's API, such as /ready, lie below
+    it."""
 
     @property
     def api(self) -> str:
@@ -40,7 +41,8 @@ class ServerAddress:
 
 
 def parse_url(text: str) -> ServerAddress:
-    """The address of ``http://host:port``, with or without /v1, or with a longer path that ends in /v1.
+    """The address of ``http://host:port``, with or without /v1, or with a longer path that ends in
+    /v1.
 
     Raises UsageError for any other text.
     """
@@ -64,7 +66,8 @@ def parse_url(text: str) -> ServerAddress:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """The header that carries a key, empty without one. Raises UsageError for a key that a header cannot hold."""
+    """The header that carries a key, empty without one. Raises UsageError for a key that a header
+    cannot hold."""
     if not api_key:
         return {}
     if not _ORDINARY.fullmatch(api_key):

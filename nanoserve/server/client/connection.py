@@ -1,7 +1,8 @@
-"""A blocking HTTP client for one request at a time, from the standard library, so that it starts at once.
+"""A blocking HTTP client for one request at a time, from the standard library, so that it starts at
+once.
 
-It connects to the server directly, follows no redirects and reads no environment variables: a key is sent only to the
-server that the user named.
+It connects to the server directly, follows no redirects and reads no environment variables: a key
+is sent only to the server that the user named.
 """
 
 import json
@@ -15,7 +16,14 @@ import msgspec
 
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.server.client.address import ServerAddress, key_headers
-from nanoserve.server.client.events import BrokenStream, Chunk, EventReader, error_facts, printable, read_error
+from nanoserve.server.client.events import (
+    BrokenStream,
+    Chunk,
+    EventReader,
+    error_facts,
+    printable,
+    read_error,
+)
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -40,7 +48,12 @@ class ServerRefused(RuntimeFailure):
     """The server answered with an error."""
 
     def __init__(
-        self, message: str, status: int, *, context_full: bool = False, retry_after: int | None = None
+        self,
+        message: str,
+        status: int,
+        *,
+        context_full: bool = False,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status  # the HTTP status
@@ -53,21 +66,27 @@ class ServerLost(RuntimeFailure):
 
 
 class ApiClient:
-    """Sends requests to one server. Each has a connection of its own, and closing it cancels the request."""
+    """Sends requests to one server. Each has a connection of its own, and closing it cancels the
+    request."""
 
     def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
         self.address = address
         self.headers = {"user-agent": "nanoserve"} | key_headers(api_key)  # of every request
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
-        """The chunks of a streamed answer as they come; closing the generator closes the connection.
+        """The chunks of a streamed answer as they come; closing the generator closes the
+        connection.
 
-        Raises ServerRefused for an error, at once or within the stream; ServerLost if the server cannot be reached or
-        ends the answer half-way; BrokenStream if the answer is not a stream of chunks.
+        Raises ServerRefused for an error, at once or within the stream; ServerLost if the server
+        cannot be reached or ends the answer half-way; BrokenStream if the answer is not a stream of
+        chunks.
         """
         with self._response(path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
-                raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
+                raise BrokenStream(
+                    f"{self.address} did not answer with a stream: is it an OpenAI-compatible "
+                    "server?"
+                )
             reader = EventReader()
             finished = False
             while not reader.done and (data := response.read1(_READ_BYTES)):
@@ -90,11 +109,14 @@ class ApiClient:
         try:
             return msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            message = f"{self.address}{path} did not answer with JSON: is it an OpenAI-compatible server?"
+            message = (
+                f"{self.address}{path} did not answer with JSON: is it an OpenAI-compatible server?"
+            )
             raise BrokenStream(message) from None
 
     def _connect(self) -> "HTTPConnection":
-        from http.client import HTTPConnection, HTTPSConnection  # here and below: late, because it is large
+        # here and below: late, because it is large
+        from http.client import HTTPConnection, HTTPSConnection
 
         host, port = self.address.host, self.address.port
         connection = HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
@@ -112,8 +134,11 @@ class ApiClient:
         return connection
 
     @contextmanager
-    def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator["HTTPResponse", None, None]:
-        """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
+    def _response(
+        self, path: str, body: Mapping[str, Any] | None
+    ) -> Generator["HTTPResponse", None, None]:
+        """Send a request and wait for the head of the answer; raises ServerRefused for an error
+        status."""
         from http.client import HTTPException, IncompleteRead
 
         method = "GET"
@@ -160,7 +185,9 @@ class ApiClient:
             message += f" ({hint})"
         elif seconds is not None:
             message += f" (it asks to wait {seconds} s)"
-        full = facts is not None and (facts.code in _CONTEXT_CODES or _CONTEXT_WORDS in facts.message)
+        full = facts is not None and (
+            facts.code in _CONTEXT_CODES or _CONTEXT_WORDS in facts.message
+        )
         return ServerRefused(message, response.status, context_full=full, retry_after=seconds)
 
 
@@ -187,10 +214,12 @@ class _ModelList(msgspec.Struct, frozen=True):
 
 
 def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
-    """The wanted model, or the first that the server lists; ``notify`` gets a line if there are several.
+    """The wanted model, or the first that the server lists; ``notify`` gets a line if there are
+    several.
 
-    A wanted model need not be listed: some servers have more models than they list. Raises NanoserveError if the server
-    cannot be reached or refuses, and if no model is wanted and none is listed.
+    A wanted model need not be listed: some servers have more models than they list. Raises
+    NanoserveError if the server cannot be reached or refuses, and if no model is wanted and none is
+    listed.
     """
     try:
         path = f"{client.address.api}/models"
@@ -207,5 +236,8 @@ def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], 
         raise UsageError("the server lists no model: name one with --model")
     if len(found) > 1:
         names = ", ".join(card.id for card in found)
-        notify(f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes another")
+        notify(
+            f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes "
+            "another"
+        )
     return found[0]

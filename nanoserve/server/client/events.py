@@ -1,7 +1,8 @@
 """The stream of an answer: server-sent events with one JSON object each.
 
-Only the fields that are used here are decoded; servers send others too. Nothing that arrives is trusted: lines have a
-maximum length, and an object of the wrong shape is an error that names the server's fault.
+Only the fields that are used here are decoded; servers send others too. Nothing that arrives is
+trusted: lines have a maximum length, and an object of the wrong shape is an error that names the
+server's fault.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ class _Incomplete(BrokenStream):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New text of a chat. Reasoning has two names: one of vLLM and llama.cpp, one of ollama and OpenRouter."""
+    """New text of a chat. Reasoning has two names: one of vLLM and llama.cpp, one of ollama and
+    OpenRouter."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -91,9 +93,11 @@ class EventReader:
         self.done = False  # whether the server has ended the answer
 
     def push(self, data: bytes) -> Iterator[Chunk]:
-        """Yield the chunks that are complete now, up to a bad one. The caller must exhaust the iterator.
+        """Yield the chunks that are complete now, up to a bad one. The caller must exhaust the
+        iterator.
 
-        Raises BrokenStream for data that is not a JSON object of the right shape, and for lines without an end.
+        Raises BrokenStream for data that is not a JSON object of the right shape, and for lines
+        without an end.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -136,7 +140,8 @@ class ErrorFacts(msgspec.Struct, frozen=True):
 
 
 def error_facts(body: Any) -> ErrorFacts | None:
-    """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}, or None."""
+    """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's
+    {"detail": ...}, or None."""
     error = body
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body))

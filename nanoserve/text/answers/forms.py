@@ -31,15 +31,16 @@ class CallForm(Protocol):
 
     @property
     def opening(self) -> str:
-        """The beginning of an answer that has to be a call; a JSON object with a name and arguments follows."""
+        """The beginning of an answer that has to be a call; a JSON object with a name and arguments
+        follows."""
 
     @property
     def key(self) -> str:
         """The name of the arguments in that object."""
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
-        """Read one or several calls after a tag. Returns False, and reads nothing, if no call of a known tool
-        follows."""
+        """Read one or several calls after a tag. Returns False, and reads nothing, if no call of a
+        known tool follows."""
 
 
 class AnswerForm(Protocol):
@@ -51,7 +52,8 @@ class AnswerForm(Protocol):
 
     @property
     def call_opening(self) -> str:
-        """The beginning of an answer that has to be a call; a JSON object with a name and arguments follows."""
+        """The beginning of an answer that has to be a call; a JSON object with a name and arguments
+        follows."""
 
     @property
     def call_key(self) -> str:
@@ -61,10 +63,12 @@ class AnswerForm(Protocol):
         """Raise UsageError if the model shows no form of tool calls."""
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
+        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside
+        it."""
 
     def answer_opening(self, prompt: str) -> str:
-        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any
+        reasoning."""
 
     def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
         """Read a whole answer."""
@@ -72,7 +76,8 @@ class AnswerForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaggedAnswers:
-    """Reasoning between tags, if there is any, then text with tool calls in it. Blanks around calls are dropped."""
+    """Reasoning between tags, if there is any, then text with tool calls in it. Blanks around calls
+    are dropped."""
 
     reasoning: ReasoningTags | None
     calls: CallForm | None
@@ -105,7 +110,8 @@ class TaggedAnswers:
         """See `AnswerForm`."""
         if self.calls is None:
             raise UsageError(
-                "the model's chat template takes no tools, or has calls in a form that nanoserve does not read: leave "
+                "the model's chat template takes no tools, or has calls in a form that nanoserve "
+                "does not read: leave "
                 "tools out, or serve a model whose calls are read"
             )
 
@@ -125,7 +131,11 @@ class TaggedAnswers:
         openings: list[str] = []
         if self.reasoning is not None:
             dropped = yield from self.reasoning.read(answer, starts_inside=starts_inside)
-            openings = [answer.tag(opening) for opening in self.reasoning.openings if answer.is_token(opening)]
+            openings = [
+                answer.tag(opening)
+                for opening in self.reasoning.openings
+                if answer.is_token(opening)
+            ]
         calls = None
         starts: list[str] = []
         if tools and self.calls is not None:
@@ -152,17 +162,21 @@ _CALLS: dict[str, CallForm] = {
     "<function=": ParameterCalls(),
     "[ARGS]": NamedCalls(),
     "<|tool_call>": GemmaCalls(),
-    "<|tool_call|>": ObjectCalls(starts=("<|tool_call|>",), end="<|/tool_call|>", opening="<|tool_call|>["),
-    "<|START_ACTION|>": ObjectCalls(starts=("<|START_ACTION|>",), end="<|END_ACTION|>", key="parameters"),
+    "<|tool_call|>": ObjectCalls(
+        starts=("<|tool_call|>",), end="<|/tool_call|>", opening="<|tool_call|>["
+    ),
+    "<|START_ACTION|>": ObjectCalls(
+        starts=("<|START_ACTION|>",), end="<|END_ACTION|>", key="parameters"
+    ),
     "<tool_call>": ObjectCalls(starts=("<tool_call>",), opening="<tool_call>\n"),
     "[TOOL_CALLS]": ObjectCalls(starts=("[TOOL_CALLS]",), opening="[TOOL_CALLS] ["),
     "<|python_tag|>": _LLAMA,
     '"parameters": ': _LLAMA,
     "<|observation|>": LineCalls(),
 }
-"""Format of tool calls by a string in the chat template; the first string that the template holds decides. In order:
-GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3, Cohere, Hermes with Qwen and Granite 4, Mistral, Llama 3
-(two strings), and GLM-4."""
+"""Format of tool calls by a string in the chat template; the first string that the template holds
+decides. In order: GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3, Cohere, Hermes with
+Qwen and Granite 4, Mistral, Llama 3 (two strings), and GLM-4."""
 
 REQUIRED_CALL = TaggedAnswers(None, ObjectCalls(bare=True))
 """Format of an answer that a grammar forces to be a call: a JSON object alone."""
@@ -183,8 +197,8 @@ def answer_form(template: str) -> AnswerForm:
 class AnswerParser:
     """Splits one answer, as it arrives, into reasoning, text and tool calls.
 
-    A call counts only if its tool is one of `tools`; any other call is text. The joined pieces do not depend on how the
-    answer was cut.
+    A call counts only if its tool is one of `tools`; any other call is text. The joined pieces do
+    not depend on how the answer was cut.
     """
 
     def __init__(
@@ -195,13 +209,14 @@ class AnswerParser:
         *,
         starts_inside: bool = False,
     ) -> None:
-        """`markers`: the spellings of the form's marker tokens, by id. `starts_inside`: see `opens_reasoning`."""
+        """`markers`: the spellings of the form's marker tokens, by id. `starts_inside`: see
+        `opens_reasoning`."""
         self._reader = AnswerReader(markers)
         self._steps = form.read(self._reader, tools or {}, starts_inside=starts_inside)
 
     def push(self, text: str, marks: Marks = (), *, ended: bool = False) -> list[Piece]:
-        """Add text and return the pieces that are certain now. With `ended`, the rest of the answer is returned too.
-        `marks` are the marker tokens in the text."""
+        """Add text and return the pieces that are certain now. With `ended`, the rest of the answer
+        is returned too. `marks` are the marker tokens in the text."""
         self._reader.feed(text, marks, ended=ended)
         next(self._steps, None)
         return self._reader.take_pieces()

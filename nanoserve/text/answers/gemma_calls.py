@@ -1,4 +1,5 @@
-"""Tool calls of Gemma 4: ``<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>``, with strings between two ``<|"|>``."""
+"""Tool calls of Gemma 4: ``<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>``, with strings between
+two ``<|"|>``."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,7 +44,8 @@ class GemmaCalls:
         return True
 
     def _read_values(self, answer: AnswerReader, end: str) -> Steps[None]:
-        """Read an open object and its values up to its closing brace. If `end` comes first, close all open values."""
+        """Read an open object and its values up to its closing brace. If `end` comes first, close
+        all open values."""
         quote = answer.tag('<|"|>')
         opened = [_Open("}")]
         while opened and (following := (yield from answer.peek())):
@@ -73,9 +75,12 @@ class GemmaCalls:
                 yield from self._read_scalar(answer, quote, end)
 
     def _read_key(self, answer: AnswerReader, quote: str) -> Steps[str]:
-        """Read a key and the colon after it, as JSON has them; some models put a key between quotes."""
+        """Read a key and the colon after it, as JSON has them; some models put a key between
+        quotes."""
         texts: list[str] = []
-        if (yield from answer.comes_next(quote)) and (yield from answer.copy_until(texts.append, quote)):
+        if (yield from answer.comes_next(quote)) and (
+            yield from answer.copy_until(texts.append, quote)
+        ):
             answer.drop(quote)
             yield from answer.comes_next(":")
         elif (yield from answer.copy_until(texts.append, ":")):
@@ -87,7 +92,10 @@ class GemmaCalls:
         if (yield from answer.comes_next(quote)):
             answer.write("arguments", '"')
             found = yield from answer.copy_until(
-                lambda text: answer.write("arguments", escaped(text)), quote, trim=untouched, keep_partial_tag=False
+                lambda text: answer.write("arguments", escaped(text)),
+                quote,
+                trim=untouched,
+                keep_partial_tag=False,
             )
             if found:
                 answer.drop(quote)

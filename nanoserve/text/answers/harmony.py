@@ -1,8 +1,10 @@
-"""Harmony, the answer format of gpt-oss: a sequence of messages, each with a header that names its channel.
+"""Harmony, the answer format of gpt-oss: a sequence of messages, each with a header that names its
+channel.
 
 ``<|channel|>analysis<|message|>`` begins reasoning and ``<|channel|>final<|message|>`` the answer;
-``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`` begins a tool call. ``<|end|>`` ends a message,
-and ``<|start|>assistant`` begins another one. The first of them begins in the prompt.
+``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`` begins a tool call.
+``<|end|>`` ends a message, and ``<|start|>assistant`` begins another one. The first of them begins
+in the prompt.
 """
 
 import re
@@ -33,11 +35,13 @@ class HarmonyAnswers:
         """Do nothing: every model that writes Harmony writes calls."""
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
+        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside
+        it."""
         return prompt.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
 
     def answer_opening(self, prompt: str) -> str:
-        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any
+        reasoning."""
         opening = f"{_CHANNEL}final{_MESSAGE}"
         if prompt.endswith(_MESSAGE):  # the message that the prompt begins has to end first
             opening = f"{_ENDS[0]}{_START}assistant{opening}"
@@ -87,7 +91,8 @@ class HarmonyAnswers:
         yield from self._body(answer, part)
 
     def _body(self, answer: AnswerReader, part: Part) -> Steps[None]:
-        """Read a message up to its end tag, or up to the next message's header if there is no end tag."""
+        """Read a message up to its end tag, or up to the next message's header if there is no end
+        tag."""
         ends = [answer.tag(end) for end in _ENDS]
         tags = ends + [answer.tag(_START), answer.tag(_CHANNEL)]
         found = yield from answer.copy_until(partial(answer.write, part), *tags, trim=untouched)

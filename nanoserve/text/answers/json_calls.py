@@ -1,4 +1,5 @@
-"""Tool calls whose arguments are written as JSON: of Hermes and Qwen, Llama 3, Mistral, Granite, Cohere and GLM-4.
+"""Tool calls whose arguments are written as JSON: of Hermes and Qwen, Llama 3, Mistral, Granite,
+Cohere and GLM-4.
 
 The arguments are passed on as the model writes them.
 """
@@ -12,7 +13,9 @@ from typing import ClassVar, NamedTuple
 from nanoserve.text.answers.reader import AnswerReader, Steps, Tools, ignore
 
 _BETWEEN = " \t\r\n,;]"
-_NAME_FIRST = re.compile(r'\{\s*"name"\s*:\s*"([\w-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_NAME_FIRST = re.compile(
+    r'\{\s*"name"\s*:\s*"([\w-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _NAME_IN_LINE = re.compile(r"([\w-]+)[ \t]*\n\s*(?=\{)")
 
 
@@ -26,8 +29,8 @@ class Braces:
         self.end(text, -1)
 
     def end(self, text: str, left: int) -> int | None:
-        """Count the characters of this piece up to the brace that leaves only `left` objects open. None if more objects
-        stay open."""
+        """Count the characters of this piece up to the brace that leaves only `left` objects open.
+        None if more objects stay open."""
         for position, character in enumerate(text, 1):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -43,7 +46,8 @@ class Braces:
         return None
 
     def copy(self, answer: AnswerReader, *, left: int, shown: bool = True) -> Steps[None]:
-        """Read until only `left` objects are open, or the answer ends. If `shown`, pass the text on as arguments."""
+        """Read until only `left` objects are open, or the answer ends. If `shown`, pass the text on
+        as arguments."""
         while True:
             end = self.end(answer.held, left)
             if end is None:
@@ -67,7 +71,8 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCalls:
-    """A call is a JSON object with a name and arguments; a tag stands before it, or before several in a list."""
+    """A call is a JSON object with a name and arguments; a tag stands before it, or before several
+    in a list."""
 
     starts: tuple[str, ...] = ()
     end: str = "</tool_call>"
@@ -83,7 +88,8 @@ class ObjectCalls:
         return self.starts + (self.end,)
 
     def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
-        """Read the calls after a tag. Returns False, and reads nothing, if no call of a known tool follows."""
+        """Read the calls after a tag. Returns False, and reads nothing, if no call of a known tool
+        follows."""
         head = yield from self._head(answer, tag, tools)
         if head is None:
             return False
@@ -101,7 +107,8 @@ class ObjectCalls:
         return True
 
     def _head(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[_Head | None]:
-        """Read the beginning of a call. Returns None, and reads nothing, as soon as other text is certain."""
+        """Read the beginning of a call. Returns None, and reads nothing, as soon as other text is
+        certain."""
         while True:
             body = answer.after(tag).lstrip(" \t\r\n[")
             undecided = not body or body.startswith("{")
@@ -115,7 +122,9 @@ class ObjectCalls:
             elif undecided and "}" in body:  # the name may come later in the object
                 with suppress(ValueError, RecursionError):
                     call, end = json.JSONDecoder().raw_decode(body)
-                    arguments = json.dumps(call.get("arguments", call.get("parameters")), ensure_ascii=False)
+                    arguments = json.dumps(
+                        call.get("arguments", call.get("parameters")), ensure_ascii=False
+                    )
                     name = call.get("name", call.get("tool_name"))
                     head = _Head(str(name), body[:end], arguments)
                     undecided = False
@@ -138,7 +147,8 @@ class ObjectCalls:
 
 @dataclass(frozen=True, slots=True)
 class LineCalls:
-    """A call is the tool's name in a line of its own, then a JSON object; the answer begins with it."""
+    """A call is the tool's name in a line of its own, then a JSON object; the answer begins with
+    it."""
 
     starts: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,9 @@
-"""The buffer of an answer: text that has arrived and is not read yet, and the pieces that were read from it.
+"""The buffer of an answer: text that has arrived and is not read yet, and the pieces that were read
+from it.
 
-Answer formats read with generators, which yield wherever they need text that has not arrived. So a format is written as
-if the whole answer were there, and each piece is passed on as soon as it is certain.
+Answer formats read with generators, which yield wherever they need text that has not arrived. So a
+format is written as if the whole answer were there, and each piece is passed on as soon as it is
+certain.
 """
 
 import re
@@ -10,7 +12,8 @@ from typing import Literal, TypeVar
 
 Part = Literal["thinking", "answer", "call", "arguments"]
 Piece = tuple[Part, str]
-"""A part of an answer, and new text of this part. A call is its tool's name; its arguments follow as JSON."""
+"""A part of an answer, and new text of this part. A call is its tool's name; its arguments follow
+as JSON."""
 Marks = Collection[tuple[int, int]]
 """Marker tokens in a text, in order: the position and the token id of each."""
 T = TypeVar("T")
@@ -45,11 +48,12 @@ def untouched(text: str) -> str:
 
 
 class AnswerReader:
-    """Holds text until its part of the answer is certain. A marker token differs from text that spells it. A marker
-    token in a place where the format expects none is dropped."""
+    """Holds text until its part of the answer is certain. A marker token differs from text that
+    spells it. A marker token in a place where the format expects none is dropped."""
 
     def __init__(self, markers: Mapping[int, str]) -> None:
-        """`markers`: the spellings of the marker tokens, by id. All other tags are searched for as text."""
+        """`markers`: the spellings of the marker tokens, by id. All other tags are searched for as
+        text."""
         self._signs = {token: chr(_FIRST_SIGN + place) for place, token in enumerate(markers)}
         self._markers = markers
         self._pieces: list[Piece] = []
@@ -100,7 +104,8 @@ class AnswerReader:
             yield
 
     def peek(self) -> Steps[str]:
-        """Return the next character that is not blank, or an empty text at the end. Drops the blanks before it."""
+        """Return the next character that is not blank, or an empty text at the end. Drops the
+        blanks before it."""
         yield from self.skip_blanks()
         return self.held[:1]
 
@@ -109,8 +114,8 @@ class AnswerReader:
         return self.held
 
     def comes_next(self, *tags: str) -> Steps[str]:
-        """Read the tag that comes next, with the blanks before it, and return it. If none of the tags comes next,
-        return an empty text and read nothing."""
+        """Read the tag that comes next, with the blanks before it, and return it. If none of the
+        tags comes next, return an empty text and read nothing."""
         while True:
             start = self.held.lstrip()
             for tag in tags:
@@ -128,10 +133,12 @@ class AnswerReader:
         trim: Callable[[str], str] = str.rstrip,
         keep_partial_tag: bool = True,
     ) -> Steps[str]:
-        """Pass text on up to the first of the tags, and return this tag; an empty text at the end of the answer.
+        """Pass text on up to the first of the tags, and return this tag; an empty text at the end
+        of the answer.
 
-        `trim` cuts text that is not passed on before a tag, such as blanks. The cut text and the tag stay held: see
-        `drop`. At the end of the answer, half a tag counts as text, unless `keep_partial_tag` is false.
+        `trim` cuts text that is not passed on before a tag, such as blanks. The cut text and the
+        tag stay held: see `drop`. At the end of the answer, half a tag counts as text, unless
+        `keep_partial_tag` is false.
         """
         while True:
             tag = self._first_tag(tags)
@@ -150,8 +157,8 @@ class AnswerReader:
             yield
 
     def _first_tag(self, tags: Sequence[str]) -> str:
-        """Find the first tag in the held text, and the longest if several begin there. An empty text if there is
-        none."""
+        """Find the first tag in the held text, and the longest if several begin there. An empty
+        text if there is none."""
         first = ""
         first_place = len(self.held)
         for tag in tags:
@@ -172,12 +179,15 @@ class AnswerReader:
         return self.held[self.held.index(tag) + len(tag) :]
 
     def show(self, tag: str) -> None:
-        """Pass on the tag that `copy_until` found as ordinary text, with the text that `trim` cut before it."""
+        """Pass on the tag that `copy_until` found as ordinary text, with the text that `trim` cut
+        before it."""
         self.write("answer", self.take(self.held.index(tag) + len(tag)))
 
-    def name_after(self, tag: str, names: Collection[str], *, ends: Sequence[str], before: str = "") -> Steps[_Name]:
-        """Read the name after the tag that `copy_until` found, and the end that follows the name; return both. If
-        anything else stands there, return two empty texts and read nothing."""
+    def name_after(
+        self, tag: str, names: Collection[str], *, ends: Sequence[str], before: str = ""
+    ) -> Steps[_Name]:
+        """Read the name after the tag that `copy_until` found, and the end that follows the name;
+        return both. If anything else stands there, return two empty texts and read nothing."""
         while True:
             body = self.after(tag).lstrip()
             undecided = False

@@ -8,7 +8,8 @@ from nanoserve.text.answers.reader import AnswerReader, Steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningTags:
-    """Reasoning between two tags, at the beginning of an answer; blanks beside the tags are dropped.
+    """Reasoning between two tags, at the beginning of an answer; blanks beside the tags are
+    dropped.
 
     A later opening tag is ordinary text, unless it is a token of its own.
     """
@@ -24,17 +25,20 @@ class ReasoningTags:
         return self.openings + (self.closing, "<|channel>")
 
     def opens(self, prompt: str) -> bool:
-        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
+        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside
+        it."""
         return prompt.rstrip().endswith(self.openings)
 
     def answer_opening(self, prompt: str) -> str:
-        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any
+        reasoning."""
         if not self.opens(prompt):
             return ""
         return f"\n{self.closing}\n\n"
 
     def read(self, answer: AnswerReader, *, starts_inside: bool) -> Steps[tuple[str, ...]]:
-        """Read the reasoning if the answer begins with some. Returns the tags that end the text after it."""
+        """Read the reasoning if the answer begins with some. Returns the tags that end the text
+        after it."""
         openings = [answer.tag(opening) for opening in self.openings]
         if not starts_inside and not (yield from answer.comes_next(*openings)):
             return ()
@@ -56,20 +60,23 @@ class ReasoningTags:
 
 
 _GRANITE_PHRASES = ReasoningTags(
-    openings=("Here is my thought process:", "Here's my thought process:"), closing="Here is my response:"
+    openings=("Here is my thought process:", "Here's my thought process:"),
+    closing="Here is my response:",
 )
 _REASONING = {
     "<|channel>thought": ReasoningTags(openings=("<|channel>thought",), closing="<channel|>"),
     "[THINK]": ReasoningTags(openings=("[THINK]",), closing="[/THINK]"),
-    "<|START_THINKING|>": ReasoningTags(openings=("<|START_THINKING|>",), closing="<|END_THINKING|>"),
+    "<|START_THINKING|>": ReasoningTags(
+        openings=("<|START_THINKING|>",), closing="<|END_THINKING|>"
+    ),
     "my thought process:": _GRANITE_PHRASES,
     "<response>": ReasoningTags(around_answer=("<response>", "</response>")),
 }
-"""Tags by a string in the chat template; the first string that the template holds decides. In order: Gemma 4, Mistral,
-Cohere, and Granite 3.2 and 3.3."""
+"""Tags by a string in the chat template; the first string that the template holds decides. In
+order: Gemma 4, Mistral, Cohere, and Granite 3.2 and 3.3."""
 
 
 def reasoning_tags(template: str) -> ReasoningTags:
-    """Find the reasoning tags in a chat template. Without any, the default tags: some models reason although their
-    template shows no tags."""
+    """Find the reasoning tags in a chat template. Without any, the default tags: some models reason
+    although their template shows no tags."""
     return next((tags for sign, tags in _REASONING.items() if sign in template), ReasoningTags())

@@ -1,4 +1,5 @@
-"""Input of a chat template beside the messages: a switch for reasoning, and the reasoning of earlier answers."""
+"""Input of a chat template beside the messages: a switch for reasoning, and the reasoning of
+earlier answers."""
 
 import re
 from collections.abc import Mapping
@@ -37,11 +38,16 @@ def thinking_switch(template: str) -> ThinkingSwitch | None:
 
 def _variables(template: str) -> set[str]:
     """The variables that a template uses; names of attributes and quoted words are none."""
-    return {name for block in _BLOCK.findall(template) for name in _NAME.findall(_QUOTED.sub("''", block))}
+    return {
+        name
+        for block in _BLOCK.findall(template)
+        for name in _NAME.findall(_QUOTED.sub("''", block))
+    }
 
 
 def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Put a message's reasoning where a chat template looks for it: in a chunk of the content, or in a field.
+    """Put a message's reasoning where a chat template looks for it: in a chunk of the content, or
+    in a field.
 
     `ChatTemplate` gives the field both names that templates know.
     """

@@ -1,6 +1,7 @@
 """Tool calls that are written between tags, argument by argument: of Qwen3-Coder and GLM-4.5.
 
-Their values have no quotes, so the schema of the tool says what they are. They are passed on as JSON.
+Their values have no quotes, so the schema of the tool says what they are. They are passed on as
+JSON.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,17 @@ class _Arguments:
         self._next = "{"
 
     def value(self, key: str, closing: str, trim: Callable[[str], str]) -> Steps[bool]:
-        """Read an argument's value and its closing tag. Returns False if the answer ends before the tag."""
+        """Read an argument's value and its closing tag. Returns False if the answer ends before the
+        tag."""
         answer = self._answer
         answer.write("arguments", f'{self._next}"{escaped(key)}": ')
         self._next = ", "
         types = types_of(self._schema, key)
         if types == {"string"}:
             answer.write("arguments", '"')
-            found = yield from answer.copy_until(self._write_string, closing, trim=trim, keep_partial_tag=False)
+            found = yield from answer.copy_until(
+                self._write_string, closing, trim=trim, keep_partial_tag=False
+            )
             rest = '"'
         else:
             texts: list[str] = []
@@ -52,8 +56,9 @@ class _Arguments:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCalls:
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``; a line break belongs to
-    each tag. Some models leave the outer tag out, and some write all arguments as one JSON object."""
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``; a line
+    break belongs to each tag. Some models leave the outer tag out, and some write all arguments as
+    one JSON object."""
 
     starts: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
@@ -83,7 +88,9 @@ class ParameterCalls:
     def _parameters(self, answer: AnswerReader, schema: object, closing: str) -> Steps[None]:
         """Read all parameters and the end of the function, or up to the end of the answer."""
         arguments = _Arguments(answer, schema)
-        while found := (yield from answer.copy_until(ignore, "<parameter=", "</function>", closing)):
+        while found := (
+            yield from answer.copy_until(ignore, "<parameter=", "</function>", closing)
+        ):
             answer.drop(found)
             if found != "<parameter=":
                 arguments.end()
@@ -108,7 +115,8 @@ def _without_line_break(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueCalls:
-    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``, in lines or in one."""
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``, in lines
+    or in one."""
 
     starts: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     markers: ClassVar[tuple[str, ...]] = (

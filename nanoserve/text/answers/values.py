@@ -1,4 +1,5 @@
-"""Convert argument values that a model writes without JSON's quotes to JSON, by the schema of the tool."""
+"""Convert argument values that a model writes without JSON's quotes to JSON, by the schema of the
+tool."""
 
 import json
 from collections.abc import Mapping
@@ -26,8 +27,8 @@ def escaped(text: str) -> str:
 def value_as_json(text: str, types: frozenset[str]) -> str:
     """Convert a value that was written as text to JSON.
 
-    JSON of an allowed type other than string is passed on, and so are Python's words for such values. Any other text
-    becomes a string, unless it is JSON and the types allow no string.
+    JSON of an allowed type other than string is passed on, and so are Python's words for such
+    values. Any other text becomes a string, unless it is JSON and the types allow no string.
     """
     literal = text.strip()
     literal = _PYTHON_WORDS.get(literal, literal)
@@ -62,7 +63,8 @@ def types_of(schema: Any, name: str) -> frozenset[str]:
 
 
 def _allowed(schema: Any, root: Mapping[str, Any], met: set[str]) -> frozenset[str]:
-    """The types that part of a schema allows. A reference counts where it is `met` first: schemas may have cycles."""
+    """The types that part of a schema allows. A reference counts where it is `met` first: schemas
+    may have cycles."""
     allowed = _ANY
     if not isinstance(schema, Mapping):
         return allowed

@@ -1,11 +1,13 @@
 """Check whether a JSON schema may be sent to the engine, in a process that may fail over it.
 
-A schema is a small program from an untrusted client. llguidance does not limit all that it may cost: a few thousand
-references in a row overflow the stack, and a large `multipleOf` computes for minutes. In a process of its own, either
-ends that process and nothing else. A schema that passes there is cheap enough for the engine.
+A schema is a small program from an untrusted client. llguidance does not limit all that it may
+cost: a few thousand references in a row overflow the stack, and a large `multipleOf` computes for
+minutes. In a process of its own, either ends that process and nothing else. A schema that passes
+there is cheap enough for the engine.
 
-The process runs `main`. It reads one JSON object per line: first {"directory": the tokenizer's}, then {"schema": text,
-"seconds": t} for each check. It answers each check with {} or {"error": why not}.
+The process runs `main`. It reads one JSON object per line: first {"directory": the tokenizer's},
+then {"schema": text, "seconds": t} for each check. It answers each check with {} or {"error": why
+not}.
 """
 
 import json
@@ -20,7 +22,12 @@ from urllib.parse import unquote
 import msgspec
 
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.utils.children import LimitedProcess, answer_requests, limit_resources, take_questions
+from nanoserve.utils.children import (
+    LimitedProcess,
+    answer_requests,
+    limit_resources,
+    take_questions,
+)
 
 if TYPE_CHECKING:
     from nanoserve.text.grammar.compiler import GrammarCompiler
@@ -29,7 +36,8 @@ _BY_NAME = ("properties", "patternProperties")
 _PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties")
 
 SECONDS = 0.25
-"""Processor time of one check. The engine spends as much once, while others wait. Most schemas take milliseconds."""
+"""Processor time of one check. The engine spends as much once, while others wait. Most schemas take
+milliseconds."""
 MAX_REMEMBERED = 256  # number of passed schemas that are remembered; each has at most 64 KiB
 MEMORY_LIMIT = 2 << 30
 STACK_LIMIT = 2 << 20
@@ -37,14 +45,17 @@ STACK_LIMIT = 2 << 20
 
 
 class GrammarChecker:
-    """Tries JSON schemas in a process with bounded memory and time. Safe to use from several threads.
+    """Tries JSON schemas in a process with bounded memory and time. Safe to use from several
+    threads.
 
     The process starts with the first schema. ``directory`` is that of the model's tokenizer.
     """
 
     def __init__(self, directory: Path) -> None:
         self._process = LimitedProcess(
-            "nanoserve.text.grammar.checker", "the process that tries JSON schemas", {"directory": str(directory)}
+            "nanoserve.text.grammar.checker",
+            "the process that tries JSON schemas",
+            {"directory": str(directory)},
         )
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -58,12 +69,16 @@ class GrammarChecker:
             return False
 
     def check(self, schema: str) -> None:
-        """Check that text can follow a schema. Raises UsageError if it cannot; the message says why."""
+        """Check that text can follow a schema. Raises UsageError if it cannot; the message says
+        why."""
         if self.knows(schema):
             return
         answer = self._process.ask(json.dumps({"schema": schema, "seconds": SECONDS}))
         if answer is None:
-            raise UsageError(f"the JSON schema is too complex: trying it took more than {SECONDS} s or too much memory")
+            raise UsageError(
+                f"the JSON schema is too complex: trying it took more than {SECONDS} s or too much "
+                "memory"
+            )
         if "error" in answer:
             raise UsageError(answer["error"])
         with self._lock:
@@ -93,8 +108,10 @@ def check(compiler: "GrammarCompiler", request: dict[str, Any]) -> dict[str, str
 
 
 def main() -> None:
-    """Serve checks until stdin closes. Loading the vocabulary does not count as time of the first check."""
-    from nanoserve.text.grammar.compiler import GrammarCompiler  # numpy and the tokenizer: for this process alone
+    """Serve checks until stdin closes. Loading the vocabulary does not count as time of the first
+    check."""
+    # numpy and the tokenizer: for this process alone
+    from nanoserve.text.grammar.compiler import GrammarCompiler
 
     limit_resources(MEMORY_LIMIT, STACK_LIMIT)
     compiler = GrammarCompiler(Path(json.loads(sys.stdin.buffer.readline())["directory"]))
@@ -113,12 +130,14 @@ def main() -> None:
     answer_requests(answer)
 
 
-# ---- checks beyond llguidance's: it accepts schemas that no finite text meets, and some that it cannot enforce
+# ---- checks beyond llguidance's: it accepts schemas that no finite text meets, and some that it
+# cannot enforce
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise UsageError for a schema that no finite JSON text meets, or that a grammar cannot enforce. It has passed
-    llguidance, so its keywords are well formed and it is not nested too deeply to recurse."""
+    """Raise UsageError for a schema that no finite JSON text meets, or that a grammar cannot
+    enforce. It has passed llguidance, so its keywords are well formed and it is not nested too
+    deeply to recurse."""
     if "x-guidance" in schema:  # its settings could allow text that is not JSON
         raise UsageError("JSON schema: x-guidance is not supported")
     targets: dict[str, Any] = {}
@@ -130,23 +149,30 @@ def check_schema(schema: Mapping[str, Any]) -> None:
             if isinstance(ref, str) and ref not in targets:
                 targets[ref] = _resolve(schema, ref)
                 to_do.append(targets[ref])
-    # The least fixed point: a reference has a finite value only if its target has one by the references known so far.
+    # The least fixed point: a reference has a finite value only if its target has one by the
+    # references known so far.
     endless = set(targets)
     while found := {ref for ref in endless if _is_finite(targets[ref], endless)}:
         endless -= found
     if not _is_finite(schema, endless):
-        raise UsageError("the JSON schema refers to itself without end: no text can ever be complete")
+        raise UsageError(
+            "the JSON schema refers to itself without end: no text can ever be complete"
+        )
 
 
 def _check_property_count(node: Mapping[str, Any]) -> None:
-    """Refuse a large minProperties: a grammar does not know the names so far, so it can enforce only one free name."""
+    """Refuse a large minProperties: a grammar does not know the names so far, so it can enforce
+    only one free name."""
     required = node.get("required")
     names = 0
     if isinstance(required, list):
         names = len(set(required))
     least = node.get("minProperties")
     if isinstance(least, int | float) and least > names + 1:
-        raise UsageError(f"JSON schema: minProperties {least} is not supported: at most one more than are required")
+        raise UsageError(
+            f"JSON schema: minProperties {least} is not supported: at most one more than are "
+            "required"
+        )
 
 
 def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -213,7 +239,9 @@ def _is_own_type_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
 def _is_object_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
     properties = schema.get("properties", {})
     others = schema.get("additionalProperties")
-    return all(_is_finite(properties.get(name, others), endless) for name in schema.get("required", ()))
+    return all(
+        _is_finite(properties.get(name, others), endless) for name in schema.get("required", ())
+    )
 
 
 def _is_array_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:

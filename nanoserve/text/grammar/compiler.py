@@ -18,8 +18,10 @@ from nanoserve.text.grammar import CANNOT_FOLLOW
 from nanoserve.text.tokenizer import load_backend
 from nanoserve.utils.installation import install_command
 
-MAX_CACHED = 16  # compiled grammars kept for later requests with the same schema; a large one takes about 10 MB
-MAX_LEXER_STATES = 20_000  # limit for one grammar. Each state takes 1 to 2 kB for as long as the grammar is kept
+# compiled grammars kept for later requests with the same schema; a large one takes about 10 MB
+MAX_CACHED = 16
+# limit for one grammar. Each state takes 1 to 2 kB for as long as the grammar is kept
+MAX_LEXER_STATES = 20_000
 
 _LONGEST_MESSAGE = 300
 _ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would weaken the schema
@@ -30,7 +32,8 @@ class Allowed:
     """The tokens that may come next."""
 
     tokens: np.ndarray
-    """One bit per token id, lowest bit first: uint8 [ceil(vocab_size / 8)]. Control tokens are never set."""
+    """One bit per token id, lowest bit first: uint8 [ceil(vocab_size / 8)]. Control tokens are
+    never set."""
     may_end: bool  # whether the text may end here
 
 
@@ -39,8 +42,10 @@ class Vocabulary:
     """The tokens of a model, for its grammars."""
 
     tokenizer: Any  # the LLTokenizer of llguidance
-    ordinary: np.ndarray  # one bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]
-    end_token: int  # the token whose bit llguidance sets when a text may end; the model's end tokens may be others
+    # one bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]
+    ordinary: np.ndarray
+    # the token whose bit llguidance sets when a text may end; the model's end tokens may be others
+    end_token: int
 
     def allowed(self, mask: bytes) -> Allowed:
         """Read a mask of llguidance: its bits for ordinary tokens, and the bit of the end token."""
@@ -53,15 +58,17 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
-    """Read the tokenizer of a model directory; ``vocab_size`` is the width of the logits, None takes the tokenizer's.
-    Raises ModuleNotFoundError without llguidance; ModelError if there is no usable tokenizer; UsageError if llguidance
-    cannot use it."""
+    """Read the tokenizer of a model directory; ``vocab_size`` is the width of the logits, None
+    takes the tokenizer's. Raises ModuleNotFoundError without llguidance; ModelError if there is no
+    usable tokenizer; UsageError if llguidance cannot use it."""
     from llguidance import LLTokenizer
 
     backend = load_backend(directory)
     controls = list(backend.control_ids.values())
     if not controls:
-        raise UsageError("structured output needs a tokenizer with control tokens; this model's has none")
+        raise UsageError(
+            "structured output needs a tokenizer with control tokens; this model's has none"
+        )
     end_token = min(controls)  # tokens that only tokenizer_config.json knows have the largest ids
     if isinstance(backend, SentencePieceBackend):
         source: Any = _PieceTable(backend, end_token)
@@ -70,8 +77,11 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
     try:
         tokenizer = LLTokenizer(source, eos_token=end_token)
     except ValueError as error:
-        raise UsageError(f"structured output is not possible with this model's tokenizer: {error}") from None
-    ordinary = np.zeros(vocab_size or backend.vocab_size, np.bool_)  # neither control tokens nor rows of padding
+        raise UsageError(
+            f"structured output is not possible with this model's tokenizer: {error}"
+        ) from None
+    # neither control tokens nor rows of padding
+    ordinary = np.zeros(vocab_size or backend.vocab_size, np.bool_)
     ordinary[: backend.vocab_size] = True
     ordinary[[token for token in controls if token < len(ordinary)]] = False
     return Vocabulary(tokenizer, np.packbits(ordinary, bitorder="little"), end_token)
@@ -106,7 +116,8 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> Allowed:
-        """The tokens that may come next; raises GrammarFailure if computing them exceeds the limits."""
+        """The tokens that may come next; raises GrammarFailure if computing them exceeds the
+        limits."""
         allowed = self._vocabulary.allowed(self._matcher.compute_bitmask())
         self._check()
         return allowed
@@ -144,17 +155,20 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Built on first use: about a second for 150,000 tokens. Raises UsageError without llguidance, and for
-        vocabularies that it cannot use."""
+        """Built on first use: about a second for 150,000 tokens. Raises UsageError without
+        llguidance, and for vocabularies that it cannot use."""
         try:
             return load_vocabulary(self._directory, self._vocab_size)
         except ModuleNotFoundError:
-            raise UsageError(f"structured output needs llguidance: {install_command('json')}") from None
+            raise UsageError(
+                f"structured output needs llguidance: {install_command('json')}"
+            ) from None
 
     def matcher(self, schema: str) -> Matcher:
-        """A matcher at the beginning of a text. Raises UsageError if the schema is not valid, not supported, or too
-        complex."""
-        # Another thread may call `forget` at any moment: a worker prepares a step while it handles results of another.
+        """A matcher at the beginning of a text. Raises UsageError if the schema is not valid, not
+        supported, or too complex."""
+        # Another thread may call `forget` at any moment: a worker prepares a step while it handles
+        # results of another.
         compiled = self._compiled.pop(schema, None)
         if compiled is None:
             compiled = self._compile(schema)
@@ -174,8 +188,8 @@ class GrammarCompiler:
         try:
             grammar = LLMatcher.grammar_from_json_schema(
                 schema,
-                # At most one blank, after a comma or a colon: with free blanks, a weak model at a high temperature
-                # would never end.
+                # At most one blank, after a comma or a colon: with free blanks, a weak model at a
+                # high temperature would never end.
                 overrides={
                     "whitespace_flexible": False,
                     "item_separator": ", ?",
@@ -194,7 +208,8 @@ class GrammarCompiler:
 
 
 def _first_line(message: str) -> str:
-    """The first line of a message of llguidance; the others hold a regular expression or the parser's state."""
+    """The first line of a message of llguidance; the others hold a regular expression or the
+    parser's state."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     if not lines:
         return ""

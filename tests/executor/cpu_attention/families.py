@@ -1,4 +1,5 @@
-"""A small decoder of every model family, and what each request of a zoo answers on one device with room for all."""
+"""A small decoder of every model family, and what each request of a zoo answers on one device with
+room for all."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -62,7 +63,8 @@ FAMILIES = (*_VARIANTS, ROUNDED)
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, and what each request of a zoo answers that has a device to itself, with room for all of its KV.
+    """A decoder, and what each request of a zoo answers that has a device to itself, with room for
+    all of its KV.
 
     Attributes:
         expected: by request and sample.
@@ -98,13 +100,20 @@ def model_with_tokenizer(dtype: torch.dtype) -> Model:
     """With the vocabulary of the bundled tokenizer, so that there are requests for JSON too."""
     config = replace(family_config("qwen3"), vocab_size=4096)
     grammars = GrammarCompiler(resolve_model(None).tokenizer_directory, config.vocab_size)
-    return _answering(config, small_decoder(config).to(dtype), requests(config.vocab_size, schemas=True), grammars)
+    return _answering(
+        config, small_decoder(config).to(dtype), requests(config.vocab_size, schemas=True), grammars
+    )
 
 
 def _answering(
-    config: ModelConfig, decoder: Decoder, zoo: list[Request], grammars: GrammarCompiler | None = None
+    config: ModelConfig,
+    decoder: Decoder,
+    zoo: list[Request],
+    grammars: GrammarCompiler | None = None,
 ) -> Model:
-    executor = local_executor(decoder, num_blocks=ROOMY_BLOCKS, block_size=BLOCK_SIZE, grammars=grammars)
+    executor = local_executor(
+        decoder, num_blocks=ROOMY_BLOCKS, block_size=BLOCK_SIZE, grammars=grammars
+    )
     seen = Seen()
     for request in zoo:
         scheduler = Scheduler(

@@ -1,4 +1,5 @@
-"""Random lives of an engine part of whose decode attention is the CPU's, on tiny pools, with real small models."""
+"""Random lives of an engine part of whose decode attention is the CPU's, on tiny pools, with real
+small models."""
 
 import os
 import random
@@ -32,7 +33,8 @@ TIGHT_BLOCKS = 18
 
 
 class ByLot(Policy):
-    """Decides by drawing lots, so that every way through the steps is taken, also those no clever policy takes."""
+    """Decides by drawing lots, so that every way through the steps is taken, also those no clever
+    policy takes."""
 
     def __init__(self, seed: int, token_budget: int) -> None:
         self._lots = random.Random(seed)
@@ -64,7 +66,11 @@ class AllOnTheHost(Policy):
     def decide(self, load: Load) -> Decision:
         everybody = (load.host.decodes + 1) // 2
         sizes = (load.host.ready, 0) if self.strategy == "overlap" else (everybody, everybody)
-        return Decision(self.token_budget, 0, host=HostDecision(strategy=self.strategy, decodes=sizes, park=True))
+        return Decision(
+            self.token_budget,
+            0,
+            host=HostDecision(strategy=self.strategy, decodes=sizes, park=True),
+        )
 
 
 STRATEGIES = ("neo", "overlap", "apex", "hybrid", "by lot")
@@ -75,12 +81,16 @@ ALL_ON_THE_HOST: dict[str, Strategy] = {
 
 
 def policy_named(name: str, token_budget: int, seed: int) -> Policy:
-    """One of STRATEGIES or ALL_ON_THE_HOST, which does not wait for more host sequences than there are in a test."""
+    """One of STRATEGIES or ALL_ON_THE_HOST, which does not wait for more host sequences than there
+    are in a test."""
     if name == "by lot":
         return ByLot(seed, token_budget)
     if name in ALL_ON_THE_HOST:
         return AllOnTheHost(ALL_ON_THE_HOST[name], token_budget)
-    parameters: dict[str, dict[str, Any]] = {"apex": {"minimum_ratio": 0.0}, "overlap": {"cohorts": 2}}
+    parameters: dict[str, dict[str, Any]] = {
+        "apex": {"minimum_ratio": 0.0},
+        "overlap": {"cohorts": 2},
+    }
     return make_policy(name, token_budget, parameters.get(name))
 
 
@@ -102,7 +112,8 @@ class HybridSeen(Seen):
     """What has happened in a life.
 
     Attributes:
-        host_rows: tokens begun on the host, and tokens under way there that a step was to finish, by strategy.
+        host_rows: tokens begun on the host, and tokens under way there that a step was to finish,
+            by strategy.
         beside_device: steps by strategy in which both tiers had rows.
         moves: swaps by direction.
     """
@@ -139,7 +150,10 @@ class _HybridScheduler(WatchedScheduler):
             seen.moves.update(swap.direction for swap in plan.host.swaps)
             begun = sum(bool(row.tokens) for row in on_host)
             seen.host_rows.update(
-                {plan.host.strategy: begun, "finished by " + plan.host.strategy: len(on_host) - begun}
+                {
+                    plan.host.strategy: begun,
+                    "finished by " + plan.host.strategy: len(on_host) - begun,
+                }
             )
             if 0 < len(on_host) < len(plan.rows):
                 seen.beside_device[plan.host.strategy] += 1
@@ -203,7 +217,8 @@ def check(model: Model, case: Case, arrivals: SequenceOf[Arrival]) -> HybridSeen
 
 
 def at_random(model: Model, seed: int) -> list[Arrival]:
-    """All requests in any order, some soon after each other; some are given up on, or one of their samples is."""
+    """All requests in any order, some soon after each other; some are given up on, or one of their
+    samples is."""
     lots, arrivals = random.Random(seed), []
     for request in lots.sample(model.requests, len(model.requests)):
         step = lots.choice((0, 0, 2, 5, 9))

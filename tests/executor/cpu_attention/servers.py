@@ -10,7 +10,16 @@ HYBRID = ("--policy", "overlap", "--host-kv-memory", "32MiB")
 _ROOMY = ("--dtype", "float32", "--eager", "--max-model-len", "320")
 MODEL = (*_ROOMY, "--kv-cache-memory", "2560KiB")
 """Room for the longest request on the device, or for two of these."""
-PROMPTS = ("Once upon a time", "The dog", "A little girl", "One day", "Tom and Sam", "The sun", "Mia had", "In a wood")
+PROMPTS = (
+    "Once upon a time",
+    "The dog",
+    "A little girl",
+    "One day",
+    "Tom and Sam",
+    "The sun",
+    "Mia had",
+    "In a wood",
+)
 BODIES: list[dict[str, Any]] = [LONG | {"prompt": prompt, "max_tokens": 150} for prompt in PROMPTS]
 
 

@@ -31,7 +31,8 @@ def model() -> Model:
 
 
 class Clock:
-    """A day passes when something hangs, and else the time it takes: what is slow does not count as hanging."""
+    """A day passes when something hangs, and else the time it takes: what is slow does not count as
+    hanging."""
 
     def __init__(self) -> None:
         self.days = 0
@@ -153,7 +154,8 @@ def test_a_thread_that_is_lost_time_and_again_is_done_without(
 def test_the_device_goes_on_while_the_cpu_hangs(
     model: Model, befall: Callable[..., Mishaps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a CPU that never comes back, and patience without end, the others get all their tokens."""
+    """With a CPU that never comes back, and patience without end, the others get all their
+    tokens."""
     mishaps = befall(hang, {2})
     monkeypatch.setattr(HostAttentionThread, "problem", None)
     with closing(hybrid_engine(model, Case("overlap"), HybridSeen())) as engine:
@@ -169,7 +171,8 @@ def test_the_device_goes_on_while_the_cpu_hangs(
 
 
 def test_an_abort_in_mid_token(model: Model) -> None:
-    """Its blocks come back when the token is there that nobody wants any more; its companions are not disturbed."""
+    """Its blocks come back when the token is there that nobody wants any more; its companions are
+    not disturbed."""
     seen = HybridSeen()
     case = Case("all on the host, overlap", num_blocks=30, host_blocks=200)
     with closing(hybrid_engine(model, case, seen)) as engine:
@@ -214,7 +217,11 @@ def test_a_step_without_memory_ends_what_is_in_flight_and_nothing_else(
         while not hybrid.pending:
             engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(model.decoder, "apply_final_norm", lambda hidden: (_ for _ in ()).throw(MemoryError()))
+            patch.setattr(
+                model.decoder,
+                "apply_final_norm",
+                lambda hidden: (_ for _ in ()).throw(MemoryError()),
+            )
             while engine.has_work:
                 super(type(engine), engine).step()
         assert not hybrid.pending

@@ -30,7 +30,8 @@ def by_a_predictor_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(**settings: object) -> tuple[list[list[str]], int]:
-    """Answers to every prompt with all parameters, and the most sequences in host memory at a time."""
+    """Answers to every prompt with all parameters, and the most sequences in host memory at a
+    time."""
     with LLM(dtype="float32", eager=True, max_model_len=96, **settings) as llm:
         on_host, step = 0, llm.engine.step
 
@@ -52,7 +53,9 @@ def alone() -> Iterator[list[list[str]]]:
 
 @pytest.mark.parametrize("policy", ["overlap", "neo"])
 def test_stop_strings_samples_and_schemas(policy: str, alone: list[list[str]]) -> None:
-    found, on_host = texts(policy=policy, kv_cache_memory=700_000, host_kv_memory=16_000_000, host_threads=1)
+    found, on_host = texts(
+        policy=policy, kv_cache_memory=700_000, host_kv_memory=16_000_000, host_threads=1
+    )
     assert found == alone
     assert on_host > 2
     for (text,) in found[-len(PROMPTS) :]:

@@ -1,4 +1,5 @@
-"""Servers and batches that are stopped, interrupted or left while the CPU attends: nothing stays behind or is lost."""
+"""Servers and batches that are stopped, interrupted or left while the CPU attends: nothing stays
+behind or is lost."""
 
 import json
 import os
@@ -12,7 +13,14 @@ import pytest
 
 from tests.commands.test_pair_faults import TIGHT, Batch, answers, rows_are_there
 from tests.executor.cpu_attention.servers import BODIES, HYBRID, MODEL, busy, texts, whole_texts
-from tests.server.starting import NO_TLS, PATIENCE_SECONDS, Server, running, shared_memory, wait_until
+from tests.server.starting import (
+    NO_TLS,
+    PATIENCE_SECONDS,
+    Server,
+    running,
+    shared_memory,
+    wait_until,
+)
 from tests.server.test_faults import COMPLETION, Reader
 
 pytestmark = pytest.mark.slow
@@ -43,7 +51,11 @@ def test_clients_that_leave_in_mid_token(server: Server, whole: list[str]) -> No
     for _ in range(3):
         for body in BODIES[1:]:
             with httpx.stream(
-                "POST", server.url + COMPLETION, json=body | {"stream": True}, timeout=PATIENCE_SECONDS, **NO_TLS
+                "POST",
+                server.url + COMPLETION,
+                json=body | {"stream": True},
+                timeout=PATIENCE_SECONDS,
+                **NO_TLS,
             ) as answer:
                 next(answer.iter_text())
     stays.join()
@@ -58,7 +70,9 @@ def test_an_engine_that_is_stopped_for_a_moment_goes_on(server: Server, whole: l
     time.sleep(0.8)
     os.kill(engine, signal.SIGCONT)
     assert texts(readers) == whole
-    assert server.engine_process_id() == engine and server.metric("nanoserve:host_losses_total") == 0
+    assert (
+        server.engine_process_id() == engine and server.metric("nanoserve:host_losses_total") == 0
+    )
 
 
 def test_an_engine_that_is_killed_is_replaced(server: Server, whole: list[str]) -> None:
@@ -68,9 +82,12 @@ def test_an_engine_that_is_killed_is_replaced(server: Server, whole: list[str]) 
 
 
 def test_a_server_that_is_told_to_end_answers_what_it_has(server: Server, whole: list[str]) -> None:
-    """The last test of this server. `tests/executor/workers/test_hybrid_engines` sends SIGTERM, once and twice."""
+    """The last test of this server. `tests/executor/workers/test_hybrid_engines` sends SIGTERM,
+    once and twice."""
     readers, processes = busy(server), [server.process.pid, *server.descendants()]
-    assert not any(shared_memory(process) for process in processes), "nothing there could be left behind"
+    assert not any(shared_memory(process) for process in processes), (
+        "nothing there could be left behind"
+    )
     server.process.send_signal(signal.SIGINT)
     assert texts(readers) == whole
     assert server.process.wait(PATIENCE_SECONDS) == 0, server.log
@@ -81,13 +98,26 @@ def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
     for folder in (whole, torn):
         folder.mkdir()
     Batch(whole, *TIGHT, "--eager", layouts=()).end()
-    small = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "8MiB", "--policy", "overlap", "--eager")
+    small = (
+        "--kv-cache-memory",
+        "1MiB",
+        "--host-kv-memory",
+        "8MiB",
+        "--policy",
+        "overlap",
+        "--eager",
+    )
     batch = Batch(torn, *TIGHT, *small, layouts=())
     batch.wait_for(rows_are_there(8))
     batch.process.send_signal(signal.SIGINT)
     (line,) = batch.end()
     assert batch.process.returncode == 130, line
-    assert line.startswith("nanoserve: interrupted: ") and line.endswith("the same command goes on from here")
+    assert line.startswith("nanoserve: interrupted: ") and line.endswith(
+        "the same command goes on from here"
+    )
     Batch(torn, *TIGHT, *small, layouts=()).end()
     assert answers(torn / "out.jsonl") == answers(whole / "out.jsonl")
-    assert json.loads((torn / "out.jsonl").read_text().splitlines()[0])["usage"]["completion_tokens"] > 0
+    assert (
+        json.loads((torn / "out.jsonl").read_text().splitlines()[0])["usage"]["completion_tokens"]
+        > 0
+    )

@@ -1,4 +1,5 @@
-"""Where the CPU attends for some sequences, every answer is that of one device with room for all: for every family."""
+"""Where the CPU attends for some sequences, every answer is that of one device with room for all:
+for every family."""
 
 from functools import reduce
 from itertools import cycle, islice
@@ -9,8 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.executor.cpu_attention.families import FAMILIES, ROUNDED, model_with_tokenizer, small_model
-from tests.executor.cpu_attention.lives import STRATEGIES, Case, HybridSeen, at_random, check, live_through
+from tests.executor.cpu_attention.families import (
+    FAMILIES,
+    ROUNDED,
+    model_with_tokenizer,
+    small_model,
+)
+from tests.executor.cpu_attention.lives import (
+    STRATEGIES,
+    Case,
+    HybridSeen,
+    at_random,
+    check,
+    live_through,
+)
 
 CASES = st.builds(
     Case,
@@ -27,7 +40,8 @@ CASES = st.builds(
 def together(lives: list[HybridSeen]) -> HybridSeen:
     """Sum up lives and check that they have shown what they were made for.
 
-    How many sequences are preempted depends on how soon the CPU answers; the tests of lost threads preempt for certain.
+    How many sequences are preempted depends on how soon the CPU answers; the tests of lost threads
+    preempt for certain.
     """
     seen = reduce(add, lives)
     assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0, seen
@@ -36,7 +50,8 @@ def together(lives: list[HybridSeen]) -> HybridSeen:
 
 
 FEW = ("mistral", "qwen3", "qwen3_moe")
-"""One window for all layers, windows of some layers and wide heads, experts; the slow tests take every family."""
+"""One window for all layers, windows of some layers and wide heads, experts; the slow tests take
+every family."""
 
 
 def test_fixed_lives_under_every_strategy() -> None:
@@ -49,7 +64,9 @@ def test_fixed_lives_under_every_strategy() -> None:
     lives = [check(model, case, at_random(model, case.seed)) for model, case in models]
     seen = together(lives)
     assert min(seen.beside_device[strategy] for strategy in ("overlap", "asymmetric")) > 0, seen
-    assert seen.host_rows["finished by asymmetric"] > 0, "no cohort part-way through its layers was finished"
+    assert seen.host_rows["finished by asymmetric"] > 0, (
+        "no cohort part-way through its layers was finished"
+    )
 
 
 @settings(max_examples=6, deadline=None)
@@ -91,9 +108,12 @@ def test_all_that_a_request_may_ask_for_is_had_on_the_host(strategy: str) -> Non
 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
 def test_in_bfloat16_only_rounding_makes_a_difference(strategy: str) -> None:
-    """It may decide between tokens that are about equally likely, after which an answer is another one."""
+    """It may decide between tokens that are about equally likely, after which an answer is another
+    one."""
     model = model_with_tokenizer(torch.bfloat16)
     case = Case("all on the host, " + strategy, num_blocks=30, host_blocks=200)
     sequences = live_through(model, case, at_random(model, 3)).sequences
-    equal = [sequences[key].output_tokens == expected.tokens for key, expected in model.expected.items()]
+    equal = [
+        sequences[key].output_tokens == expected.tokens for key, expected in model.expected.items()
+    ]
     assert sum(equal) > len(equal) / 2

@@ -12,7 +12,8 @@ from tests.models.test_shards import write_checkpoint
 
 @pytest.fixture(scope="package")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Three layers, of which the second sees all positions, norms of queries and keys, and the bundled tokenizer."""
+    """Three layers, of which the second sees all positions, norms of queries and keys, and the
+    bundled tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     write_checkpoint("qwen3-layer-types", directory, vocab_size=4096)
     return Reference(ResolvedModel("small", directory, resolve_model(None).tokenizer_directory))

@@ -12,7 +12,9 @@ from tests.executor.workers.loads import TIGHT_BLOCKS, Case, Reference
 
 CASE = Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=24, seed=1)
 PHASES: dict[str, Callable[[StepPlan], bool]] = {
-    "prefilling": lambda plan: plan.layouts.current == 0 and any(len(row.tokens) > 1 for row in plan.rows),
+    "prefilling": lambda plan: (
+        plan.layouts.current == 0 and any(len(row.tokens) > 1 for row in plan.rows)
+    ),
     "swapping out": lambda plan: any(swap.direction == "out" for swap in plan.host.swaps),
     "to decode": lambda plan: plan.layouts.transition == 1,
     "swapping in": lambda plan: any(swap.direction == "in" for swap in plan.host.swaps),
@@ -37,9 +39,12 @@ class Pair:
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.processes[rank], number)
 
-    def live_while(self, phase: str, disturb: Callable[[], None], *, number: int = 2, losses: int = 1) -> None:
-        """Live through the case; before the so many-th plan of the phase is sent, all workers are stopped, and behind
-        it they are disturbed: none of them can have done its part. They are told to go on only by being killed."""
+    def live_while(
+        self, phase: str, disturb: Callable[[], None], *, number: int = 2, losses: int = 1
+    ) -> None:
+        """Live through the case; before the so many-th plan of the phase is sent, all workers are
+        stopped, and behind it they are disturbed: none of them can have done its part. They are
+        told to go on only by being killed."""
         executor, lost, met = self.executor, 0, 0
         submit, collect = executor.submit, executor.collect
 

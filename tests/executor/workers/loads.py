@@ -1,4 +1,5 @@
-"""Requests of every kind, what each of them answers alone in one process, and random lives of an engine with them."""
+"""Requests of every kind, what each of them answers alone in one process, and random lives of an
+engine with them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +17,14 @@ from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
-from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
+from nanoserve.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    SequenceUpdate,
+    TokenLogprob,
+)
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
@@ -42,7 +50,8 @@ SCHEMA = '{"type":"object","properties":{"age":{"type":"integer"},"name":{"type"
 
 
 def requests(vocab_size: int, *, schemas: bool) -> list[Request]:
-    """Long and short prompts with and without a common beginning, greedy and sampled, with everything that rows carry.
+    """Long and short prompts with and without a common beginning, greedy and sampled, with
+    everything that rows carry.
 
     Args:
         schemas: whether the model has a tokenizer for them.
@@ -53,20 +62,34 @@ def requests(vocab_size: int, *, schemas: bool) -> list[Request]:
     kinds: list[tuple[list[int], SamplingParams, dict[str, Any]]] = [
         (shared, greedy, {}),
         (shared + tokens[50:60], greedy, {}),
-        (shared, SamplingParams(temperature=0.0, max_tokens=20, logprobs=2), {"cache_salt": "tenant"}),
+        (
+            shared,
+            SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
+            {"cache_salt": "tenant"},
+        ),
         (tokens[70:73], SamplingParams(temperature=0.0, max_tokens=20), {"end_tokens": ends}),
         (tokens[80:81], SamplingParams(temperature=0.0, max_tokens=16, frequency_penalty=2.0), {}),
         (shared[:30], SamplingParams(temperature=0.9, top_p=0.8, n=2, max_tokens=14), {}),
         (
             tokens[90:108],
-            SamplingParams(temperature=1.5, top_k=9, repetition_penalty=1.3, n=3, max_tokens=10, logprobs=3),
+            SamplingParams(
+                temperature=1.5, top_k=9, repetition_penalty=1.3, n=3, max_tokens=10, logprobs=3
+            ),
             {},
         ),
-        (shared + tokens[110:114], SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2), {}),
+        (
+            shared + tokens[110:114],
+            SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2),
+            {},
+        ),
         (
             shared[:18],
             SamplingParams(
-                min_p=0.01, presence_penalty=1.0, logit_bias={7: 2.0, 9: -100.0}, min_tokens=4, max_tokens=16
+                min_p=0.01,
+                presence_penalty=1.0,
+                logit_bias={7: 2.0, 9: -100.0},
+                min_tokens=4,
+                max_tokens=16,
             ),
             {"end_tokens": ends},
         ),
@@ -81,7 +104,8 @@ def requests(vocab_size: int, *, schemas: bool) -> list[Request]:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to schedule: a policy, perhaps with ablations behind its name, and what it has to do with."""
+    """One way to schedule: a policy, perhaps with ablations behind its name, and what it has to do
+    with."""
 
     policy: str
     token_budget: int = 64
@@ -94,12 +118,17 @@ class Case:
 
 
 def pairwise(**factors: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Combinations in which each value of each factor meets each of every other, and not many more than needed."""
+    """Combinations in which each value of each factor meets each of every other, and not many more
+    than needed."""
     names = list(factors)
     whole = [dict(zip(names, values, strict=True)) for values in product(*factors.values())]
 
     def pairs(chosen: dict[str, Any]) -> set[tuple[str, Any, str, Any]]:
-        return {(a, chosen[a], b, chosen[b]) for place, a in enumerate(names) for b in names[place + 1 :]}
+        return {
+            (a, chosen[a], b, chosen[b])
+            for place, a in enumerate(names)
+            for b in names[place + 1 :]
+        }
 
     missing = set[tuple[str, Any, str, Any]]().union(*map(pairs, whole))
     while missing:
@@ -148,7 +177,9 @@ class WatchedScheduler(Scheduler):
 class WatchedEngine(Engine):
     """Takes notes of its updates."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int, seen: Seen) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, vocab_size: int, seen: Seen
+    ) -> None:
         super().__init__(scheduler, executor, vocab_size=vocab_size)
         self._seen = seen
 
@@ -176,10 +207,16 @@ class Expected:
 
     @classmethod
     def of(cls, sequence: Sequence) -> "Expected":
-        return cls(sequence.output_tokens, sequence.finish_reason, sequence.logprobs, sequence.prompt_logprobs)
+        return cls(
+            sequence.output_tokens,
+            sequence.finish_reason,
+            sequence.logprobs,
+            sequence.prompt_logprobs,
+        )
 
     def check(self, sequence: Sequence, what: object) -> None:
-        """A sequence has answered the same, or as much of it as there was before somebody gave up on it."""
+        """A sequence has answered the same, or as much of it as there was before somebody gave up
+        on it."""
         count = len(sequence.output_tokens)
         if sequence.finish_reason is not FinishReason.ABORT:
             assert (count, sequence.finish_reason) == (len(self.tokens), self.reason), what
@@ -196,7 +233,9 @@ class Reference:
         quantization: how weights are rounded while they load, here and by workers.
     """
 
-    def __init__(self, resolved: ResolvedModel, *, schemas: bool = True, quantization: str | None = None) -> None:
+    def __init__(
+        self, resolved: ResolvedModel, *, schemas: bool = True, quantization: str | None = None
+    ) -> None:
         assert resolved.directory is not None
         self.quantization = quantization
         decoder, config = load_model(resolved.directory, "float32", quantization=quantization)
@@ -212,13 +251,20 @@ class Reference:
         self.expected: dict[tuple[str, int], Expected] = {}
         for request in self.requests:
             seen = _run(executor, case, [[Arrival(0, request, None, None)]], self.vocab_size)
-            self.expected |= {key: Expected.of(sequence) for key, sequence in seen.sequences.items()}
+            self.expected |= {
+                key: Expected.of(sequence) for key, sequence in seen.sequences.items()
+            }
         executor.close()
         self._check_margins()
 
     def _check_margins(self) -> None:
-        """No greedy choice is so close that rounding could decide it: sums are not added up in the same order."""
-        greedy = [one.request_id for one in self.requests if one.params.temperature == 0 and one.params.logprobs]
+        """No greedy choice is so close that rounding could decide it: sums are not added up in the
+        same order."""
+        greedy = [
+            one.request_id
+            for one in self.requests
+            if one.params.temperature == 0 and one.params.logprobs
+        ]
         chosen = [logprob for name in greedy for logprob in self.expected[name, 0].logprobs]
         assert min(one.top[0][1] - one.top[1][1] for one in chosen) > 1e-4
 
@@ -227,12 +273,15 @@ class Reference:
         return _engine(workers, case, self.vocab_size, Seen())
 
     def check(self, workers: WorkersExecutor, cases: list[Case]) -> Seen:
-        """Live each case on these workers: every request answers what it does alone. Returns what was seen."""
+        """Live each case on these workers: every request answers what it does alone. Returns what
+        was seen."""
         total = Seen()
         for case in cases:
             arrivals = _arrivals(self.requests, case.seed)
             seen = _run(workers, case, self._parts(workers, arrivals), self.vocab_size)
-            for arrival, index in ((one, index) for one in arrivals for index in range(one.request.params.n)):
+            for arrival, index in (
+                (one, index) for one in arrivals for index in range(one.request.params.n)
+            ):
                 key = (arrival.request.request_id, index)
                 self.expected[key].check(seen.sequences[key], (case, key))
                 total.aborted += seen.sequences[key].finish_reason is FinishReason.ABORT
@@ -248,11 +297,14 @@ class Reference:
         return total
 
     def _parts(self, workers: WorkersExecutor, arrivals: list[Arrival]) -> list[list[Arrival]]:
-        """Those that come when all before are done. Between two layouts the last two come alone, so that each layout
-        follows the other twice; with the others, how often that happens depends on how soon steps come back."""
+        """Those that come when all before are done. Between two layouts the last two come alone, so
+        that each layout follows the other twice; with the others, how often that happens depends on
+        how soon steps come back."""
         if len(workers.capacities) == 1:
             return [arrivals]
-        stay = [one for one in arrivals if one.abort_step is None and len(self._tokens(one.request)) > 1]
+        stay = [
+            one for one in arrivals if one.abort_step is None and len(self._tokens(one.request)) > 1
+        ]
         others = [one for one in arrivals if one not in stay[-2:]]
         return [others, *([replace(one, step=0)] for one in stay[-2:])]
 
@@ -265,14 +317,18 @@ def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.token == other.token
-        assert abs(one.rank - other.rank) <= 1  # of tokens that are equally likely but for rounding, either is first
+        # of tokens that are equally likely but for rounding, either is first
+        assert abs(one.rank - other.rank) <= 1
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [likely for likely, _ in one.top] == [likely for likely, _ in other.top]
-        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-4)
+        assert [value for _, value in one.top] == pytest.approx(
+            [value for _, value in other.top], abs=1e-4
+        )
 
 
 def _arrivals(zoo: list[Request], seed: int) -> list[Arrival]:
-    """All requests in any order, some soon after each other; some are given up on, or one of their samples is."""
+    """All requests in any order, some soon after each other; some are given up on, or one of their
+    samples is."""
     choice = random.Random(seed)
     arrivals = []
     for request in choice.sample(zoo, len(zoo)):
@@ -297,10 +353,14 @@ def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engi
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=case.max_num_seqs,
         prefix_caching=case.prefix_caching,
-        pipeline_depth=case.depth or (capacities[0].pipeline_depth if capacities else executor.max_in_flight),
+        pipeline_depth=case.depth
+        or (capacities[0].pipeline_depth if capacities else executor.max_in_flight),
         extensions=make_extensions(
             host_blocks=case.host_blocks * len(windows),
-            other_layouts=[replace(capacity, num_blocks=case.num_blocks * len(windows)) for capacity in capacities[1:]],
+            other_layouts=[
+                replace(capacity, num_blocks=case.num_blocks * len(windows))
+                for capacity in capacities[1:]
+            ],
         ),
         predictors=[LinearPredictor()] * len(capacities) if case.host_blocks else (),
         windows=windows,
@@ -313,7 +373,9 @@ def _policy(case: Case) -> Policy:
     name, *ablations = case.policy.split()
     if name in RESHARDING:
         return RESHARDING[name](case.token_budget)
-    return make_policy(name, case.token_budget, dict.fromkeys(ablations, True), swaps=case.host_blocks > 0)
+    return make_policy(
+        name, case.token_budget, dict.fromkeys(ablations, True), swaps=case.host_blocks > 0
+    )
 
 
 def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size: int) -> Seen:

@@ -32,7 +32,8 @@ class Work:
 
 @dataclass
 class Network:
-    """Tensors on their way from one rank to the next, in order. A sent tensor is read when it is received."""
+    """Tensors on their way from one rank to the next, in order. A sent tensor is read when it is
+    received."""
 
     way: deque[Tensor] = field(default_factory=deque)
     sends: list[Work] = field(default_factory=list)
@@ -63,7 +64,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 def link(rank: int, num_tokens: int = 4) -> Activations:
     """Activations of one rank of two stages."""
     shard, cpu = Shard(range(1), stage=rank, num_stages=2), torch.device("cpu")
-    return Activations(shard, hidden_size=HIDDEN_SIZE, num_tokens=num_tokens, dtype=torch.float32, device=cpu)
+    return Activations(
+        shard, hidden_size=HIDDEN_SIZE, num_tokens=num_tokens, dtype=torch.float32, device=cpu
+    )
 
 
 def hidden(number: int, num_tokens: int = 2) -> Tensor:
@@ -115,14 +118,17 @@ def test_hidden_states_with_gaps_arrive_without(network: Network) -> None:
 
 
 def test_a_sender_of_plans_does_not_wait_for_their_receiver(network: Network) -> None:
-    """gloo sends when the other side receives: whoever waits for that computes nothing meanwhile."""
+    """gloo sends when the other side receives: whoever waits for that computes nothing
+    meanwhile."""
     sender = link(0)
     for number in range(2):
         sender.send_plan(b"plan")
         sender.send(hidden(number))
     assert not any(work.done for work in network.sends)
     sender.send_plan(b"plan")
-    assert [work.done for work in network.sends[:3]] == [True, True, False], "length and plan of the first"
+    assert [work.done for work in network.sends[:3]] == [True, True, False], (
+        "length and plan of the first"
+    )
 
 
 @pytest.mark.parametrize("plan", [b"\x00", bytes(range(256)) * 100])
@@ -136,19 +142,25 @@ def test_a_plan_comes_before_its_hidden_states(network: Network, plan: bytes) ->
 
 HEADERS = [
     Header(),
-    Header((Leaving(3, (8, 5)), Leaving(4, (9,))), (CohortProgress(5, 2),), (HostWork(2, 70, 0.25),)),
+    Header(
+        (Leaving(3, (8, 5)), Leaving(4, (9,))), (CohortProgress(5, 2),), (HostWork(2, 70, 0.25),)
+    ),
     Header(cohorts=tuple(CohortProgress(step, 1) for step in range(1000))),
 ]
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=["empty", "two groups", "long"])
-def test_a_header_says_how_many_hidden_states_follow_those_of_the_plan(network: Network, header: Header) -> None:
+def test_a_header_says_how_many_hidden_states_follow_those_of_the_plan(
+    network: Network, header: Header
+) -> None:
     sender, receiver = link(0), link(1)
     sender.send_with_header(header, hidden(7, 2 + header.num_rows))
     sender.send(hidden(8))
     received = receiver.receive_header()
     assert received == header
-    assert torch.equal(expected(receiver, 2 + received.num_rows).wait(), hidden(7, 2 + header.num_rows))
+    assert torch.equal(
+        expected(receiver, 2 + received.num_rows).wait(), hidden(7, 2 + header.num_rows)
+    )
     assert torch.equal(expected(receiver).wait(), hidden(8))
 
 
@@ -171,4 +183,6 @@ def test_headers_do_not_wait_for_their_receiver(network: Network) -> None:
         sender.send_with_header(Header(), hidden(number))
     assert not any(work.done for work in network.sends)
     sender.send(hidden(2))
-    assert [work.done for work in network.sends[:4]] == [True, True, True, False], "all of the first and no other"
+    assert [work.done for work in network.sends[:4]] == [True, True, True, False], (
+        "all of the first and no other"
+    )

@@ -1,4 +1,5 @@
-"""What torchrun's other processes do between meetings; with workers, on two hosts, it is tests/multi_node's."""
+"""What torchrun's other processes do between meetings; with workers, on two hosts, it is
+tests/multi_node's."""
 
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_another_model_is_refused_and_the_engine_can_say_so_too(keys: SharedKeys
 
 
 def test_a_meeting_that_is_over_is_not_attended(keys: SharedKeys) -> None:
-    keys.set("2/engine", msgspec.msgpack.encode(Presence.here("qwen3-8b")))  # which it attends, and then refuses
+    # which it attends, and then refuses
+    keys.set("2/engine", msgspec.msgpack.encode(Presence.here("qwen3-8b")))
     with pytest.raises(RuntimeFailure, match="unequal models"):
         WorkerAgent(SECOND, keys, storyteller).keep()
 

@@ -15,15 +15,22 @@ def config(**settings: object) -> EngineConfig:
 
 
 def test_workers_on_the_processors_of_one_machine_share_its_memory() -> None:
-    """Each reports what is free before any of them takes its part; the least of these is the latest to be true."""
+    """Each reports what is free before any of them takes its part; the least of these is the latest
+    to be true."""
     workers = [Loaded(0, "host cpu", (100,), 90_000), Loaded(1, "host cpu", (300,), 80_000)]
     assert common_num_blocks(workers, config(), longest=4000) == int(80_000 * CPU_SHARE) // 400
 
 
 def test_of_several_memories_the_one_with_the_least_room_counts() -> None:
     workers = [Loaded(0, "host cuda:0", (100,), 50_000), Loaded(1, "host cuda:1", (300,), 60_000)]
-    assert common_num_blocks(workers, config(device="cuda"), longest=4000) == int(60_000 * CUDA_SHARE) // 300
-    assert common_num_blocks(workers[:1], config(device="cuda"), longest=4000) == int(50_000 * CUDA_SHARE) // 100
+    assert (
+        common_num_blocks(workers, config(device="cuda"), longest=4000)
+        == int(60_000 * CUDA_SHARE) // 300
+    )
+    assert (
+        common_num_blocks(workers[:1], config(device="cuda"), longest=4000)
+        == int(50_000 * CUDA_SHARE) // 100
+    )
 
 
 def test_no_more_than_requests_can_use() -> None:
@@ -34,21 +41,28 @@ def test_no_more_than_requests_can_use() -> None:
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_memory_that_is_asked_for_is_that_of_all_workers_together(machines: int) -> None:
-    workers = [Loaded(rank, f"host{rank % machines} cpu", (size,), 10**6) for rank, size in enumerate((100, 300))]
+    workers = [
+        Loaded(rank, f"host{rank % machines} cpu", (size,), 10**6)
+        for rank, size in enumerate((100, 300))
+    ]
     assert common_num_blocks(workers, config(kv_cache_memory=8_000), longest=64) == 8_000 // 400
 
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_what_would_do_is_named_as_it_has_to_be_asked_for(machines: int) -> None:
     workers = [Loaded(rank, f"host{rank % machines} cpu", (1000,), 900_000) for rank in range(2)]
-    with pytest.raises(UsageError, match=f"holds 16 tokens, .* raise it to {format_size(32_000)} or"):
+    with pytest.raises(
+        UsageError, match=f"holds 16 tokens, .* raise it to {format_size(32_000)} or"
+    ):
         common_num_blocks(workers, config(kv_cache_memory=8_000), longest=64)
     assert common_num_blocks(workers, config(kv_cache_memory=32_000), longest=64) == 16
 
 
 def test_a_request_of_full_length_that_does_not_fit_is_refused_in_one_line() -> None:
     workers = [Loaded(rank, "host cpu", (1000,), 900_000) for rank in range(2)]
-    with pytest.raises(UsageError, match=r"--kv-cache-memory .* holds 16 tokens, but .* 64") as caught:
+    with pytest.raises(
+        UsageError, match=r"--kv-cache-memory .* holds 16 tokens, but .* 64"
+    ) as caught:
         common_num_blocks(workers, config(kv_cache_memory=8_000), longest=64)
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="lower --max-model-len"):

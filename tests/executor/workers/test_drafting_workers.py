@@ -1,4 +1,5 @@
-"""Speculative decoding over worker processes: the answers of plain decoding, also after a worker has died."""
+"""Speculative decoding over worker processes: the answers of plain decoding, also after a worker
+has died."""
 
 from pathlib import Path
 
@@ -26,7 +27,11 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_draft_tokens_change_no_answer_of_workers(
-    layout: dict[str, int], speculate: str, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    layout: dict[str, int],
+    speculate: str,
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     is_random = speculate in KINDS
     if is_random:

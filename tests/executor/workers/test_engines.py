@@ -1,4 +1,5 @@
-"""Two whole engines with workers of their own: they answer what one process answers, also when workers are killed."""
+"""Two whole engines with workers of their own: they answer what one process answers, also when
+workers are killed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +23,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40, seed=3, n=2)
 PROMPTS = [
     ("Once upon a time", GREEDY),
-    ("Once upon a time there was a little dog. He liked to run and to jump and to play in the park.", GREEDY),
+    (
+        "Once upon a time there was a little dog. He liked to run and to jump and to play in the "
+        "park.",
+        GREEDY,
+    ),
     ("Once upon a time there was a little dog. He liked to run and to jump. One day he", SAMPLED),
     ("Lily and Ben went to the", SAMPLED),
     ("The sun", GREEDY),
@@ -47,7 +52,8 @@ def dispatcher(llm: LLM) -> Dispatcher:
 def disturb(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, after_tokens: int, action: Callable[[], object]
 ) -> dict[str, int]:
-    """Act once so many tokens have come; returns how many came behind that, by request, filled as they come."""
+    """Act once so many tokens have come; returns how many came behind that, by request, filled as
+    they come."""
     step = llm.built.engine.step
     seen, later = 0, dict[str, int]()
 
@@ -93,11 +99,21 @@ def test_two_engines_answer_what_one_process_answers(
         parts = [engine.status for engine in dispatcher(llm).engines]
         assert min(part.output_tokens for part in parts) > 0
         assert llm.status.output_tokens == 2 * sum(map(len, expected))
-        assert llm.status.free_blocks == llm.status.total_blocks == sum(part.total_blocks for part in parts)
+        assert (
+            llm.status.free_blocks
+            == llm.status.total_blocks
+            == sum(part.total_blocks for part in parts)
+        )
         with pytest.raises(UsageError, match="for one engine, not 2"):
             llm.engine  # noqa: B018
-    groups = {event["args"]["name"] for event in json.loads(trace.read_text()) if event["name"] == "process_name"}
-    assert groups == {f"engine {number}: {what}" for number in range(2) for what in ("scheduler", "workers")}
+    groups = {
+        event["args"]["name"]
+        for event in json.loads(trace.read_text())
+        if event["name"] == "process_name"
+    }
+    assert groups == {
+        f"engine {number}: {what}" for number in range(2) for what in ("scheduler", "workers")
+    }
 
 
 def test_two_workers_in_a_layout_that_is_chosen_answer_what_one_process_answers(
@@ -111,10 +127,15 @@ def test_two_workers_in_a_layout_that_is_chosen_answer_what_one_process_answers(
         return [RequestShape(len(tokenizer.encode(prompt)), 40) for prompt, _ in PROMPTS]
 
     with LLM(**MODEL, parallel="auto", devices=2, host_kv_memory=1 << 20, expected=lengths) as llm:
-        config, names = llm.built.config, "->".join(layout.name for layout in llm.built.config.whole_layouts)
+        config, names = (
+            llm.built.config,
+            "->".join(layout.name for layout in llm.built.config.whole_layouts),
+        )
         assert asked == [128]
         assert len(workers(mark)) == config.data_parallel * config.num_workers == 2
-        assert llm.built.choice is not None and llm.built.choice.startswith(f"{names} with {config.policy}: predicted ")
+        assert llm.built.choice is not None and llm.built.choice.startswith(
+            f"{names} with {config.policy}: predicted "
+        )
         assert tokens(ask(llm)) == expected
 
 
@@ -132,7 +153,11 @@ def test_two_engines_under_two_layouts_answer_the_same_also_when_a_worker_is_kil
     expected: list[tuple[int, ...]], mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D2P2 for prompts and D2T2 for decodes."""
-    layouts = {"pipeline_parallel": 2, "decode_layout": ParallelLayout(tensor_parallel=2), "data_parallel": 2}
+    layouts = {
+        "pipeline_parallel": 2,
+        "decode_layout": ParallelLayout(tensor_parallel=2),
+        "data_parallel": 2,
+    }
     with LLM(**MODEL, **layouts, host_kv_memory=4 << 20) as llm:
         assert tokens(ask(llm)) == expected
         parts = [engine.status for engine in dispatcher(llm).engines]
@@ -150,7 +175,12 @@ def test_an_engine_without_workers_fails_alone(
     with LLM(**MODEL, data_parallel=2) as llm:
         disturb(llm, monkeypatch, 30, lambda: kill(workers(mark)[0]))
         outputs = ask(llm)
-        failed = [sample for output in outputs for sample in output.outputs if sample.finish_reason == "error"]
+        failed = [
+            sample
+            for output in outputs
+            for sample in output.outputs
+            if sample.finish_reason == "error"
+        ]
         assert 0 < len(failed) < len(expected)
         assert {sample.error for sample in failed} == {dispatcher(llm).engines[0].failure}
         assert "worker 0 was killed by SIGKILL" in str(failed[0].error)
@@ -159,18 +189,25 @@ def test_an_engine_without_workers_fails_alone(
         assert llm.built.engine.failure is None
         assert tokens(ask(llm)) == expected
         kill(workers(mark)[0])
-        assert {sample.finish_reason for output in ask(llm) for sample in output.outputs} == {"error"}
+        assert {sample.finish_reason for output in ask(llm) for sample in output.outputs} == {
+            "error"
+        }
         assert llm.built.engine.failure is not None
 
 
-def test_an_answer_that_nobody_wants_ends_in_its_engine(expected: list[tuple[int, ...]], mark: str) -> None:
+def test_an_answer_that_nobody_wants_ends_in_its_engine(
+    expected: list[tuple[int, ...]], mark: str
+) -> None:
     with LLM(**MODEL, data_parallel=2) as llm:
         streams = [llm.stream(prompt, GREEDY) for prompt, _ in PROMPTS[:4]]
         for stream in streams:
             next(stream)
         streams[1].close()
         streams[2].close()
-        whole = ["".join(delta.outputs[0].text for delta in stream) for stream in (streams[0], streams[3])]
+        whole = [
+            "".join(delta.outputs[0].text for delta in stream)
+            for stream in (streams[0], streams[3])
+        ]
         assert all(whole)
         assert [engine.scheduler.table.outstanding for engine in dispatcher(llm).engines] == [0, 0]
         assert tokens(ask(llm)) == expected
@@ -189,6 +226,8 @@ def test_layers_are_prepared_for_all_engines(mark: str) -> None:
 
 
 def test_what_does_not_fit_is_said_in_one_line_and_leaves_nothing(mark: str) -> None:
-    with pytest.raises(UsageError, match=r"--kv-cache-memory .* is more than the .* of memory that is free") as caught:
+    with pytest.raises(
+        UsageError, match=r"--kv-cache-memory .* is more than the .* of memory that is free"
+    ) as caught:
         LLM(**{**MODEL, "kv_cache_memory": 1 << 45}, data_parallel=2)
     assert "\n" not in str(caught.value)

@@ -10,7 +10,15 @@ import pytest
 
 from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.scheduler.policies import POLICIES
-from tests.executor.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, Seen, pairwise, start_workers
+from tests.executor.workers.loads import (
+    ROOMY_BLOCKS,
+    TIGHT_BLOCKS,
+    Case,
+    Reference,
+    Seen,
+    pairwise,
+    start_workers,
+)
 
 ABLATIONS = ("without_wt", "without_ut", "without_decode_throttling")
 EVERY_POLICY = (*POLICIES, *(f"throttling {ablation}" for ablation in ABLATIONS))
@@ -23,27 +31,39 @@ SIZES = {
 }
 ONCE = [
     Case(policy, **sizes, seed=seed)
-    for seed, (policy, sizes) in enumerate(zip(EVERY_POLICY, cycle(pairwise(**SIZES)), strict=False))
+    for seed, (policy, sizes) in enumerate(
+        zip(EVERY_POLICY, cycle(pairwise(**SIZES)), strict=False)
+    )
 ]
 """Each policy once, and each size with each of the others."""
-CASES = [Case(**chosen, seed=seed) for seed, chosen in enumerate(pairwise(policy=EVERY_POLICY, **SIZES))]
+CASES = [
+    Case(**chosen, seed=seed) for seed, chosen in enumerate(pairwise(policy=EVERY_POLICY, **SIZES))
+]
 """Each policy with each size."""
 CASES_OF_RANKS = [
-    case for case in CASES if case.depth == 1 and case.policy in ("sarathi", "throttling", "prefill-first")
+    case
+    for case in CASES
+    if case.depth == 1 and case.policy in ("sarathi", "throttling", "prefill-first")
 ]
 COUPLED_CASES = [case for case in CASES if case.depth == 2 and case.policy in POLICIES]
 
 
 def everything_happened(seen: Seen) -> bool:
-    """Whether the lives have shown what they are there for. How many run together, and so whether any is preempted,
-    depends on how fast workers answer."""
+    """Whether the lives have shown what they are there for. How many run together, and so whether
+    any is preempted, depends on how fast workers answer."""
     return min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(ONCE, id="once"), pytest.param(CASES, id="with each size", marks=pytest.mark.slow)]
+    "cases",
+    [
+        pytest.param(ONCE, id="once"),
+        pytest.param(CASES, id="with each size", marks=pytest.mark.slow),
+    ],
 )
-def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Reference, cases: list[Case]) -> None:
+def test_every_policy_on_two_stages(
+    two_stages: WorkersExecutor, reference: Reference, cases: list[Case]
+) -> None:
     """With the sizes of steps and of the pool, prefix caching, and plans in flight."""
     seen = reference.check(two_stages, cases)
     assert everything_happened(seen), seen
@@ -51,9 +71,12 @@ def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Refe
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(ONCE[::4], id="few"), pytest.param(ONCE, id="once", marks=pytest.mark.slow)]
+    "cases",
+    [pytest.param(ONCE[::4], id="few"), pytest.param(ONCE, id="once", marks=pytest.mark.slow)],
 )
-def test_rounded_weights_on_two_stages(rounded_stages: WorkersExecutor, rounded: Reference, cases: list[Case]) -> None:
+def test_rounded_weights_on_two_stages(
+    rounded_stages: WorkersExecutor, rounded: Reference, cases: list[Case]
+) -> None:
     seen = rounded.check(rounded_stages, cases)
     assert everything_happened(seen), seen
     assert seen.together == 2

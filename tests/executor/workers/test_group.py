@@ -1,4 +1,5 @@
-"""Workers as the engine sees them: started, spoken to, watched and ended. Those here have no model, nor torch."""
+"""Workers as the engine sees them: started, spoken to, watched and ended. Those here have no model,
+nor torch."""
 
 import json
 import os
@@ -65,7 +66,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def two_workers() -> WorkersExecutor:
     config = EngineConfig(pipeline_parallel=2, kv_cache_memory=1 << 20, max_model_len=64)
-    return WorkersExecutor(ResolvedModel("none", None, Path()), config, model=dummy_config("smollm2-135m"))
+    return WorkersExecutor(
+        ResolvedModel("none", None, Path()), config, model=dummy_config("smollm2-135m")
+    )
 
 
 def processes(workers: WorkersExecutor) -> list[int]:
@@ -86,7 +89,11 @@ def loss(workers: WorkersExecutor) -> str | None:
 
 def mine() -> tuple[int, int, int]:
     """Descriptors, threads and directories of this process."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(tempfile.gettempdir()))
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(os.listdir(tempfile.gettempdir())),
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -114,7 +121,9 @@ def test_a_worker_that_dies_while_somebody_waits_for_its_layers() -> None:
         assert loss(workers) == "worker 1 was killed by SIGKILL"
 
 
-def test_workers_that_are_stopped_are_not_ready_long_before_they_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_stopped_are_not_ready_long_before_they_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(groups, "_QUIET_SECONDS", 1.0)
 
     def wait_until(ready: bool) -> None:  # noqa: FBT001
@@ -133,15 +142,32 @@ def test_workers_that_are_stopped_are_not_ready_long_before_they_are_replaced(mo
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere it is in files")
-def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The blocks of the host tier, and with two layouts the weights of a model that has none in files."""
-    monkeypatch.setattr("nanoserve.executor.workers.process._PROGRAM", WORKER.replace("(1000,)", "(1000, 1000)"))
-    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 8}
-    shape |= {"intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+def test_what_workers_share_has_a_name_until_all_are_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The blocks of the host tier, and with two layouts the weights of a model that has none in
+    files."""
+    monkeypatch.setattr(
+        "nanoserve.executor.workers.process._PROGRAM", WORKER.replace("(1000,)", "(1000, 1000)")
+    )
+    shape = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 16,
+        "hidden_size": 8,
+    }
+    shape |= {
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+    }
     (tmp_path / "small.json").write_text(json.dumps(shape | {"max_position_embeddings": 64}))
     name = f"dummy:{tmp_path / 'small.json'}"
     decode = ParallelLayout(tensor_parallel=2)
-    config = EngineConfig(pipeline_parallel=2, decode_layout=decode, kv_cache_memory=1 << 20, max_model_len=64)
+    config = EngineConfig(
+        pipeline_parallel=2, decode_layout=decode, kv_cache_memory=1 << 20, max_model_len=64
+    )
     named: list[str] = []
     end_of_loading = groups.WorkerGroup.end_of_loading
 
@@ -154,17 +180,23 @@ def test_what_workers_share_has_a_name_until_all_are_ready(monkeypatch: pytest.M
         end_of_loading(group)
 
     monkeypatch.setattr(groups.WorkerGroup, "end_of_loading", ending)
-    workers = WorkersExecutor(ResolvedModel(name, None, Path()), config, model=dummy_config(name), host_blocks=3)
+    workers = WorkersExecutor(
+        ResolvedModel(name, None, Path()), config, model=dummy_config(name), host_blocks=3
+    )
     with closing(workers):
         assert named == ["blocks", "model.safetensors"]
         assert workers._group is not None and files(workers._group) == []
 
 
-def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_cannot_be_started_again_are_not_tried_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The files of the model are gone since the first ones read them, say."""
     with closing(two_workers()) as workers:
         gone = "endpoint.report(WorkerFailed(start.rank, 'small: no such model directory', 3))"
-        refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nendpoint.report(Loaded", 1)
+        refusing = WORKER.replace(
+            "endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nendpoint.report(Loaded", 1
+        )
         monkeypatch.setattr("nanoserve.executor.workers.process._PROGRAM", refusing)
         os.kill(processes(workers)[0], signal.SIGKILL)
         assert loss(workers) == "worker 0 was killed by SIGKILL"
@@ -174,7 +206,9 @@ def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: p
         assert workers.deaths == 2
 
 
-def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_worker_ends_if_the_second_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started = []
 
     class OnlyOnce(subprocess.Popen[bytes]):
@@ -185,13 +219,16 @@ def test_the_first_worker_ends_if_the_second_cannot_be_started(monkeypatch: pyte
             super().__init__(*arguments, **settings)
 
     monkeypatch.setattr(subprocess, "Popen", OnlyOnce)
-    with pytest.raises(RuntimeFailure, match="the workers cannot be started: Resource temporarily unavailable"):
+    with pytest.raises(
+        RuntimeFailure, match="the workers cannot be started: Resource temporarily unavailable"
+    ):
         two_workers()
     assert started[0].returncode is not None, "nobody has waited for it"
 
 
 def test_workers_that_slept_with_the_engine_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a machine that is paused as a whole do that: the engine may be the first to wake up."""
+    """The processes of a machine that is paused as a whole do that: the engine may be the first to
+    wake up."""
     with closing(two_workers()) as workers:
         for process in processes(workers):
             os.kill(process, signal.SIGSTOP)
@@ -217,7 +254,11 @@ def test_an_engine_that_is_stopped_for_a_while_keeps_its_workers(tmp_path: Path)
         "print(test.answer(workers, 0).step, flush=True); workers.close()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as engine:
         assert engine.stdin is not None and engine.stdout is not None
         assert engine.stdout.readline() == "started\n"

@@ -24,7 +24,9 @@ def test_nothing_is_kept_back_as_long_as_nothing_is_lost() -> None:
     losses = HostLosses()
     losses.sent(plan(0, host=(1, 2), device=(3,)))
     told = StepResult(
-        0, (Answer(3, (9,)),), host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(2, 8, 0.1),))
+        0,
+        (Answer(3, (9,)),),
+        host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(2, 8, 0.1),)),
     )
     assert losses.answered(told) is told
     assert not losses.pending
@@ -50,7 +52,9 @@ def test_no_progress_is_told_of_cohorts_that_are_lost() -> None:
     losses.sent(plan(0, host=(1,)))
     losses.heard(HostLost(0, "it died", forgotten=0))
     losses.tell([0])
-    told = losses.answered(StepResult(0, host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(1, 4, 0.1),))))
+    told = losses.answered(
+        StepResult(0, host=HostResult(cohorts=(CohortProgress(0, 1),), work=(HostWork(1, 4, 0.1),)))
+    )
     assert (told.host.cohorts, len(told.host.work)) == ((), 1)
 
 

@@ -1,4 +1,5 @@
-"""Whole engines whose stages attend on the CPU: the bundled model's answers, and what servers of them live through."""
+"""Whole engines whose stages attend on the CPU: the bundled model's answers, and what servers of
+them live through."""
 
 import shutil
 import signal
@@ -30,15 +31,22 @@ from tests.server.starting import PATIENCE_SECONDS, Server, running
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-SMALL: dict[str, Any] = {"kv_cache_memory": 1 << 20, "host_kv_memory": 32 << 20, "max_model_len": 100}
+SMALL: dict[str, Any] = {
+    "kv_cache_memory": 1 << 20,
+    "host_kv_memory": 32 << 20,
+    "max_model_len": 100,
+}
 STAGES = ("--pp", "2", *HYBRID)
 
 
-# -------------------------------------------------------------------------------------------------- in this process
+# --------------------------------------------------------------------------------------------------
+# in this process
 
 
 def ask(llm: LLM) -> list[tuple[int, ...]]:
-    return [tuple(output.outputs[0].token_ids) for output in llm.generate([*PROMPTS, *PROMPTS], GREEDY)]
+    return [
+        tuple(output.outputs[0].token_ids) for output in llm.generate([*PROMPTS, *PROMPTS], GREEDY)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,9 @@ def strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-@pytest.mark.parametrize(("policy", "stages"), [("neo", 2), ("overlap", 3), ("apex", 3), ("hybrid", 2)])
+@pytest.mark.parametrize(
+    ("policy", "stages"), [("neo", 2), ("overlap", 3), ("apex", 3), ("hybrid", 2)]
+)
 def test_the_bundled_model_says_the_same(
     policy: str, stages: int, expected: list[tuple[int, ...]], strategies: Counter[str]
 ) -> None:
@@ -70,14 +80,20 @@ def test_the_bundled_model_says_the_same(
 
 
 @torch.inference_mode()
-def test_layers_of_two_kinds_say_what_transformers_says(tmp_path: Path, strategies: Counter[str]) -> None:
+def test_layers_of_two_kinds_say_what_transformers_says(
+    tmp_path: Path, strategies: Counter[str]
+) -> None:
     """Attention on the CPU puts layers with a window and layers without into one cache group."""
     reference = make_checkpoint("gemma3_text", tmp_path)
     prompts = torch.randint(3, VOCAB_SIZE, (8, 30), generator=torch.Generator().manual_seed(3))
     memory = {**SMALL, "kv_cache_memory": 1 << 18}
-    settings = EngineConfig(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, **memory)
+    settings = EngineConfig(
+        dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, **memory
+    )
     twenty = SamplingParams(temperature=0.0, max_tokens=20)
-    with closing(build_engine(ResolvedModel("gemma", tmp_path, tmp_path), settings).engine) as engine:
+    with closing(
+        build_engine(ResolvedModel("gemma", tmp_path, tmp_path), settings).engine
+    ) as engine:
         for number, prompt in enumerate(prompts.tolist()):
             engine.add(Request(str(number), tuple(prompt), twenty, seed=0))
         answers: dict[str, list[int]] = {}
@@ -91,9 +107,18 @@ def test_layers_of_two_kinds_say_what_transformers_says(tmp_path: Path, strategi
     assert strategies["overlap"] > 0
 
 
-def test_two_engines_of_two_stages(expected: list[tuple[int, ...]], strategies: Counter[str]) -> None:
+def test_two_engines_of_two_stages(
+    expected: list[tuple[int, ...]], strategies: Counter[str]
+) -> None:
     settings = {**SMALL, "host_kv_memory": 64 << 20}
-    with LLM(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, data_parallel=2, **settings) as llm:
+    with LLM(
+        dtype="float32",
+        eager=True,
+        policy="overlap",
+        pipeline_parallel=2,
+        data_parallel=2,
+        **settings,
+    ) as llm:
         assert ask(llm) == expected
     assert strategies["overlap"] > 0
 
@@ -105,12 +130,20 @@ def test_a_profile_of_something_else_is_refused_in_one_line_and_leaves_nothing(
     path = tmp_path / "profile.json"
     write_profile(made_up_profile(), path)
     with pytest.raises(UsageError, match=r"profile.json is a profile of another ") as caught:
-        LLM(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, profile=str(path), **SMALL)
+        LLM(
+            dtype="float32",
+            eager=True,
+            policy="overlap",
+            pipeline_parallel=2,
+            profile=str(path),
+            **SMALL,
+        )
     assert "\n" not in str(caught.value)
     assert marked(mark) == []
 
 
-# ------------------------------------------------------------------------------------------------------- as a server
+# --------------------------------------------------------------------------------------------------
+# as a server
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Host sequences in a pipeline of worker processes: every request answers what it does alone in one process."""
+"""Host sequences in a pipeline of worker processes: every request answers what it does alone in one
+process."""
 
 import os
 import signal
@@ -55,7 +56,8 @@ class Watched:
 
     Attributes:
         before: is shown each plan before it is sent.
-        progress: layers that were behind each cohort, result by result, by the plan in which it began.
+        progress: layers that were behind each cohort, result by result, by the plan in which it
+            began.
     """
 
     executor: WorkersExecutor
@@ -98,10 +100,18 @@ def case(policy: str, seed: int = 0, num_blocks: int = TIGHT_BLOCKS, **settings:
 
 
 def start(
-    reference: Reference, stages: int, metadata: Literal["decoupled", "coupled"] = "decoupled", **settings: Any
+    reference: Reference,
+    stages: int,
+    metadata: Literal["decoupled", "coupled"] = "decoupled",
+    **settings: Any,
 ) -> WorkersExecutor:
     return start_workers(
-        reference, pipeline_parallel=stages, host_blocks=HOST_BLOCKS, policy="hybrid", metadata=metadata, **settings
+        reference,
+        pipeline_parallel=stages,
+        host_blocks=HOST_BLOCKS,
+        policy="hybrid",
+        metadata=metadata,
+        **settings,
     )
 
 
@@ -138,7 +148,9 @@ def stages(reference: Reference, losing: Path) -> Iterator[WorkersExecutor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_stages_answer_what_one_process_answers(stages: WorkersExecutor, reference: Reference, policy: str) -> None:
+def test_two_stages_answer_what_one_process_answers(
+    stages: WorkersExecutor, reference: Reference, policy: str
+) -> None:
     seen = Watched(stages).check(reference, *(case(policy, seed) for seed in range(2)))
     assert seen.host_tokens > 20 and seen.together == 2, seen
     assert seen.taken > 0 or policy not in ("apex", "hybrid"), seen
@@ -148,18 +160,26 @@ def test_the_last_stage_tells_of_all(stages: WorkersExecutor, reference: Referen
     watched = Watched(stages)
     tokens = watched.check(reference, case("overlap", seed=3)).host_tokens
     assert all(layers == sorted(layers) for layers in watched.progress.values())
-    assert {layer for layers in watched.progress.values() for layer in layers} == set(range(NUM_LAYERS))
+    assert {layer for layers in watched.progress.values() for layer in layers} == set(
+        range(NUM_LAYERS)
+    )
     assert sum(work.sequences for work in watched.work) == NUM_LAYERS * tokens
     assert watched.lost == []
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system gives nobody cores of his own")
-def test_each_stage_keeps_to_cores_of_its_own(stages: WorkersExecutor, reference: Reference) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="the system gives nobody cores of his own"
+)
+def test_each_stage_keeps_to_cores_of_its_own(
+    stages: WorkersExecutor, reference: Reference
+) -> None:
     """What attends for one of them takes nothing from another one's device."""
     cores = cores_in_use()
     for number, identifier in enumerate(Pair(stages, reference).processes):
         mine = {processor for core in part_of(cores, number, 2) for processor in core}
-        assert len(os.sched_getaffinity(identifier)) > 0 and os.sched_getaffinity(identifier) <= mine
+        assert (
+            len(os.sched_getaffinity(identifier)) > 0 and os.sched_getaffinity(identifier) <= mine
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +190,13 @@ def test_each_stage_keeps_to_cores_of_its_own(stages: WorkersExecutor, reference
     ],
 )
 def test_attention_on_the_cpu_is_lost_in_one_stage(
-    stages: WorkersExecutor, reference: Reference, losing: Path, policy: str, what: str, layers: int, told: str
+    stages: WorkersExecutor,
+    reference: Reference,
+    losing: Path,
+    policy: str,
+    what: str,
+    layers: int,
+    told: str,
 ) -> None:
     lose = in_the_sixth_plan_with_host_rows(Path(f"{losing} {layers} {what}").touch)
     watched = Watched(stages, before=lose)
@@ -180,13 +206,18 @@ def test_attention_on_the_cpu_is_lost_in_one_stage(
     assert watched.deaths == 0
 
 
-# ------------------------------------------------------------------------------------------ longer, and other layouts
+# ------------------------------------------------------------------------------------------ longer,
+# and other layouts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["overlap", "neo"])
-def test_a_stage_is_killed_with_cohorts_in_flight(stages: WorkersExecutor, reference: Reference, policy: str) -> None:
-    kill = in_the_sixth_plan_with_host_rows(lambda: Pair(stages, reference).send(policy == "neo", signal.SIGKILL))
+def test_a_stage_is_killed_with_cohorts_in_flight(
+    stages: WorkersExecutor, reference: Reference, policy: str
+) -> None:
+    kill = in_the_sixth_plan_with_host_rows(
+        lambda: Pair(stages, reference).send(policy == "neo", signal.SIGKILL)
+    )
     watched = Watched(stages, before=kill)
     assert watched.check(reference, case(policy)).host_tokens > 6
     assert (watched.deaths, watched.lost) == (1, [])
@@ -201,7 +232,9 @@ def test_many_lives(stages: WorkersExecutor, reference: Reference) -> None:
         prefix_caching=(True, False),
         depth=(2, 1),
     )
-    seen = reference.check(stages, [case(seed=seed, **settings) for seed, settings in enumerate(chosen)])
+    seen = reference.check(
+        stages, [case(seed=seed, **settings) for seed, settings in enumerate(chosen)]
+    )
     assert min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks, seen.swaps) > 0, seen
 
 
@@ -215,10 +248,16 @@ def test_three_stages(reference: Reference, metadata: Literal["decoupled", "coup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "policies"), [("glm4", ("neo", "apex")), ("qwen3_moe", ("overlap", "hybrid"))])
-def test_families_that_differ_in_their_layers(family: str, policies: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "policies"), [("glm4", ("neo", "apex")), ("qwen3_moe", ("overlap", "hybrid"))]
+)
+def test_families_that_differ_in_their_layers(
+    family: str, policies: tuple[str, ...], tmp_path: Path
+) -> None:
     """The reference of the other tests has windows in some of its layers."""
     reference = reference_of(family, tmp_path)
     with closing(start(reference, 2)) as workers:
         for policy in policies:
-            assert reference.check(workers, [case(policy, seed) for seed in range(2)]).host_tokens > 20
+            assert (
+                reference.check(workers, [case(policy, seed) for seed in range(2)]).host_tokens > 20
+            )

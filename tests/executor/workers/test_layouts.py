@@ -23,10 +23,14 @@ CASES = [
 PROMPTS = ["Once upon a time", "The dog and the cat went to the park. They", "Lily"]
 
 
-def reference_of(family: str, directory: Path, *, quantization: str | None = None, **sizes: int) -> Reference:
+def reference_of(
+    family: str, directory: Path, *, quantization: str | None = None, **sizes: int
+) -> Reference:
     """In the family's own small vocabulary, for which there is no tokenizer."""
     write_checkpoint(family, directory, **sizes)
-    return Reference(ResolvedModel(family, directory, directory), schemas=False, quantization=quantization)
+    return Reference(
+        ResolvedModel(family, directory, directory), schemas=False, quantization=quantization
+    )
 
 
 def check(reference: Reference, **layout: object) -> None:
@@ -50,8 +54,11 @@ def check_workers(reference: Reference, workers: WorkersExecutor, stages: object
     ids=str,
 )
 def test_layouts_of_one_family(layout: dict[str, object], tmp_path: Path) -> None:
-    """Four stages, and two of two ranks, are in `test_resharding`; two workers in `test_equality`."""
-    reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
+    """Four stages, and two of two ranks, are in `test_resharding`; two workers in
+    `test_equality`."""
+    reference = reference_of(
+        "llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93
+    )
     check(reference, **layout)
 
 
@@ -65,10 +72,15 @@ def test_rounded_experts(tmp_path: Path) -> None:
 
 def test_rounded_weights_whose_groups_two_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
     """One has two groups of 32 columns, the other one has one."""
-    check(reference_of("llama", tmp_path, quantization="int4", intermediate_size=96), tensor_parallel=2)
+    check(
+        reference_of("llama", tmp_path, quantization="int4", intermediate_size=96),
+        tensor_parallel=2,
+    )
 
 
-@pytest.mark.parametrize("layout", [{"pipeline_parallel": 4}, {"pipeline_parallel": 2, "tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"pipeline_parallel": 4}, {"pipeline_parallel": 2, "tensor_parallel": 2}], ids=str
+)
 def test_coupled_plans_through_more_processes(layout: dict[str, int], tmp_path: Path) -> None:
     reference = reference_of("llama", tmp_path, num_hidden_layers=4)
     check(reference, metadata="coupled", **layout)
@@ -83,7 +95,9 @@ def test_coupled_plans_through_more_processes(layout: dict[str, int], tmp_path: 
     ],
     ids=str,
 )
-def test_what_is_prepared_answers_the_same(storyteller: LLM, layout: dict[str, int], *, compiled: bool) -> None:
+def test_what_is_prepared_answers_the_same(
+    storyteller: LLM, layout: dict[str, int], *, compiled: bool
+) -> None:
     """While layers are compiled, if they have not been before, and then."""
     if not cpu_operators().wait():
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
@@ -92,6 +106,8 @@ def test_what_is_prepared_answers_the_same(storyteller: LLM, layout: dict[str, i
     with LLM(dtype="float32", kv_cache_memory=16 << 20, **layout) as llm:
         llm.built.start_preparing()
         for _ in range(2):
-            assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == expected
+            assert [
+                output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)
+            ] == expected
             llm.built.prepare()
         assert llm.built.compiled == compiled

@@ -1,4 +1,5 @@
-"""Sockets between workers, and the sums that go over them. The workers are threads of this process."""
+"""Sockets between workers, and the sums that go over them. The workers are threads of this
+process."""
 
 import socket
 import threading
@@ -106,7 +107,9 @@ def test_every_rank_gets_the_same_bits(store: Any, ringed: list[int], degree: in
     """Of a sum whose value depends on the order, and which is near the true one."""
     exact = sum(numbers(rank, 9, torch.float32) for rank in range(degree))
     found = on_workers(
-        degree, store, lambda rank, links: RankGroup(range(degree), links).all_reduce(numbers(rank, 9)).clone()
+        degree,
+        store,
+        lambda rank, links: RankGroup(range(degree), links).all_reduce(numbers(rank, 9)).clone(),
     )
     torch.testing.assert_close(found[0].float(), exact, atol=0.05, rtol=0.02)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -115,9 +118,15 @@ def test_every_rank_gets_the_same_bits(store: Any, ringed: list[int], degree: in
 
 def test_more_than_two_ranks_leave_large_sums_to_a_ring(store: Any, ringed: list[int]) -> None:
     rows = 2**16 // 128
-    on_workers(3, store, lambda rank, links: RankGroup(range(3), links).all_reduce(numbers(rank, rows)))
+    on_workers(
+        3, store, lambda rank, links: RankGroup(range(3), links).all_reduce(numbers(rank, rows))
+    )
     assert not ringed
-    on_workers(3, dist.HashStore(), lambda rank, links: RankGroup(range(3), links).all_reduce(numbers(rank, rows + 1)))
+    on_workers(
+        3,
+        dist.HashStore(),
+        lambda rank, links: RankGroup(range(3), links).all_reduce(numbers(rank, rows + 1)),
+    )
     assert ringed == [2**16 + 128] * 3
 
 
@@ -129,4 +138,6 @@ def test_logits_stand_side_by_side_on_the_first_rank(store: Any, ringed: list[in
 
     nothing, other, first, second = on_workers(4, store, work)
     assert nothing is other is second is None
-    assert first is not None and torch.equal(first, torch.cat([numbers(2, 5), numbers(3, 5)], dim=1))
+    assert first is not None and torch.equal(
+        first, torch.cat([numbers(2, 5), numbers(3, 5)], dim=1)
+    )

@@ -27,7 +27,11 @@ def test_two_workers_measure_together_and_the_next_start_finds_it(
 ) -> None:
     monkeypatch.setattr(process, "_PROGRAM", BRIEFLY + process._PROGRAM)
     monkeypatch.setattr(layout_profile, "kept_file", lambda *_: tmp_path / "layouts.json")
-    resolved, config, told = resolve_model(None), EngineConfig(policy="apex", eager=True), list[tuple[str, int, int]]()
+    resolved, config, told = (
+        resolve_model(None),
+        EngineConfig(policy="apex", eager=True),
+        list[tuple[str, int, int]](),
+    )
     found = measure_layouts(resolved, config, 2, lambda *progress: told.append(progress))
     assert (found.devices, set(found.degrees)) == (2, {1, 2})
     assert told == [("measuring this machine", 0, 1), ("measuring this machine", 1, 1)]
@@ -41,7 +45,9 @@ def test_two_workers_measure_together_and_the_next_start_finds_it(
         assert measure_layouts(resolved, config, 2) == found
 
 
-def test_an_engine_predicts_by_what_was_kept_of_its_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_predicts_by_what_was_kept_of_its_layouts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     resolved, measured = resolve_model(None), layout_profile_by_hand()
     config = EngineConfig(dtype="bfloat16", eager=True, pipeline_parallel=2, policy="adaptive")
@@ -51,7 +57,12 @@ def test_an_engine_predicts_by_what_was_kept_of_its_layouts(monkeypatch: pytest.
     assert kept_layouts(resolved, config) is None, "what is measured anew is for this run"
     assert measure_layouts(resolved, config, 2) == measured
     assert kept_layouts(resolved, config) == measured
-    for other in ({"dtype": "float32"}, {"pipeline_parallel": 3}, {"eager": False}, {"device": "cuda"}):
+    for other in (
+        {"dtype": "float32"},
+        {"pipeline_parallel": 3},
+        {"eager": False},
+        {"device": "cuda"},
+    ):
         assert kept_layouts(resolved, replace(config, **other)) is None
     (predictor,) = make_predictors(measured.speeds, MODEL, config, measured)
     by_hand = 0.01 + 0.001 / MODEL.num_layers  # a layer, and what each row of a step takes
@@ -60,5 +71,7 @@ def test_an_engine_predicts_by_what_was_kept_of_its_layouts(monkeypatch: pytest.
 
 
 def test_a_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="layouts are measured on the CPU, not on cuda: choose --device cpu"):
+    with pytest.raises(
+        UsageError, match="layouts are measured on the CPU, not on cuda: choose --device cpu"
+    ):
         measure_layouts(resolve_model(None), EngineConfig(device="cuda"), 2)

@@ -35,7 +35,9 @@ from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.scheduler.optional import HostPlan, Swap
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 
-PARAMS = SamplingParams(n=2, logit_bias={7: -1.5}, stop=("end",), stop_token_ids=(3,), seed=5, json_schema="{}")
+PARAMS = SamplingParams(
+    n=2, logit_bias={7: -1.5}, stop=("end",), stop_token_ids=(3,), seed=5, json_schema="{}"
+)
 PLAN = StepPlan(
     3,
     begin=(Begin(8, (1, 2, 3), 2, 1, 2**63 - 1, PARAMS, (0, 1)),),
@@ -63,7 +65,11 @@ FROM_WORKER = [
     Hello(1),
     Loading(1, "load", 3, 5),
     Loaded(
-        1, "host cpu", (4096, 4096), 2**40, MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9)
+        1,
+        "host cpu",
+        (4096, 4096),
+        2**40,
+        MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9),
     ),
     Ready(1),
     Prepared(1, compiled=True),

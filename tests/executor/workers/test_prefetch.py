@@ -9,7 +9,14 @@ import pytest
 import torch
 import zmq
 
-from nanoserve.executor.workers.messages import Allocate, Follow, ForgetHost, Prepare, RunPlan, ToWorker
+from nanoserve.executor.workers.messages import (
+    Allocate,
+    Follow,
+    ForgetHost,
+    Prepare,
+    RunPlan,
+    ToWorker,
+)
 from nanoserve.executor.workers.worker import THREAD_NAME, PrefetchedStep, PrefetchThread
 from nanoserve.scheduler.optional import LayoutPlan
 from nanoserve.scheduler.plan import StepPlan
@@ -91,7 +98,9 @@ def test_everything_comes_in_order(engine: Engine) -> None:
     assert [type(one) for one in arrived] == [PrefetchedStep, Prepare, PrefetchedStep, Allocate]
 
 
-def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotten(engine: Engine) -> None:
+def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotten(
+    engine: Engine,
+) -> None:
     """It would forget the sequences that they answer."""
     thread = PrefetchThread(engine.prefetch_socket, engine.prepare, CPU)
     engine.say(RunPlan(StepPlan(0)), RunPlan(StepPlan(1)), ForgetHost(), RunPlan(StepPlan(2)))
@@ -107,7 +116,10 @@ def test_nothing_is_prepared_beside_the_steps_before_host_sequences_are_forgotte
 def test_plans_of_a_coupled_worker_are_left_to_the_loop(engine: Engine) -> None:
     thread = PrefetchThread(engine.prefetch_socket, None, CPU)
     engine.say(*(RunPlan(StepPlan(step)) for step in range(3)), Follow())
-    assert [thread.next(PATIENCE) for _ in range(4)] == [*(RunPlan(StepPlan(step)) for step in range(3)), Follow()]
+    assert [thread.next(PATIENCE) for _ in range(4)] == [
+        *(RunPlan(StepPlan(step)) for step in range(3)),
+        Follow(),
+    ]
 
 
 def test_a_change_of_layout_is_left_to_the_loop(engine: Engine) -> None:

@@ -1,4 +1,5 @@
-"""Prompts computed in one parallel layout, answers decoded in another: every request answers what it does alone."""
+"""Prompts computed in one parallel layout, answers decoded in another: every request answers what
+it does alone."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,9 +19,27 @@ from tests.executor.workers.test_layouts import check_workers, reference_of
 HOST_BLOCKS = 24  # one sequence of full length fits, and hardly a second one
 CASES = [
     Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=1),
-    Case("minimizing", num_blocks=ROOMY_BLOCKS, host_blocks=3 * HOST_BLOCKS, prefix_caching=False, seed=2),
-    Case("prefill-prioritizing", num_blocks=ROOMY_BLOCKS, host_blocks=ROOMY_BLOCKS, max_num_seqs=3, seed=3),
-    Case("decode-prioritizing", token_budget=7, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=4),
+    Case(
+        "minimizing",
+        num_blocks=ROOMY_BLOCKS,
+        host_blocks=3 * HOST_BLOCKS,
+        prefix_caching=False,
+        seed=2,
+    ),
+    Case(
+        "prefill-prioritizing",
+        num_blocks=ROOMY_BLOCKS,
+        host_blocks=ROOMY_BLOCKS,
+        max_num_seqs=3,
+        seed=3,
+    ),
+    Case(
+        "decode-prioritizing",
+        token_budget=7,
+        num_blocks=TIGHT_BLOCKS,
+        host_blocks=HOST_BLOCKS,
+        seed=4,
+    ),
 ]
 
 
@@ -50,10 +69,15 @@ def two_layouts(reference: Reference) -> Iterator[WorkersExecutor]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.policy == "minimizing" else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(case, marks=() if case.policy == "minimizing" else pytest.mark.slow)
+        for case in CASES
+    ],
     ids=lambda case: f"{case.policy} {case.num_blocks}",
 )
-def test_answers_are_those_of_one_process(reference: Reference, two_layouts: WorkersExecutor, case: Case) -> None:
+def test_answers_are_those_of_one_process(
+    reference: Reference, two_layouts: WorkersExecutor, case: Case
+) -> None:
     seen = reference.check(two_layouts, [case])
     assert seen.transitions >= 5 and seen.swaps > 0, seen
 
@@ -75,14 +99,23 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
     [
         ("qwen3_moe", {}, "T2P2", "T4"),
         ("glm4", {"num_hidden_layers": 4}, "P4", "T4"),
-        ("llama", {"num_hidden_layers": 4, "vocab_size": 155, "intermediate_size": 93}, "T2P2", "P4"),
+        (
+            "llama",
+            {"num_hidden_layers": 4, "vocab_size": 155, "intermediate_size": 93},
+            "T2P2",
+            "P4",
+        ),
         ("llama-tied-biased", {}, "T2", "P2"),
         ("mistral", {"quantization": "int8", "intermediate_size": 128}, "P2", "T2"),
         (
             "gemma3_text",
             {
                 "num_hidden_layers": 6,
-                "layer_types": [*(["sliding_attention"] * 4), "full_attention", "sliding_attention"],
+                "layer_types": [
+                    *(["sliding_attention"] * 4),
+                    "full_attention",
+                    "sliding_attention",
+                ],
             },
             "T2P2",
             "P4",
@@ -93,8 +126,9 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
 def test_layouts_with_other_families(
     family: str, sizes: dict[str, Any], prefill: str, decode: str, tmp_path: Path
 ) -> None:
-    """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both directions, and ordinary
-    policies stay in the first one. `tests/models/test_shards` and `tests/models/test_resharding` cut every family."""
+    """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both
+    directions, and ordinary policies stay in the first one. `tests/models/test_shards` and
+    `tests/models/test_resharding` cut every family."""
     reference = reference_of(family, tmp_path, **sizes)
     with closing(start_pair(reference, prefill, decode)) as workers:
         check(reference, workers, CASES[::2])
@@ -103,9 +137,12 @@ def test_layouts_with_other_families(
 
 
 @pytest.mark.parametrize("policy", [pytest.param("sarathi", marks=pytest.mark.slow), "throttling"])
-def test_ordinary_policies_preempt_by_swaps(reference: Reference, two_layouts: WorkersExecutor, policy: str) -> None:
+def test_ordinary_policies_preempt_by_swaps(
+    reference: Reference, two_layouts: WorkersExecutor, policy: str
+) -> None:
     """In the first layout alone, a pipeline: what moves does so beside the steps of others."""
-    # Half of the groups have windows, which leave much of their blocks: few more than one sequence holds are tight.
+    # Half of the groups have windows, which leave much of their blocks: few more than one sequence
+    # holds are tight.
     case = Case(policy, token_budget=24, num_blocks=15, host_blocks=3 * HOST_BLOCKS, seed=5)
     seen = reference.check(two_layouts, [case])
     assert seen.swaps > 0 and seen.transitions == 0, seen

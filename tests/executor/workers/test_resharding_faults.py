@@ -1,5 +1,5 @@
-"""Workers that change their layout are killed, stopped and robbed of their files: every request answers what it does
-alone, or one line says why it cannot."""
+"""Workers that change their layout are killed, stopped and robbed of their files: every request
+answers what it does alone, or one line says why it cannot."""
 
 import os
 import shutil
@@ -55,21 +55,26 @@ def pair(reference: Reference) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "rank"), [(phase, number % 2) for number, phase in enumerate(PHASES) if phase != "to decode"]
+    ("phase", "rank"),
+    [(phase, number % 2) for number, phase in enumerate(PHASES) if phase != "to decode"],
 )
 def test_a_worker_dies_in_any_phase(pair: Pair, phase: str, rank: int) -> None:
-    """While the layout changes to that of decodes, a worker stops and a worker dies in the next two tests."""
+    """While the layout changes to that of decodes, a worker stops and a worker dies in the next two
+    tests."""
     pair.live_while(phase, lambda: pair.send(rank, signal.SIGKILL))
 
 
-def test_a_stopped_worker_is_treated_like_a_dead_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_is_treated_like_a_dead_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanoserve.executor.workers.group.SILENCE_SECONDS", 5.0)
     pair.live_while("to decode", lambda: pair.send(0, signal.SIGCONT))
 
 
 @contextmanager
 def dying_before_they_open_the_pool() -> Iterator[None]:
-    """Once worker 1 is killed when it is to be told how large its cache is, the last thing before that."""
+    """Once worker 1 is killed when it is to be told how large its cache is, the last thing before
+    that."""
     send, dead = WorkerGroup.send, False
 
     def sending(group: WorkerGroup, message: ToWorker, *ranks: Iterable[int]) -> None:
@@ -94,7 +99,9 @@ def test_workers_that_die_again_before_they_have_opened_the_pool(pair: Pair) -> 
 
 def test_a_start_in_which_a_worker_dies_before_it_has_opened_the_pool(reference: Reference) -> None:
     mark = new_mark()
-    told = pytest.raises(RuntimeFailure, match=r"^worker 1 was killed by SIGKILL while it was starting$")
+    told = pytest.raises(
+        RuntimeFailure, match=r"^worker 1 was killed by SIGKILL while it was starting$"
+    )
     with told, marked_as(mark), dying_before_they_open_the_pool():
         start_pair(reference, "P2", "T2")
     assert workers(mark) == []
@@ -105,7 +112,9 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
     given_up: set[str] = set()
     stop, submit = Scheduler.stop, Engine.submit
 
-    def stopping(scheduler: Scheduler, request_id: str, *arguments: Any, **settings: Any) -> list[SequenceUpdate]:
+    def stopping(
+        scheduler: Scheduler, request_id: str, *arguments: Any, **settings: Any
+    ) -> list[SequenceUpdate]:
         family = scheduler.table.unfinished(request_id)
         places = {sequence.index: sequence.place.value for sequence in family}
         updates = stop(scheduler, request_id, *arguments, **settings)
@@ -116,7 +125,8 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
         return updates
 
     def submitting(engine: Engine) -> list[SequenceUpdate]:
-        """Give up a request while the device is drained: the arrivals decide when the others are."""
+        """Give up a request while the device is drained: the arrivals decide when the others
+        are."""
         updates = []
         if engine.status.changing[0] and "draining" not in given_up:
             updates = engine.stop(next(iter(engine.scheduler.table.requests)))
@@ -126,11 +136,14 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
     monkeypatch.setattr(Engine, "submit", submitting)
     seen = pair.reference.check(pair.executor, MANY_LIVES)
     assert seen.transitions > 4 * len(MANY_LIVES), seen
-    lasting = {place.value for place in Place} - {Place.MOVING.value}  # a move may be over before anyone stops it
+    # a move may be over before anyone stops it
+    lasting = {place.value for place in Place} - {Place.MOVING.value}
     assert given_up >= {"layout 0", "layout 1", "draining", *lasting}, given_up
 
 
-def test_without_its_files_the_layout_changes_and_a_death_is_the_end(reference: Reference, tmp_path: Path) -> None:
+def test_without_its_files_the_layout_changes_and_a_death_is_the_end(
+    reference: Reference, tmp_path: Path
+) -> None:
     """The weights stay mapped, but new workers would have nothing to read."""
     mark, directory = new_mark(), tmp_path / "model"
     resolved = reference.resolved
@@ -145,6 +158,9 @@ def test_without_its_files_the_layout_changes_and_a_death_is_the_end(reference: 
         (result,) = executor.collect(executor.now() + 20)
         assert result.lost == "worker 1 was killed by SIGKILL"
         executor.submit(StepPlan(0, layouts=LayoutPlan(transition=1 - executor.layout)))
-        with pytest.raises(WorkersFailed, match=r"^the workers died and cannot be started again: .*no such model dir"):
+        with pytest.raises(
+            WorkersFailed,
+            match=r"^the workers died and cannot be started again: .*no such model dir",
+        ):
             executor.collect(None)
     assert workers(mark) == []

@@ -1,4 +1,5 @@
-"""The profile of a pipeline is measured in its first stage, over layers and a cache that it has anyway."""
+"""The profile of a pipeline is measured in its first stage, over layers and a cache that it has
+anyway."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +33,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0,) * LAYERS))
+    return replace(
+        small_config(), num_layers=LAYERS, layers=LayerDifferences(sliding_windows=(0,) * LAYERS)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +55,26 @@ def processor() -> Iterator[HostProcessor]:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Few sizes, one round, and a cache folder of the test's own, which keeps what a busy machine measured, too."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
+    """Few sizes, one round, and a cache folder of the test's own, which keeps what a busy machine
+    measured, too."""
+    # those of this process: looked for where the user keeps them, not in the folder of a test
+    cpu_operators()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(start_profile, "_MOSTLY", 0.0)
     monkeypatch.setattr(start_profile, "EFFORT", Effort(0.0, 1, 1, longest_sample=1.0))
-    sizes = replace(start_profile.SIZES, tokens=(1, 4, 80), batches=(1, 4), copies=(2**10, 2**12), kv_bytes=2**16)
+    sizes = replace(
+        start_profile.SIZES,
+        tokens=(1, 4, 80),
+        batches=(1, 4),
+        copies=(2**10, 2**12),
+        kv_bytes=2**16,
+    )
     monkeypatch.setattr(start_profile, "SIZES", sizes)
 
 
-def engine_of(decoder: Decoder, processor: HostProcessor, model: ModelConfig, **settings: str) -> StartingEngine:
+def engine_of(
+    decoder: Decoder, processor: HostProcessor, model: ModelConfig, **settings: str
+) -> StartingEngine:
     size = NUM_BLOCKS * kv_bytes_per_block(decoder.config, BLOCK_SIZE, decoder.dtype)
     with torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8)
@@ -69,12 +82,17 @@ def engine_of(decoder: Decoder, processor: HostProcessor, model: ModelConfig, **
     stage = Stage.build(decoder, **sizes, device=CPU, storage=storage)
     engine = StartingEngine(
         stage=as_whole_stage(stage, storage, BLOCK_SIZE),
-        config=EngineConfig(policy="hybrid", pipeline_parallel=2, block_size=BLOCK_SIZE, **settings),
+        config=EngineConfig(
+            policy="hybrid", pipeline_parallel=2, block_size=BLOCK_SIZE, **settings
+        ),
         model=model,
         speeds=SPEEDS,
         processor=processor,
     )
-    caches = [(one.caches.keys[0].data_ptr(), len(one.caches.keys)) for one in (stage.runner, engine.runner)]
+    caches = [
+        (one.caches.keys[0].data_ptr(), len(one.caches.keys))
+        for one in (stage.runner, engine.runner)
+    ]
     assert caches[0] == caches[1], "the stage's own cache"
     return engine
 
@@ -85,12 +103,18 @@ def test_the_first_stage_as_a_model_takes_no_further_memory(first_stage: Decoder
     assert whole.shard.is_first and whole.shard.is_last
     mine = {parameter.data_ptr() for parameter in first_stage.parameters()}
     further = [parameter for parameter in whole.parameters() if parameter.data_ptr() not in mine]
-    assert sum(parameter.numel() for parameter in further) == whole.config.hidden_size, "the last norm"
+    assert sum(parameter.numel() for parameter in further) == whole.config.hidden_size, (
+        "the last norm"
+    )
     assert not hasattr(first_stage, "lm_head")
 
 
 def test_the_profile_is_of_the_whole_model(
-    first_stage: Decoder, processor: HostProcessor, model: ModelConfig, briefly: None, tmp_path: Path
+    first_stage: Decoder,
+    processor: HostProcessor,
+    model: ModelConfig,
+    briefly: None,
+    tmp_path: Path,
 ) -> None:
     engine = engine_of(first_stage, processor, model)
     told: list[str] = []
@@ -103,7 +127,11 @@ def test_the_profile_is_of_the_whole_model(
 
 
 def test_a_profile_of_the_stage_alone_is_one_of_another_model(
-    first_stage: Decoder, processor: HostProcessor, model: ModelConfig, briefly: None, tmp_path: Path
+    first_stage: Decoder,
+    processor: HostProcessor,
+    model: ModelConfig,
+    briefly: None,
+    tmp_path: Path,
 ) -> None:
     profile = hybrid_profile(engine_of(first_stage, processor, first_stage.config))
     assert profile is not None

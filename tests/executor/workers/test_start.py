@@ -9,7 +9,15 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.executor.workers import executor
 from nanoserve.executor.workers.group import WorkersDied
-from nanoserve.executor.workers.messages import FromWorker, Hello, HostLost, Loading, Prepare, Ready, ToWorker
+from nanoserve.executor.workers.messages import (
+    FromWorker,
+    Hello,
+    HostLost,
+    Loading,
+    Prepare,
+    Ready,
+    ToWorker,
+)
 from nanoserve.models.hub import ResolvedModel, dummy_config
 
 
@@ -19,7 +27,12 @@ class FakeGroup:
     quiet = False
 
     def __init__(self, *_: object) -> None:
-        self._said: list[FromWorker] = [Loading(0, "load", 2, 5), Ready(1), Loading(0, "load", 5, 5), Ready(0)]
+        self._said: list[FromWorker] = [
+            Loading(0, "load", 2, 5),
+            Ready(1),
+            Loading(0, "load", 5, 5),
+            Ready(0),
+        ]
 
     def end_of_loading(self) -> None:
         """Nothing is shared."""
@@ -28,7 +41,9 @@ class FakeGroup:
         return [self._said.pop(0)]
 
 
-def test_the_start_is_shown_before_anything_loads_and_until_all_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_is_shown_before_anything_loads_and_until_all_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(executor, "WorkerGroup", FakeGroup)
     told: list[tuple[str, int, int]] = []
     executor.WorkersExecutor(
@@ -77,7 +92,9 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> executor.WorkersExecutor:
     )
 
 
-def test_workers_that_are_started_anew_compile_no_sooner_than_they_run(dying: executor.WorkersExecutor) -> None:
+def test_workers_that_are_started_anew_compile_no_sooner_than_they_run(
+    dying: executor.WorkersExecutor,
+) -> None:
     (result,) = dying.collect(None)
     assert result.lost is not None
     dying.collect(dying.now())  # the first word of one of the new ones

@@ -31,7 +31,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def sockets() -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
     """The engine's end and the worker's."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as engine, context.socket(zmq.PAIR) as plans:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as engine,
+        context.socket(zmq.PAIR) as plans,
+    ):
         engine.bind("inproc://plans")
         plans.connect("inproc://plans")
         yield engine, plans
@@ -55,7 +59,9 @@ class FullDevice:
             mechanism.begin(step)
 
     def compute(self, step: object, intermediate_hidden_states: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
+        )
 
 
 def make_worker(connection: SimpleNamespace, runner: FullDevice, *, num_stages: int = 2) -> Worker:
@@ -72,14 +78,19 @@ def test_a_step_without_memory_is_told_in_one_line(
 ) -> None:
     engine, plans = sockets
     worker = make_worker(SimpleNamespace(plans=plans), FullDevice(), num_stages=1)
-    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,) * 7, sample=True),)))))
-    with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
+    engine.send(
+        msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,) * 7, sample=True),))))
+    )
+    with pytest.raises(
+        RuntimeFailure,
+        match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched",
+    ):
         worker.run()
 
 
 class SlowRunner(FullDevice):
-    """A step goes on until something moves beside it. Nothing should beside the first, which waits only a moment. The
-    second is the last."""
+    """A step goes on until something moves beside it. Nothing should beside the first, which waits
+    only a moment. The second is the last."""
 
     def __init__(self) -> None:
         self.last = 1
@@ -197,7 +208,9 @@ class LayeredMover(Mover):
     def __init__(self, left: list[threading.Event]) -> None:
         self._left = left
 
-    def out(self, device_blocks: object, host_blocks: object, after: object, marks: LayerMarks) -> int:
+    def out(
+        self, device_blocks: object, host_blocks: object, after: object, marks: LayerMarks
+    ) -> int:
         for layer, left in enumerate(self._left):
             marks.wait(layer)
             left.set()
@@ -214,7 +227,9 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
     engine.send(
         msgspec.msgpack.encode(
-            RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), host=HostPlan(swaps=(parked,))))
+            RunPlan(
+                StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), host=HostPlan(swaps=(parked,)))
+            )
         )
     )
     with pytest.raises(RuntimeFailure, match="out of memory"):

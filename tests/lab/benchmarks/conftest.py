@@ -17,9 +17,12 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Run:
     """Runs ``nanoserve ARGUMENTS`` here."""
-    cpu_operators()  # those of this process: looked for where the user keeps them, not in the folder of a test
+    # those of this process: looked for where the user keeps them, not in the folder of a test
+    cpu_operators()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*arguments: object) -> tuple[int, str, str]:

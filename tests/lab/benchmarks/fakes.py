@@ -37,7 +37,9 @@ class VirtualExecutor:
         seconds = SECONDS_PER_TOKEN * sum(len(row.tokens) for row in plan.rows)
         self.clock += seconds
         answers = [
-            Answer(row.sequence, error=self.error) if self.error else Answer(row.sequence, (row.sequence,))
+            Answer(row.sequence, error=self.error)
+            if self.error
+            else Answer(row.sequence, (row.sequence,))
             for row in plan.rows
             if row.sample
         ]
@@ -51,7 +53,9 @@ class VirtualExecutor:
 
 
 def virtual_engine(executor: VirtualExecutor, *, budget: int = 64) -> Engine:
-    scheduler = Scheduler(make_policy("sarathi", budget), num_blocks=64, block_size=4, max_model_len=64)
+    scheduler = Scheduler(
+        make_policy("sarathi", budget), num_blocks=64, block_size=4, max_model_len=64
+    )
     return Engine(scheduler, executor, vocab_size=1000)
 
 

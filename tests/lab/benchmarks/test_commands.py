@@ -29,16 +29,20 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly, and finds nothing disturbed."""
+    """Runs ``nanoserve bench ARGUMENTS`` here, which looks at the machine but briefly, and finds
+    nothing disturbed."""
     monkeypatch.setattr("nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self: 0.0)
     monkeypatch.setattr("nanoserve.lab.benchmarks.rounds.MAX_DRIFT", 1e9)
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for the processes that a benchmark starts
+    # nothing is built for the processes that a benchmark starts
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr("nanoserve.lab.benchmarks.roofline._PRODUCT_SIZES", (64,))
     monkeypatch.setattr(BandwidthProbe.__init__, "__defaults__", (2**20,))
     return partial(run_command, "bench")
 
 
-def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_writes_a_table_json_and_a_chart(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     prepared: list[BuiltEngine] = []
     monkeypatch.setattr(BuiltEngine, "prepare", lambda built, progress: prepared.append(built))
@@ -54,10 +58,13 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
     assert found["rows"][1]["ttft_ms"]["n"] == 4  # two requests, twice
     assert found["rows"][1]["itl_ms"]["n"] == 8
     assert [row["steps"]["decode"]["steps"] for row in found["rows"]] == [4, 4]
-    for row in found["rows"]:  # a processor that looks at itself but briefly may find a floor that does not hold
+    # a processor that looks at itself but briefly may find a floor that does not hold
+    for row in found["rows"]:
         shares = [row["steps"][kind]["of_floor"] for kind in ("prefill", "decode", "all")]
         assert all(share is None for share in shares) or all(0 < share <= 1 for share in shares)
-    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 4 of 4 runs count.")
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith(
+        "; 4 of 4 runs count."
+    )
     assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
     assert found["engine"]["dtype"] in out
     assert chart.read_bytes().startswith(b"\x89PNG")
@@ -66,8 +73,21 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
 def test_compare_of_speculation_with_plain_decoding(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, names = tmp_path / "report.json", ["edits", "stories", "random", "scripted 0", "scripted 0.8"]
-    sizes = ("--batch-sizes", 2, "--lengths", "30+12", "--rounds", 2, "--kv-cache-memory", "8MiB", "--eager")
+    report, names = (
+        tmp_path / "report.json",
+        ["edits", "stories", "random", "scripted 0", "scripted 0.8"],
+    )
+    sizes = (
+        "--batch-sizes",
+        2,
+        "--lengths",
+        "30+12",
+        "--rounds",
+        2,
+        "--kv-cache-memory",
+        "8MiB",
+        "--eager",
+    )
     words = ("--speculate", "ngram", "--workloads", ",".join(names), "--dtype", "float32")
     code, out, _ = bench("compare", *words, *sizes, "--json", report)
     assert code == 0
@@ -81,7 +101,8 @@ def test_compare_of_speculation_with_plain_decoding(
         assert 1 <= done["tokens_a_step"] <= 8
         assert done["plain"] > 0 and done["decode"] > 0
         assert ("predicted" in done) == (workload in RATES)
-        # By times that were measured beside other work, a step of more rows may even be predicted to be shorter.
+        # By times that were measured beside other work, a step of more rows may even be predicted
+        # to be shorter.
         assert workload != "scripted 0" or done["tokens_a_step"] == 1 <= done["predicted"]
     code, _, err = bench("compare", "--speculate", "ngram", "--workloads", "poems")
     assert code == 2
@@ -95,7 +116,10 @@ def test_a_scripted_drafter_is_right_as_often_as_asked(rate: float) -> None:
     request = Request("a", prompt, SamplingParams(max_tokens=2000), seed=0)
     sequence = Sequence(0, request, 0, [*prompt, *answer[:5]])
     draft_tokens = drafter._look_up(sequence, None, 1990)
-    right = [draft_token == token for draft_token, token in zip(draft_tokens, answer[5:1995], strict=True)]
+    right = [
+        draft_token == token
+        for draft_token, token in zip(draft_tokens, answer[5:1995], strict=True)
+    ]
     assert sum(right) / len(right) == pytest.approx(rate, abs=0.05)
     assert max(draft_tokens) < 3000
     assert drafter._look_up(sequence, None, -1) == ()
@@ -105,15 +129,27 @@ def test_a_scripted_drafter_is_right_as_often_as_asked(rate: float) -> None:
 def test_no_share_above_the_floor_is_printed(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: float
 ) -> None:
-    """A machine that was busy while it was looked at reads a byte a second; a second look is better, or is as bad."""
+    """A machine that was busy while it was looked at reads a byte a second; a second look is
+    better, or is as bad."""
     shares_are_told = again > 1
     looks = [Limits(1.0, 1.0), Limits(again, again)]
     monkeypatch.setattr(
-        "nanoserve.lab.benchmarks.local.machine_limits", lambda *_, **__: looks.pop(0) if looks else worst
+        "nanoserve.lab.benchmarks.local.machine_limits",
+        lambda *_, **__: looks.pop(0) if looks else worst,
     )
     monkeypatch.setattr(BandwidthProbe, "read", lambda self: 1.0)
     worst, report = Limits(1.0, 1.0), tmp_path / "report.json"
-    sizes = ("--batch-sizes", "1,2", "--lengths", "6+3", "--repeats", 1, "--eager", "--json", report)
+    sizes = (
+        "--batch-sizes",
+        "1,2",
+        "--lengths",
+        "6+3",
+        "--repeats",
+        1,
+        "--eager",
+        "--json",
+        report,
+    )
     code, out, err = bench("latency", *sizes)
     assert code == 0
     assert "steps took less than the least time there is: looking at the machine again" in err
@@ -130,7 +166,9 @@ def test_disturbed_runs_are_made_again_and_left_out(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = iter([1.15, 0.0, 0.0])
-    monkeypatch.setattr("nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self: foreign[-1])
+    monkeypatch.setattr(
+        "nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self: foreign[-1]
+    )
     foreign, run, runs = [0.0], EngineDriver.run, list[Any]()
 
     def beside(self: EngineDriver, prompts: Any, *arguments: Any) -> Any:
@@ -141,7 +179,18 @@ def test_disturbed_runs_are_made_again_and_left_out(
 
     monkeypatch.setattr(EngineDriver, "run", beside)
     report = tmp_path / "report.json"
-    words = ("--batch-sizes", 1, "--lengths", "6+3", "--repeats", 2, "--eager", "--no-probe", "--json", report)
+    words = (
+        "--batch-sizes",
+        1,
+        "--lengths",
+        "6+3",
+        "--repeats",
+        2,
+        "--eager",
+        "--no-probe",
+        "--json",
+        report,
+    )
     assert bench("latency", *words)[0] == 0
     found = json.loads(report.read_text())
     (row,) = found["rows"]
@@ -159,8 +208,19 @@ def test_disturbed_runs_are_made_again_and_left_out(
 @pytest.mark.slow
 def test_throughput_of_two_engines(bench: Run, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    engine = ("--dp", 2, "--eager", "--dtype", "float32", "--kv-cache-memory", "16MiB", "--no-probe")
-    code, out, _ = bench("throughput", *engine, "--requests", 4, "--lengths", "6+3", "--json", report)
+    engine = (
+        "--dp",
+        2,
+        "--eager",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        "16MiB",
+        "--no-probe",
+    )
+    code, out, _ = bench(
+        "throughput", *engine, "--requests", 4, "--lengths", "6+3", "--json", report
+    )
     (row,) = json.loads(report.read_text())["rows"]
     assert code == 0
     assert (row["ttft_ms"]["n"], row["itl_ms"]["n"], row["steps"]) == (4, 8, {})
@@ -182,11 +242,23 @@ def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
 
     monkeypatch.setattr(EngineDriver, "run", recorded)
     report = tmp_path / "report.json"
-    sizes = ("--batch-sizes", "1,2", "--lengths", "6+3", "--repeats", 3, "--no-probe", "--json", report)
+    sizes = (
+        "--batch-sizes",
+        "1,2",
+        "--lengths",
+        "6+3",
+        "--repeats",
+        3,
+        "--no-probe",
+        "--json",
+        report,
+    )
     code, out, _ = bench("latency", "--layers", layers, *sizes)
     assert code == 0
     found = json.loads(report.read_text())
-    assert [row["case"] for row in found["rows"]] == [f"{n} x 6+3 {one}" for n in (1, 2) for one in layers.split(",")]
+    assert [row["case"] for row in found["rows"]] == [
+        f"{n} x 6+3 {one}" for n in (1, 2) for one in layers.split(",")
+    ]
     assert found["engine"]["layers"] == layers.replace(",", " and ")
     assert "compiled layers over eager ones" in out
     metrics = ["ttft_ms", "tpot_ms", "output_tokens_per_s"]
@@ -196,13 +268,21 @@ def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
     assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in found["ratios"])
     assert all(ratio["rounds"] == 3 for ratio in found["ratios"])
     first, second = runs[:2]
-    assert runs == [first, second, *(first, second), *(second, first), *(first, second)] * 2, "warm-ups, then in turn"
+    assert runs == [first, second, *(first, second), *(second, first), *(first, second)] * 2, (
+        "warm-ups, then in turn"
+    )
 
 
 def test_ratios_above_one_say_that_compiled_layers_are_faster() -> None:
     rows = [
-        {"case": "1 x 6+3 eager", "samples": {"tpot_ms": [4.0, 6.0, 2.0], "output_tokens_per_s": [10.0, 30.0, 20.0]}},
-        {"case": "1 x 6+3 compiled", "samples": {"tpot_ms": [2.0, 2.0, 4.0], "output_tokens_per_s": [20.0, 30.0, 5.0]}},
+        {
+            "case": "1 x 6+3 eager",
+            "samples": {"tpot_ms": [4.0, 6.0, 2.0], "output_tokens_per_s": [10.0, 30.0, 20.0]},
+        },
+        {
+            "case": "1 x 6+3 compiled",
+            "samples": {"tpot_ms": [2.0, 2.0, 4.0], "output_tokens_per_s": [20.0, 30.0, 5.0]},
+        },
     ]
     spread = {"case": "1 x 6+3", "rounds": 3}
     assert compiled_ratios("1 x 6+3", rows) == [
@@ -215,7 +295,10 @@ def test_ratios_above_one_say_that_compiled_layers_are_faster() -> None:
     ("options", "line"),
     [
         (("--layers", "fused"), "--layers fused: choose eager, compiled or eager,compiled"),
-        (("--layers", "compiled", "--eager"), "--eager and --layers say the same; leave one of them out"),
+        (
+            ("--layers", "compiled", "--eager"),
+            "--eager and --layers say the same; leave one of them out",
+        ),
         (("--layers", "eager,compiled"), "layers cannot be compiled on this machine"),
     ],
 )
@@ -255,10 +338,24 @@ def test_a_busy_machine_is_said_in_a_sentence_and_in_the_picture(
         titles.append(chart.title)
 
     monkeypatch.setattr("nanoserve.lab.benchmarks.plots.draw", draw)
-    sizes = ("--sequences", 1, "--context", 4, "--steps", 2, "--keep-all", "--plot", tmp_path / "chart.png")
-    sentence = "other programs kept up to 1.3 cores busy meanwhile: on a quiet machine the figures differ"
+    sizes = (
+        "--sequences",
+        1,
+        "--context",
+        4,
+        "--steps",
+        2,
+        "--keep-all",
+        "--plot",
+        tmp_path / "chart.png",
+    )
+    sentence = (
+        "other programs kept up to 1.3 cores busy meanwhile: on a quiet machine the figures differ"
+    )
     for cores, is_told in ((1.3, True), (0.1, False), (None, False)):
-        monkeypatch.setattr("nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self, cores=cores: cores)
+        monkeypatch.setattr(
+            "nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self, cores=cores: cores
+        )
         code, out, _ = bench("scheduler", *sizes)
         assert code == 0
         assert (sentence in out, sentence in titles[-1]) == (is_told, is_told)
@@ -288,7 +385,10 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("throughput", "--lengths", "cpu", "--trace", "x"), "give --lengths or --trace, not both"),
         (("throughput", "--trace", "missing.csv"), "cannot read the trace missing.csv"),
         (("compare", "--peers", "vllm"), "--peers 'vllm' is not one of transformers, llama.cpp"),
-        (("operators", "--cells", "16"), "--cells takes sequences x context such as 16x2048,4x512, not '16'"),
+        (
+            ("operators", "--cells", "16"),
+            "--cells takes sequences x context such as 16x2048,4x512, not '16'",
+        ),
         (("operators", "--cells", "0x5"), "--cells takes sequences x context"),
         (("operators", "--rows", "x"), "--rows takes whole numbers"),
         (("operators", "--dtype", "float64"), "'float64' is not one of bfloat16, float16, float32"),
@@ -299,7 +399,9 @@ def test_throughput_of_a_trace_leaves_out_what_is_too_long(bench: Run, tmp_path:
         (("diff", "missing.json", "other.json"), "cannot read missing.json"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_what_makes_no_sense_is_one_line(
+    bench: Run, arguments: tuple[str, ...], message: str
+) -> None:
     code, _, err = bench(*arguments)
     last = err.strip().splitlines()[-1]
     assert code == 2
@@ -359,25 +461,38 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     sizes = ("--batch-sizes", 2, "--lengths", "4+3", "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
     assert code == 0
-    assert "llama.cpp is not installed and left out; to compare with it, first run: pip install it" in out
+    assert (
+        "llama.cpp is not installed and left out; to compare with it, first run: pip install it"
+        in out
+    )
     assert "2 of 2 rounds count" in out
-    decode = [ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"]
+    decode = [
+        ratio for ratio in json.loads(report.read_text())["ratios"] if ratio["metric"] == "decode"
+    ]
     assert {ratio["peer"] for ratio in decode} == {"transformers"}
     assert decode[0]["median"] == pytest.approx(2.0)
-    verdict = "nanoserve decodes 2.00 (2.00-2.00) times as fast as transformers; 2 of 2 rounds count."
+    verdict = (
+        "nanoserve decodes 2.00 (2.00-2.00) times as fast as transformers; 2 of 2 rounds count."
+    )
     assert out.splitlines()[-1] == verdict == json.loads(report.read_text())["verdict"]
 
 
-def test_compare_says_first_what_installs_its_peers(bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_says_first_what_installs_its_peers(
+    bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("transformers", "llama.cpp"):
         monkeypatch.setitem(PEERS, name, PEERS[name]._replace(modules=("no_such_module",)))
     code, out, err = bench("compare")
     assert (code, out) == (2, "")
-    assert err == f"nanoserve: nothing to compare with is installed; first run: {install_command('peers')}\n"
+    assert (
+        err == "nanoserve: nothing to compare with is installed; first run: "
+        f"{install_command('peers')}\n"
+    )
 
 
 def test_the_extra_installs_what_peers_import() -> None:
-    """The packages of the extra are those whose modules the peers need, by the names that pip has for them."""
+    """The packages of the extra are those whose modules the peers need, by the names that pip has
+    for them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = {re.split("[><=]", line)[0] for line in project["optional-dependencies"]["peers"]}
     needed = {module for name in ("transformers", "llama.cpp") for module in PEERS[name].modules}
@@ -385,7 +500,9 @@ def test_the_extra_installs_what_peers_import() -> None:
     assert PEERS["transformers"].install == PEERS["llama.cpp"].install == install_command("peers")
 
 
-def test_compare_of_rounded_weights_leaves_transformers_out(bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_of_rounded_weights_leaves_transformers_out(
+    bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[Opening] = []
 
     class FakeProcess(FakePeer):
@@ -397,12 +514,24 @@ def test_compare_of_rounded_weights_leaves_transformers_out(bench: Run, monkeypa
             opened.append(opening)
 
     monkeypatch.setattr("nanoserve.lab.commands.bench_compare.PeerProcess", FakeProcess)
-    words = ("--quantization", "int8", "--peers", "transformers,server", "--lengths", "4+3", "--rounds", 1)
+    words = (
+        "--quantization",
+        "int8",
+        "--peers",
+        "transformers,server",
+        "--lengths",
+        "4+3",
+        "--rounds",
+        1,
+    )
     code, out, _ = bench("compare", "-m", _bundled(), "--batch-sizes", 1, *words)
     assert code == 0
     assert "transformers is left out" in out
     assert "int8, " in out
-    assert [(one.engine, one.quantization) for one in opened] == [("nanoserve", "int8"), ("server", "int8")]
+    assert [(one.engine, one.quantization) for one in opened] == [
+        ("nanoserve", "int8"),
+        ("server", "int8"),
+    ]
 
 
 def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
@@ -420,7 +549,8 @@ def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
     code, out, err = bench("compare", "-m", _bundled(), "--peers", "transformers")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
-        "nanoserve: transformers: KeyError: 'metadata' (to compare without transformers, leave it out of --peers)"
+        "nanoserve: transformers: KeyError: 'metadata' (to compare without transformers, leave it "
+        "out of --peers)"
     )
 
 
@@ -435,7 +565,9 @@ def test_compare_refuses_a_model_that_a_peer_cannot_read(
     assert "leave it out of --peers" in err.splitlines()[-1]
 
 
-def test_operators_beside_stock_torch(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_beside_stock_torch(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operators, "COLD_BYTES", 1)
     monkeypatch.setattr(operators, "_TURN_SECONDS", 0.0)
     monkeypatch.setattr(operators, "_matrices", lambda: [("down", 32, 64)])
@@ -489,20 +621,28 @@ def test_scheduler_and_diff(bench: Run, tmp_path: Path) -> None:
     assert out.splitlines()[-1].endswith("; 2 of 2 runs count.")
     reports = [tmp_path / name for name in ("before.json", "after.json")]
     for place, report in enumerate(reports):
-        assert bench("scheduler", "--sequences", 1, "--context", 4, "--steps", 2, "--json", report)[0] == 0
+        assert (
+            bench("scheduler", "--sequences", 1, "--context", 4, "--steps", 2, "--json", report)[0]
+            == 0
+        )
         document = json.loads(report.read_text())
         document["rows"][0]["samples"] = {"ttft_ms": [10.0 + place * 5, 10.1 + place * 5]}
         report.write_text(json.dumps(document))
     code, out, _ = bench("diff", *reports)
     assert code == 1
-    last = "After over before is 1.498; 1 of 1 metrics are worse by more than 5%, where at least 2 measurements of each"
+    last = (
+        "After over before is 1.498; 1 of 1 metrics are worse by more than 5%, where at least 2 "
+        "measurements of each"
+    )
     assert out.splitlines()[-1] == f"{last} count."  # (15.0 + 15.1) / (10.0 + 10.1)
     assert bench("diff", *reports, "--threshold", 0.9)[0] == 0
     assert bench("diff", *reversed(reports))[0] == 0
 
 
 def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
-    text, questions, report = (tmp_path / name for name in ("text.txt", "questions.jsonl", "report.json"))
+    text, questions, report = (
+        tmp_path / name for name in ("text.txt", "questions.jsonl", "report.json")
+    )
     text.write_text("Once upon a time there was a little fox. The fox had a red ball.")
     rows = [{"question": f"Tom has {n} cats. How many?", "answer": f"#### {n}"} for n in range(3)]
     questions.write_text("\n".join(map(json.dumps, rows)))
@@ -511,11 +651,17 @@ def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "same tokens" in out
     ours, theirs, accuracy, reference = json.loads(report.read_text())["rows"]
-    assert (ours["case"], ours["engine"], theirs["engine"]) == ("perplexity", "nanoserve", "transformers")
+    assert (ours["case"], ours["engine"], theirs["engine"]) == (
+        "perplexity",
+        "nanoserve",
+        "transformers",
+    )
     assert ours["value"] == pytest.approx(theirs["value"], rel=1e-4)
     assert accuracy["value"] == reference["value"]
     assert reference["same_tokens"] == 1.0
-    assert out.splitlines()[-1].startswith("The perplexity of nanoserve is 1.0000 times that of transformers; ")
+    assert out.splitlines()[-1].startswith(
+        "The perplexity of nanoserve is 1.0000 times that of transformers; "
+    )
 
 
 def test_quality_without_the_reference_names_the_command_that_installs_it(
@@ -531,7 +677,9 @@ def test_quality_without_the_reference_names_the_command_that_installs_it(
 
 
 @pytest.mark.slow
-def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_start_of_a_process(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanoserve.lab.benchmarks.starting.library_directories", list)
     report = tmp_path / "report.json"
     code, out, _ = bench("startup", "--repeats", 1, "--json", report)
@@ -545,7 +693,9 @@ def test_one_start_of_a_process(bench: Run, tmp_path: Path, monkeypatch: pytest.
     assert "s to the first token, " in out.splitlines()[-1]
 
 
-def test_a_start_that_fails_is_one_line(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_is_one_line(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process fails while it imports torch, in whose place it finds another module."""
     (tmp_path / "torch.py").write_text("raise ValueError('no torch at all')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

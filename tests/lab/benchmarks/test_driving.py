@@ -21,12 +21,16 @@ def test_every_token_has_its_time() -> None:
 
 def test_each_request_gets_its_own_number_of_tokens() -> None:
     run = EngineDriver(virtual_engine(VirtualExecutor())).run([(1, 2), (3, 4, 5)], [1, 4])
-    assert [(timing.input_tokens, timing.output_tokens) for timing in run.timings] == [(2, 1), (3, 4)]
+    assert [(timing.input_tokens, timing.output_tokens) for timing in run.timings] == [
+        (2, 1),
+        (3, 4),
+    ]
     assert run.tokens == ((0,), (1, 1, 1, 1))
 
 
 def test_requests_of_several_engines_are_counted_together() -> None:
-    """Both engines number their steps from 0; the steps overlap, so that none is said to have taken its time."""
+    """Both engines number their steps from 0; the steps overlap, so that none is said to have taken
+    its time."""
     work: list[StepWork] = []
     several = Dispatcher([virtual_engine(VirtualExecutor()) for _ in range(2)], lambda until: None)
     run = EngineDriver(several, work.append).run([(1, 2), (3, 4, 5), (6, 7)], [3, 4, 2])

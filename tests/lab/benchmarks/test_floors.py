@@ -41,19 +41,25 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
     head = config.vocab_size * config.hidden_size
     keys_and_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100
     step = StepWork.of([100])
-    assert ModelCost(config, 2).step_bytes(step) == 2 * (matrices + head + keys_and_values + config.hidden_size)
+    assert ModelCost(config, 2).step_bytes(step) == 2 * (
+        matrices + head + keys_and_values + config.hidden_size
+    )
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * 100
     assert ModelCost(config, 2).step_operations(step) == 2 * (matrices + head) + attention
 
 
 def test_windows_bound_what_a_step_reads_and_computes() -> None:
-    """Gemma 3 1B: 4 layers see all, 22 the last 512. A decode at 1000, and a chunk of 3 tokens that begins at 700."""
+    """Gemma 3 1B: 4 layers see all, 22 the last 512. A decode at 1000, and a chunk of 3 tokens that
+    begins at 700."""
     rows = (
         Row(sequence=0, start=999, tokens=(1,), sample=True),
         Row(sequence=1, start=700, tokens=(1, 2, 3), sample=False),
     )
     cost = ModelCost(dummy_config("gemma-3-1b"), 2)
-    work, nothing_seen = step_work(StepPlan(step=0, rows=rows), cost.windows), StepWork(decodes=4, sampled=1)
+    work, nothing_seen = (
+        step_work(StepPlan(step=0, rows=rows), cost.windows),
+        StepWork(decodes=4, sampled=1),
+    )
     nothing_seen = replace(nothing_seen, windowed_decode_context=(0,))
     read = cost.step_bytes(work) - cost.step_bytes(nothing_seen)
     assert read == 2 * 2 * 256 * (4 * (1000 + 703) + 22 * (512 + 511 + 3))

@@ -24,7 +24,9 @@ def write_counters(proc: Path, busy: int, own: int) -> None:
 def write_process(proc: Path, number: int, ticks: int, children: str = "") -> None:
     thread = proc / str(number) / "task" / str(number)
     thread.mkdir(parents=True, exist_ok=True)
-    (proc / str(number) / "stat").write_text(f"1 (a (strange) name) S {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0\n")
+    (proc / str(number) / "stat").write_text(
+        f"1 (a (strange) name) S {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0\n"
+    )
     (thread / "children").write_text(children)
 
 
@@ -51,7 +53,9 @@ def test_the_work_of_descendants_is_ours(tmp_path: Path, monkeypatch: pytest.Mon
     assert load.read() == pytest.approx(0.5)
 
 
-def test_a_peer_that_has_died_does_not_hide_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_has_died_does_not_hide_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     seconds = iter([10.0, 12.0])
     monkeypatch.setattr("nanoserve.lab.benchmarks.machine.time.monotonic", lambda: next(seconds))
@@ -65,7 +69,8 @@ def test_a_peer_that_has_died_does_not_hide_the_load(tmp_path: Path, monkeypatch
 
 def test_a_key_does_not_get_into_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sys.argv", ["/x/nanoserve", "bench", "--api-key", "k1", "--api-key=k2", "--url", "u", "--api-key"]
+        "sys.argv",
+        ["/x/nanoserve", "bench", "--api-key", "k1", "--api-key=k2", "--url", "u", "--api-key"],
     )
     assert command_line() == "nanoserve bench --api-key ... --api-key=... --url u --api-key"
 
@@ -81,7 +86,9 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("speed", "sizes"), [(1e9, [256, 512]), (1e11, [256, 512, 1024, 2048])])
-def test_no_product_takes_long(speed: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_takes_long(
+    speed: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine that multiplies so fast: a call cannot be interrupted."""
     made: list[int] = []
 
@@ -128,11 +135,15 @@ def test_one_quiet_look_is_enough(tmp_path: Path) -> None:
     assert machine_limits(torch.float32, probe, tmp_path / "limits.json").bytes_per_second == 9e9
 
 
-def test_a_busy_first_run_is_replaced_by_a_quiet_one_and_not_the_other_way_round(tmp_path: Path) -> None:
+def test_a_busy_first_run_is_replaced_by_a_quiet_one_and_not_the_other_way_round(
+    tmp_path: Path,
+) -> None:
     found = []
     for level in (3e9, 9e9, 4e9):
         probe: Any = SlowAtFirst(*[level] * 4)
-        found.append(machine_limits(torch.float32, probe, tmp_path / "limits.json").bytes_per_second)
+        found.append(
+            machine_limits(torch.float32, probe, tmp_path / "limits.json").bytes_per_second
+        )
     assert found == [3e9, 9e9, 9e9]
 
 
@@ -163,7 +174,10 @@ def test_a_broken_cache_is_measured_anew(tmp_path: Path, content: str) -> None:
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert machine_limits(torch.float32, BandwidthProbe(2**20), tmp_path / "file" / "limits.json") is not None
+    assert (
+        machine_limits(torch.float32, BandwidthProbe(2**20), tmp_path / "file" / "limits.json")
+        is not None
+    )
 
 
 def test_stages_are_differences() -> None:

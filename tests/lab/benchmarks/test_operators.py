@@ -46,7 +46,8 @@ def test_every_way_to_attend_gives_the_same(context: int) -> None:
     assert list(case.routes) == [OURS, "gather + SDPA", "plain torch"]
     for other in others:
         torch.testing.assert_close(other, ours, atol=2e-2, rtol=2e-2)
-    assert case.num_bytes == 2 * (2 * context * 8 * 128) * 2  # keys and values of two sequences, 16 bits each
+    # keys and values of two sequences, 16 bits each
+    assert case.num_bytes == 2 * (2 * context * 8 * 128) * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -55,7 +56,8 @@ def test_both_ways_to_attend_over_a_prompt_give_the_same(dtype: torch.dtype) -> 
     ours, stock = results(case).values()
     assert list(case.routes) == [OURS, "SDPA"]
     torch.testing.assert_close(stock, ours, atol=2e-2, rtol=2e-2)
-    # Keys and values, queries and results once; two products of 128 columns for each of 21 * 22 / 2 pairs and 16 heads.
+    # Keys and values, queries and results once; two products of 128 columns for each of 21 * 22 / 2
+    # pairs and 16 heads.
     assert case.num_bytes == 21 * (2 * 8 + 2 * 16) * 128 * dtype.itemsize
     assert case.operations == 21 * 11 * 16 * (2 * 2 * 128)
 
@@ -85,7 +87,9 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert (cases[0].num_bytes, cases[0].operations) == (96 * 64 * 2, 2 * 3 * 96 * 64)
 
 
-def test_packed_products_are_those_of_the_same_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_products_are_those_of_the_same_weights_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
     cases = list(operators.packed_cases([3, 100], torch.bfloat16))
     assert [case.name for case in cases] == [
@@ -139,7 +143,11 @@ def test_routes_take_turns_and_a_round_has_its_own_floor(tmp_path: Path) -> None
     routes = {name: Route(lambda name=name: log.append(name)) for name in (OURS, "other")}  # type: ignore[misc]
     case = OperatorCase("work", num_bytes=4000, operations=1000, routes=routes)
     bandwidths: Iterator[float] = iter([1e9, 3e9, 2e9, 2e9])
-    machine: dict[str, Any] = {"probe": lambda: next(bandwidths), "foreign": ForeignLoad(proc=tmp_path), "peak": 1e12}
+    machine: dict[str, Any] = {
+        "probe": lambda: next(bandwidths),
+        "foreign": ForeignLoad(proc=tmp_path),
+        "peak": 1e12,
+    }
     done = list(measure_case(case, rounds=1, repeating=Repeating(), **machine))
     assert [one.counts for one in done] == [False, True]
     assert done[0].floor_us == pytest.approx(2.0)  # 4 kB at 2 GB/s
@@ -174,11 +182,14 @@ def test_shares_rates_and_ratios() -> None:
 
 def test_samples_are_the_shares_of_the_rounds_that_count() -> None:
     drifted = msgspec.structs.replace(a_round(2, 200, 600), bandwidth_after=20.0)
-    assert samples([a_round(1, 200, 600), drifted, a_round(3, 400, 600)]) == {"work": {"of_floor": [0.5, 0.25]}}
+    assert samples([a_round(1, 200, 600), drifted, a_round(3, 400, 600)]) == {
+        "work": {"of_floor": [0.5, 0.25]}
+    }
 
 
 def test_a_round_in_which_a_route_beats_the_floor_tells_no_share() -> None:
-    """The machine was looked at while it was busy: 100 us is not the least time, as some route took 90."""
+    """The machine was looked at while it was busy: 100 us is not the least time, as some route took
+    90."""
     ours, other = summarize([a_round(1, 125, 90), a_round(2, 200, 600)])
     assert (ours["of_floor"], other["of_floor"]) == (0.5, pytest.approx(1 / 6))
     ours, other = summarize([a_round(1, 125, 90)])

@@ -13,7 +13,9 @@ from nanoserve.lab.benchmarks.peers.process import Opening, PeerProcess
 from nanoserve.lab.commands.bench_compare import sentence
 from tests.lab.benchmarks.fakes import FakePeer
 
-OPENING = Opening(engine="fake", model="model", dtype="float32", threads=1, max_batch=2, max_length=8)
+OPENING = Opening(
+    engine="fake", model="model", dtype="float32", threads=1, max_batch=2, max_length=8
+)
 PROMPTS = ((1, 2), (3, 4))
 ROOT = Path(__file__).parents[3]
 CHILD = (
@@ -23,7 +25,8 @@ CHILD = (
     "print('noise')\n"
     "serve(Connection(int(sys.argv[3])), lambda opening: FakePeer('fake', 0.25))\n"
 )
-# The peer waits for its Opening at a pipe that stays open as long as someone holds the other end: it holds both.
+# The peer waits for its Opening at a pipe that stays open as long as someone holds the other end:
+# it holds both.
 PARENT = (
     "import multiprocessing, os, subprocess, sys, time\n"
     "from nanoserve.utils.watchdog import LoggedChild\n"
@@ -89,11 +92,15 @@ _DYING = (
 
 @pytest.mark.parametrize("death", ["die()", "peer.run = die"])
 def test_a_peer_that_dies_of_sigill_goes_on_without_repacked_weights(death: str) -> None:
-    """Die as llama.cpp does on a processor with AMX, while it opens its file or when it first computes."""
+    """Die as llama.cpp does on a processor with AMX, while it opens its file or when it first
+    computes."""
     peer = child(_DYING.format(death=death))
     try:
         assert peer.run(PROMPTS, 3) == FakePeer("fake", 0.25).run(PROMPTS, 3)
-        trouble = "died of SIGILL on its repacked weights and went on without them (use_extra_bufts=False)"
+        trouble = (
+            "died of SIGILL on its repacked weights and went on without them "
+            "(use_extra_bufts=False)"
+        )
         assert peer.description == {"pace": 0.25, "trouble": trouble}
         assert sentence([], {"fake": trouble}).endswith(f"; fake {trouble}.")
     finally:
@@ -102,7 +109,11 @@ def test_a_peer_that_dies_of_sigill_goes_on_without_repacked_weights(death: str)
 
 def test_a_peer_that_dies_of_sigill_again_is_lost() -> None:
     with pytest.raises(RuntimeFailure, match="fake died: exit code -4"):
-        child(_DYING.format(death="pass").replace("if opening.repacked", "die()\n    if opening.repacked"))
+        child(
+            _DYING.format(death="pass").replace(
+                "if opening.repacked", "die()\n    if opening.repacked"
+            )
+        )
 
 
 def test_an_engine_that_cannot_be_opened_is_one_line() -> None:

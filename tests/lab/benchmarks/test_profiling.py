@@ -1,4 +1,5 @@
-"""``nanoserve profile`` from end to end, on a model so small that it takes no time; no time is looked at."""
+"""``nanoserve profile`` from end to end, on a model so small that it takes no time; no time is
+looked at."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from nanoserve.lab.benchmarks.roofline import BandwidthProbe
 from tests.lab.benchmarks.conftest import Run
 
 FEWEST_ROUNDS = 3
-BRIEFLY = Effort(seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_ROUNDS, longest_sample=1.0)
+BRIEFLY = Effort(
+    seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_ROUNDS, longest_sample=1.0
+)
 
 
 @pytest.fixture
@@ -32,7 +35,9 @@ def run(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     measuring = "nanoserve.lab.benchmarks.profiling"
     monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr(f"{measuring}.EFFORT", BRIEFLY)
-    few = replace(SIZES, tokens=(1, 4, 40, 64), batches=(1, 4), contexts=(16, 32), copies=(2**10, 2**12))
+    few = replace(
+        SIZES, tokens=(1, 4, 40, 64), batches=(1, 4), contexts=(16, 32), copies=(2**10, 2**12)
+    )
     monkeypatch.setattr(f"{measuring}.SIZES", replace(few, kv_bytes=2**20))
     monkeypatch.setattr("nanoserve.lab.benchmarks.profiling.MOST_REQUESTS", 4)
     return run_command
@@ -42,14 +47,26 @@ def run(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 def tiny(tmp_path: Path) -> str:
     """A dummy model of two layers, whose context is too short for the longest kind of request."""
     config = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32"}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config |= {
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "torch_dtype": "float32",
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return f"dummy:{path}"
 
 
-def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, tmp_path: Path) -> None:
+def test_a_profile_is_measured_written_shown_and_simulated(
+    run: Run, tiny: str, tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json"
     limits = (
         "--max-num-batched-tokens",
@@ -65,7 +82,13 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     code, out, err = run("profile", "-m", tiny, *limits, "--json", path)
     assert code == 0
     assert "measuring, round 3" in err
-    for part in ("layer without attention", "decode attention", "4 x 32 keys", "head and sampling", "factors: matrix"):
+    for part in (
+        "layer without attention",
+        "decode attention",
+        "4 x 32 keys",
+        "head and sampling",
+        "factors: matrix",
+    ):
         assert part in out
     profile = read_profile(path, Profile)
     assert profile.model.num_layers == 2
@@ -84,14 +107,25 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     assert all(run.seconds > 0 for run in (*closed.real, closed.by_profile, closed.by_factors))
 
     report = tmp_path / "simulated.json"
-    code, out, _ = run("simulate", "--profile", path, "--requests", 3, "--lengths", "20+5", "--json", report)
+    code, out, _ = run(
+        "simulate", "--profile", path, "--requests", 3, "--lengths", "20+5", "--json", report
+    )
     assert code == 0
     assert f"simulated: {tiny} on {profile.device.name}, as measured" in out
     document = json.loads(report.read_text())
     assert document["settings"]["kv_blocks"] == profile.memory.kv_tokens // 16
     assert document["rows"][0]["output_tokens"] == 15
 
-    host = ("--host-kv-memory", "0.001GiB", "--num-blocks", 4, "--policy", "overlap", "--json", report)
+    host = (
+        "--host-kv-memory",
+        "0.001GiB",
+        "--num-blocks",
+        4,
+        "--policy",
+        "overlap",
+        "--json",
+        report,
+    )
     code, out, _ = run("simulate", "--profile", path, *host, "--requests", 6, "--lengths", "20+5")
     assert code == 0
     assert "4 KV blocks, 262 in host memory" in out
@@ -121,7 +155,9 @@ def test_an_engine_too_small_to_draw_lines_is_refused(run: Run, tiny: str, limit
         (("--prefill-parallel", "P2"), "--profile has one layout"),
     ],
 )
-def test_simulate_refuses_in_one_line(run: Run, tmp_path: Path, arguments: tuple[object, ...], says: str) -> None:
+def test_simulate_refuses_in_one_line(
+    run: Run, tmp_path: Path, arguments: tuple[object, ...], says: str
+) -> None:
     path = tmp_path / "profile.json"
     path.write_text("{}")
     code, _, err = run("simulate", "--profile", path, *arguments)
@@ -153,7 +189,9 @@ def test_brief_samples_are_repeated_within_a_round() -> None:
 
 def test_without_time_for_a_round_the_warm_up_counts() -> None:
     effort = replace(BRIEFLY, fewest_rounds=0)
-    assert take_rounds({"a": {(1,): lambda: 2.0}}, lambda text: None, effort) == {"a": {(1,): [2.0]}}
+    assert take_rounds({"a": {(1,): lambda: 2.0}}, lambda text: None, effort) == {
+        "a": {(1,): [2.0]}
+    }
 
 
 def test_sizes_beyond_one_that_takes_too_long_are_left_out() -> None:
@@ -182,11 +220,20 @@ def test_workers_that_agree_on_a_clock_agree_on_what_is_sampled() -> None:
 
 def test_curves_and_grids_are_medians_with_quartiles() -> None:
     found = curve_of({(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]})
-    assert (found.sizes, found.low, found.seconds, found.high) == ((1, 2), (1.5, 5.0), (2.0, 5.0), (2.5, 5.0))
-    less = difference_of({(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]}, {(1,): [0.5, 9.0], (2,): [6.0, 7.0]})
+    assert (found.sizes, found.low, found.seconds, found.high) == (
+        (1, 2),
+        (1.5, 5.0),
+        (2.0, 5.0),
+        (2.5, 5.0),
+    )
+    less = difference_of(
+        {(1,): [3.0, 1.0, 2.0], (2,): [5.0, 5.0, 5.0]}, {(1,): [0.5, 9.0], (2,): [6.0, 7.0]}
+    )
     assert less.seconds[0] == 1.5
     assert 0 < less.seconds[1] < 1e-6
-    cells = grid_of({(1, 16): [1.0, 1.0], (1, 32): [2.0, 4.0], (2, 16): [5.0, 5.0], (2, 32): [6.0, 6.0]})
+    cells = grid_of(
+        {(1, 16): [1.0, 1.0], (1, 32): [2.0, 4.0], (2, 16): [5.0, 5.0], (2, 32): [6.0, 6.0]}
+    )
     assert cells.seconds == ((1.0, 3.0), (5.0, 6.0))
     assert cells.low == ((1.0, 2.5), (5.0, 6.0))
     assert curve_of({(1,): [3.0], (2,): [5.0]}).low == (3.0, 5.0)

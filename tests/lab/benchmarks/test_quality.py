@@ -27,7 +27,8 @@ def test_perplexity_of_even_odds_is_their_number() -> None:
 
 
 def test_windows() -> None:
-    assert windows(range(7), length=3, limit=9) == [(0, 1, 2), (3, 4, 5)]  # a single token predicts nothing
+    # a single token predicts nothing
+    assert windows(range(7), length=3, limit=9) == [(0, 1, 2), (3, 4, 5)]
     assert windows(range(8), length=3, limit=9)[-1] == (6, 7)
     assert windows(range(8), length=3, limit=1) == [(0, 1, 2)]
     with pytest.raises(UsageError, match="at least two tokens"):

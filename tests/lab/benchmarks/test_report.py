@@ -14,7 +14,11 @@ def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:
     report = Report("latency", {"repeats": 3}, path)
     report.add({"case": "a"})
     found = read_report(path)
-    assert (found["rows"], found["complete"], found["settings"]) == ([{"case": "a"}], False, {"repeats": 3})
+    assert (found["rows"], found["complete"], found["settings"]) == (
+        [{"case": "a"}],
+        False,
+        {"repeats": 3},
+    )
     report.finish()
     assert read_report(path)["complete"]
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
@@ -32,7 +36,9 @@ def test_a_file_that_cannot_be_written_fails_at_once(tmp_path: Path) -> None:
         Report("latency", {}, tmp_path / "missing" / "report.json")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "other"}', '{"schema": "nanoserve-bench/1"}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"schema": "other"}', '{"schema": "nanoserve-bench/1"}']
+)
 def test_a_file_that_is_no_report(tmp_path: Path, content: str) -> None:
     path = tmp_path / "report.json"
     path.write_text(content)

@@ -18,13 +18,16 @@ def record(work: StepWork, *, times_floor: float, in_executor: float) -> StepRec
 
 
 def test_each_kind_of_step_has_its_own_shares() -> None:
-    steps = [record(DECODE, times_floor=4, in_executor=0.75)] * 2 + [record(PREFILL, times_floor=2, in_executor=0.9)]
+    steps = [record(DECODE, times_floor=4, in_executor=0.75)] * 2 + [
+        record(PREFILL, times_floor=2, in_executor=0.9)
+    ]
     found = summarize_steps(steps, COST, LIMITS)
     assert set(found) == {"decode", "prefill", "all"}
     decode, prefill = found["decode"], found["prefill"]
     assert (decode.steps, prefill.steps, found["all"].steps) == (2, 1, 3)
     assert decode.of_floor == pytest.approx(0.25)
-    assert decode.read_gb_per_s == pytest.approx(0.25)  # a quarter of 1 GB/s, as reading bounds a decode
+    # a quarter of 1 GB/s, as reading bounds a decode
+    assert decode.read_gb_per_s == pytest.approx(0.25)
     assert decode.engine_share == pytest.approx(0.25)
     assert decode.engine_ms == pytest.approx(1000 * COST.floor_seconds(DECODE, LIMITS))
     assert prefill.of_floor == pytest.approx(0.5)
@@ -41,8 +44,11 @@ def test_a_short_step_weighs_less_than_a_long_one() -> None:
 
 
 def test_prompts_beside_decoding_sequences_are_mixed_steps() -> None:
-    """With a budget of 8 tokens, the second prompt is still being read while the first request decodes."""
-    run = EngineDriver(virtual_engine(VirtualExecutor(), budget=8)).run([(1, 2), tuple(range(20))], [4, 2])
+    """With a budget of 8 tokens, the second prompt is still being read while the first request
+    decodes."""
+    run = EngineDriver(virtual_engine(VirtualExecutor(), budget=8)).run(
+        [(1, 2), tuple(range(20))], [4, 2]
+    )
     found = summarize_steps(run.steps, COST, LIMITS)
     assert {kind: found[kind].steps for kind in ("prefill", "mixed")} == {"prefill": 1, "mixed": 2}
     assert found["all"].steps == len(run.steps)

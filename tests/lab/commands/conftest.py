@@ -11,7 +11,8 @@ __all__ = ["command", "fake"]
 
 @pytest.fixture
 def refused(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
-    """refused(WORDS, says): the command prints no result, and one line on stderr that says this, which is returned."""
+    """refused(WORDS, says): the command prints no result, and one line on stderr that says this,
+    which is returned."""
 
     def check(words: list[str], says: str, exit_code: int = 2) -> str:
         code, out, err = command(*words)

@@ -1,4 +1,5 @@
-"""``plan``, ``analyze``, ``profile``, ``bench paper`` and simulate's later options against bad input: one line each."""
+"""``plan``, ``analyze``, ``profile``, ``bench paper`` and simulate's later options against bad
+input: one line each."""
 
 import json
 import os
@@ -18,10 +19,16 @@ PLAN = "plan --model qwen3-0.6b --hardware l4 --gpus 1 --lengths 20+3 --requests
 ANALYZE = "analyze -m qwen3-0.6b --hardware l4 --batch-sizes 1"
 SIMULATE = "simulate --model qwen3-0.6b --hardware l4 --pp 1 --lengths 20+3"
 PLAN_COUNTS = ["--requests", "--max-num-batched-tokens", "--max-num-seqs"]
-MEASURED = ["profile --threads", "bench operators --threads", "bench throughput --requests", "bench serve --requests"]
+MEASURED = [
+    "profile --threads",
+    "bench operators --threads",
+    "bench throughput --requests",
+    "bench serve --requests",
+]
 MEMORIES = ["0", "-1", "nan", "inf", "1e400", "1e-300", "1e9", "1e300", HUGE]
 
-# Commands, and what the line says. One space stands between words: nothing after it is an empty word.
+# Commands, and what the line says. One space stands between words: nothing after it is an empty
+# word.
 COMMANDS = [
     # Counts have bounds, in plans and in measured runs.
     *[
@@ -139,12 +146,23 @@ def test_pictures_of_papers_that_cannot_be_written_are_known_before_simulating(
 ) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below", "x" * 300):
-        refused(["bench", "paper", "gllm", "--plot", str(tmp_path / place)], "cannot make the directory", exit_code=1)
+        refused(
+            ["bench", "paper", "gllm", "--plot", str(tmp_path / place)],
+            "cannot make the directory",
+            exit_code=1,
+        )
 
 
-def test_a_config_with_more_experts_for_a_token_than_there_are(refused: Refused, tmp_path: Path) -> None:
+def test_a_config_with_more_experts_for_a_token_than_there_are(
+    refused: Refused, tmp_path: Path
+) -> None:
     config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64}
-    config |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config |= {"vocab_size": 99, "num_local_experts": 2, "num_experts_per_tok": 5}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))

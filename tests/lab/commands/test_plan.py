@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 Run = Callable[..., tuple[int, str, str]]
-SMALL = ["plan", "--model", "qwen3-8b", "--hardware", "seesaw-a10", "--gpus", "2", "--lengths", "60+6"]
+SMALL = [
+    "plan",
+    "--model",
+    "qwen3-8b",
+    "--hardware",
+    "seesaw-a10",
+    "--gpus",
+    "2",
+    "--lengths",
+    "60+6",
+]
 
 
 def test_layouts_pairs_and_policies_are_ranked_by_throughput(command: Run, tmp_path: Path) -> None:
@@ -26,7 +36,9 @@ def test_layouts_pairs_and_policies_are_ranked_by_throughput(command: Run, tmp_p
     assert rows["P2->T2", "seesaw"]["transitions"] >= 1
     assert "transitions" in out
     assert len(rows["P2->T2", "seesaw"]["kv_blocks"]) == 2
-    assert [one["name"] for one in document["left_out"]] == [{"P2", "T2", "D2"}.difference(layouts).pop()]
+    assert [one["name"] for one in document["left_out"]] == [
+        {"P2", "T2", "D2"}.difference(layouts).pop()
+    ]
     table = out[: out.index("left out")]
     best = max(rows.values(), key=lambda row: row["tokens_per_second"])
     first = min(table.index(f" {layout} ") for layout in layouts)
@@ -50,7 +62,10 @@ def test_at_a_rate_they_are_ranked_by_latency(command: Run) -> None:
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--policy", "magic"], "unknown policy 'magic'; choose one of prefill-first"),
-        (["--lengths", "long"], "takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure"),
+        (
+            ["--lengths", "long"],
+            "takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure",
+        ),
         (["--lengths", "300000+5"], "than the longest request"),
         (["--gpus", "1000000000"], "plans are for 4096 devices at most, not 1000000000"),
         (["--rate", "0"], "the request rate must be a number above 0, not 0"),

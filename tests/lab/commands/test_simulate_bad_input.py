@@ -1,4 +1,5 @@
-"""``nanoserve simulate`` against what a hostile or hurried user gives it: one line, exit code 2, nothing computed."""
+"""``nanoserve simulate`` against what a hostile or hurried user gives it: one line, exit code 2,
+nothing computed."""
 
 import os
 import stat
@@ -13,13 +14,31 @@ HARDWARE = ["simulate", "--model", "qwen3-0.6b", "--hardware", "l4", "--pp", "1"
 SMALL = [*HARDWARE, "--requests", "3", "--lengths", "20+3"]
 HUGE = "9" * 400
 NO_COUNTS = ["0", "-1", "1.5", "nan", "many"]
-COUNTS = ["--requests", "--num-blocks", "--block-size", "--max-num-seqs", "--max-num-batched-tokens"]
+COUNTS = [
+    "--requests",
+    "--num-blocks",
+    "--block-size",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+]
 SPEEDS = ["0", "-2", "nan", "inf", "-inf", "1e400", "1e-400", "1e-300", "1e300", HUGE]
-OBJECTIVES = ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "tpot=inf", "ttft=1,ttft=2", "speed=1", "2000,100"]
+OBJECTIVES = [
+    "",
+    "ttft",
+    "ttft=",
+    "ttft=0",
+    "ttft=-1",
+    "ttft=nan",
+    "tpot=inf",
+    "ttft=1,ttft=2",
+    "speed=1",
+    "2000,100",
+]
 TOO_LARGE = "--model qwen2.5-32b --hardware a10"
 NO_FIT = "the model does not fit: 61.0 GiB of weights on each a10 in layout T1, 41.2 GiB more than"
 
-# Options added to SMALL, and what the line says. One space stands between words: nothing after it is an empty word.
+# Options added to SMALL, and what the line says. One space stands between words: nothing after it
+# is an empty word.
 OPTIONS = [
     # Counts are whole numbers from one, and have an upper bound.
     *[
@@ -46,8 +65,14 @@ OPTIONS = [
     ("--policy throttling:threshold=nan", "is no parameter such as"),
     ("--policy throttling:threshold=1e400", "is no parameter such as"),
     (f"--policy throttling:threshold={HUGE}", "is no parameter such as"),
-    ("--policy throttling:min_prefill=0", "min_prefill must be at least 1 and at most max_prefill (2048), not 0"),
-    ("--policy throttling:min_prefill=2049", "min_prefill must be at least 1 and at most max_prefill (2048), not 2049"),
+    (
+        "--policy throttling:min_prefill=0",
+        "min_prefill must be at least 1 and at most max_prefill (2048), not 0",
+    ),
+    (
+        "--policy throttling:min_prefill=2049",
+        "min_prefill must be at least 1 and at most max_prefill (2048), not 2049",
+    ),
     ("--policy throttling:max_prefill=1", "no parameter 'max_prefill'"),
     ("--policy throttling:iterations=1:iterations=2", "iterations is given twice"),
     ("--policy throttling:iterations==1", "is no parameter such as"),
@@ -56,7 +81,10 @@ OPTIONS = [
     ("--policy throttling:__class__=1", "no parameter '__class__'"),
     ("--policy throttling:without_ut=1", "is no parameter such as"),
     # Objectives.
-    *[(f"--slo {text}", "--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000") for text in OBJECTIVES],
+    *[
+        (f"--slo {text}", "--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000")
+        for text in OBJECTIVES
+    ],
     # Names and lengths.
     ("--policy ", "unknown policy ''; choose one of prefill-first"),
     ("--policy throttling,", "unknown policy ''"),
@@ -90,7 +118,10 @@ TRACES = [
     (b"", "is empty"),
     (b"\n", "is empty"),
     (HEADER, "has no rows"),
-    (b"arrived_at,tokens\n1,2\n", "has none of these pairs of columns: ContextTokens and GeneratedTokens"),
+    (
+        b"arrived_at,tokens\n1,2\n",
+        "has none of these pairs of columns: ContextTokens and GeneratedTokens",
+    ),
     (b"input_tokens,output_tokens\n5,5\n", "tells no arrival times"),
     (HEADER + b"0,5,5\n0,5\n", "row 3, output_tokens: '' is not a number of tokens"),
     (HEADER + b"0,0,5\n", "row 2, input_tokens: '0' is not a number of tokens"),
@@ -103,7 +134,10 @@ TRACES = [
     (HEADER + b"noon,5,5\n", "row 2, arrived_at: 'noon' is no time"),
     (HEADER + b"nan,5,5\n", "row 2, arrived_at: 'nan' is no time"),
     (HEADER + b"0,5,5\n1e300,5,5\n", "row 3, arrived_at: '1e300' is no time"),
-    (HEADER + b"0,5,5\n3,5,5\n2,5,5\n", "row 4, arrived_at: 2 is before the row in front of it; sort the trace"),
+    (
+        HEADER + b"0,5,5\n3,5,5\n2,5,5\n",
+        "row 4, arrived_at: 2 is before the row in front of it; sort the trace",
+    ),
     (HEADER + b'"0,5,5\n', "is no time in seconds"),
     (bytes(range(256)) * 20, "is not a CSV file in UTF-8"),
     (b"\x00" * 5000, "tells no arrival times"),
@@ -127,7 +161,9 @@ def test_a_trace_that_is_a_directory_or_a_pipe(refused: Refused, tmp_path: Path)
 
 @pytest.mark.parametrize("flag", ["--json", "--record"])
 @pytest.mark.parametrize("place", ["", ".", "missing/result", "x" * 300])
-def test_files_that_cannot_be_written(refused: Refused, tmp_path: Path, flag: str, place: str) -> None:
+def test_files_that_cannot_be_written(
+    refused: Refused, tmp_path: Path, flag: str, place: str
+) -> None:
     path = tmp_path / place if place else ""
     refused([*SMALL, flag, str(path)], "cannot write", exit_code=1)
     assert list(tmp_path.iterdir()) == []  # no draft is left behind
@@ -145,7 +181,9 @@ def test_a_report_into_what_is_no_file_does_not_replace_it(command: Run, tmp_pat
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)  # a writer need not wait
     try:
-        assert command(*HARDWARE, "--requests", "1", "--lengths", "5+1", "--json", str(pipe))[0] == 0
+        assert (
+            command(*HARDWARE, "--requests", "1", "--lengths", "5+1", "--json", str(pipe))[0] == 0
+        )
         assert stat.S_ISFIFO(pipe.stat().st_mode)
         assert os.read(reader, 1 << 16).startswith(b'{\n "schema"')
     finally:

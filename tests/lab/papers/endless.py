@@ -11,7 +11,8 @@ class Endless:
     number: int
 
     def run(self) -> None:
-        print("runs\n", end="", flush=True)  # in one write, so that the lines of two processes do not mix
+        # in one write, so that the lines of two processes do not mix
+        print("runs\n", end="", flush=True)
         while True:
             time.sleep(1)
 

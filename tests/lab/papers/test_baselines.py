@@ -1,4 +1,5 @@
-"""Baselines are what they are named after: nanoserve's own admission reserve is for its own policies."""
+"""Baselines are what they are named after: nanoserve's own admission reserve is for its own
+policies."""
 
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ from nanoserve.lab.papers.seesaw.settings import STATIC, WHOLE_PROMPTS
 from tests.scheduler.loads import IDLE
 
 
-@pytest.mark.parametrize("system", [VLLM, WITH_CK, DEVICE, STATIC, WHOLE_PROMPTS], ids=lambda system: system.label)
+@pytest.mark.parametrize(
+    "system", [VLLM, WITH_CK, DEVICE, STATIC, WHOLE_PROMPTS], ids=lambda system: system.label
+)
 def test_vllm_and_sarathi_serve_have_no_admission_reserve(system: System) -> None:
     assert not system.make_policy().admission_reserve  # type: ignore[attr-defined]
 

@@ -22,15 +22,22 @@ def _claim(*values: float, at_least: float | None = None, at_most: float | None 
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"), [((1.3, 2.3), "yes"), ((1.2, 1.6), "mostly"), ((1.1, 1.2), "no"), ((2.0, 3.0), "no")]
+    ("values", "verdict"),
+    [((1.3, 2.3), "yes"), ((1.2, 1.6), "mostly"), ((1.1, 1.2), "no"), ((2.0, 3.0), "no")],
 )
-def test_a_relation_holds_for_all_seeds_for_their_mean_or_not(values: tuple[float, ...], verdict: str) -> None:
+def test_a_relation_holds_for_all_seeds_for_their_mean_or_not(
+    values: tuple[float, ...], verdict: str
+) -> None:
     assert _claim(*values, at_least=1.3, at_most=2.3).holds == verdict
 
 
 def test_a_claim_says_what_was_asked_and_what_came() -> None:
     row = _claim(1.0, 2.0, at_least=1.3).row()
-    assert (row["ours_text"], row["bounds"], row["holds"]) == ("1.5x [1.0x..2.0x]", "at least 1.3x", "mostly")
+    assert (row["ours_text"], row["bounds"], row["holds"]) == (
+        "1.5x [1.0x..2.0x]",
+        "at least 1.3x",
+        "mostly",
+    )
     assert _claim(1.0, at_most=1.0).row()["ours_text"] == "1.0x"
 
 
@@ -49,7 +56,9 @@ def test_a_claim_says_what_was_asked_and_what_came() -> None:
         ("more (bars)", 9.0, "yes"),
     ],
 )
-def test_what_holds_but_is_far_from_the_papers_number_says_so(paper: str, ours: float, verdict: str) -> None:
+def test_what_holds_but_is_far_from_the_papers_number_says_so(
+    paper: str, ours: float, verdict: str
+) -> None:
     claim = replace(_claim(ours, at_least=1.0), paper=paper)
     assert claim.row()["verdict"] == verdict
 
@@ -83,7 +92,12 @@ def test_what_is_no_bound_is_an_error() -> None:
 
 def test_numbers_become_the_claims_of_the_table() -> None:
     few, over = claims("gllm", {"1 few bubbles": Spread(2.6, 2.5, 2.7), "11 input": 5.17})
-    assert (few.figure, few.paper, few.bounds, few.holds) == ("1, 4", "few", "at most 12.0 %", "yes")
+    assert (few.figure, few.paper, few.bounds, few.holds) == (
+        "1, 4",
+        "few",
+        "at most 12.0 %",
+        "yes",
+    )
     assert few.row()["ours_text"] == "2.6 % [2.5 %..2.7 %]"
     # The bounds may have more decimals than the number is shown with.
     assert (over.at_least, over.at_most, over.bounds) == (4.689, 5.731, "4.69x to 5.73x")

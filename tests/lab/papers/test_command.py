@@ -27,7 +27,9 @@ def paper(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_the_lecture_is_written_as_table_and_json(paper: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.json"
-    code, out, _ = paper("lecture", "--figure", "roofline", "--json", path, "--plot", tmp_path / "pictures")
+    code, out, _ = paper(
+        "lecture", "--figure", "roofline", "--json", path, "--plot", tmp_path / "pictures"
+    )
     assert code == 0
     assert "FLOP per byte" in out
     assert (tmp_path / "pictures" / "lecture-roofline.png").read_bytes().startswith(b"\x89PNG")
@@ -40,7 +42,9 @@ def test_the_lecture_is_written_as_table_and_json(paper: Run, tmp_path: Path) ->
 
 def test_the_page_is_that_of_the_json(paper: Run, tmp_path: Path) -> None:
     kept, page = tmp_path / "report.json", tmp_path / "page.md"
-    code, out, _ = paper("lecture", "--figure", "kv", "--seeds", "1", "--json", kept, "--markdown", page)
+    code, out, _ = paper(
+        "lecture", "--figure", "kv", "--seeds", "1", "--json", kept, "--markdown", page
+    )
     assert code == 0
     document = json.loads(kept.read_text())
     assert page.read_text() == to_markdown(document)
@@ -51,7 +55,9 @@ def test_a_page_that_cannot_be_written_costs_no_run(
     paper: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[str]()
-    monkeypatch.setattr("nanoserve.lab.papers.running.Runner.run", lambda self, jobs: made.append("ran"))
+    monkeypatch.setattr(
+        "nanoserve.lab.papers.running.Runner.run", lambda self, jobs: made.append("ran")
+    )
     page = tmp_path / "missing" / "page.md"
     code, out, error = paper("gllm", "--figure", "1", "--markdown", page)
     assert (code, out, made) == (1, "", [])

@@ -1,4 +1,5 @@
-"""What drafters draft of the storyteller, in short runs; and how often their draft tokens could be accepted."""
+"""What drafters draft of the storyteller, in short runs; and how often their draft tokens could be
+accepted."""
 
 import numpy as np
 import pytest
@@ -26,14 +27,18 @@ def test_a_draft_model_draft_tokens_four_at_a_time() -> None:
 def test_shared_noise_accepts_nearly_as_many_draft_tokens_as_any_scheme_can() -> None:
     """At 1,500 places of stories, at temperature 1."""
     with LLM(dtype="float32", eager=True) as llm:
-        (output,) = llm.generate("Once upon a time", SamplingParams(seed=0, n=12, max_tokens=128, ignore_eos=True))
+        (output,) = llm.generate(
+            "Once upon a time", SamplingParams(seed=0, n=12, max_tokens=128, ignore_eos=True)
+        )
     texts = [torch.tensor([*output.prompt_token_ids, *one.token_ids]) for one in output.outputs]
     p, q = (_probabilities(name, texts) for name in (DRAFT, None))
     optimal, shared = optimal_acceptance(p, q), shared_noise_acceptance(p, q)
     bound = optimal / (2 - optimal)  # (1 - TV) / (1 + TV)
     assert (bound <= shared + 1e-9).all()
     assert (shared <= optimal + 1e-9).all()
-    assert [one.mean() for one in (optimal, shared, bound)] == pytest.approx([0.51, 0.47, 0.39], abs=0.04)
+    assert [one.mean() for one in (optimal, shared, bound)] == pytest.approx(
+        [0.51, 0.47, 0.39], abs=0.04
+    )
 
 
 def _probabilities(name: str | None, texts: list[torch.Tensor]) -> np.ndarray:

@@ -15,14 +15,21 @@ from nanoserve.lab.papers.framework import PAPERS, Finding, Scale, SimulationJob
 from nanoserve.lab.papers.gllm.code_size import ROOT, code_lines, lines_of_code, rooms
 from nanoserve.lab.papers.gllm.serving import lone_request_limits
 from nanoserve.lab.papers.lecture import BLOCK, memory_use
-from nanoserve.lab.papers.quantized_stories import METHODS, DrawnStories, QuantizedPerplexities, QuantizedReading
+from nanoserve.lab.papers.quantized_stories import (
+    METHODS,
+    DrawnStories,
+    QuantizedPerplexities,
+    QuantizedReading,
+)
 from nanoserve.lab.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestBudget, Shortlist
 from nanoserve.lab.papers.seesaw.settings import RESHARDING, closed_batch, fitting_layouts
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.metrics import Slo
 from nanoserve.request import RequestShape
 
-FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in load_paper(name).figures]
+FIGURES = [
+    (name, figure.number) for name in ("gllm", "lecture") for figure in load_paper(name).figures
+]
 SIZES = ("reduced", "full")
 
 
@@ -98,7 +105,9 @@ def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size:
     assert all(claim.assumption and claim.paper and claim.says for claim in found.claims)
     assert found.chart is not None
     assert all(panel.curves for panel in found.chart.panels)
-    assert all(len(curve.xs) == len(curve.ys) for panel in found.chart.panels for curve in panel.curves)
+    assert all(
+        len(curve.xs) == len(curve.ys) for panel in found.chart.panels for curve in panel.curves
+    )
     for row in found.rows:
         assert all(column.path in row for column in figure.columns)
     simulated = [case for case in cases if isinstance(case, Case)]
@@ -127,7 +136,9 @@ class _AnyRun(_Run):
                 outcome = _slower(_outcome(), 1 + (job.rate or 0.0))
                 self.outcomes[job] = replace(outcome, result=replace(outcome.result, preemptions=1))
             elif isinstance(job, Shortlist):
-                pair = replace(job.setting, layouts=tuple(fitting_layouts(job.setting)[:2]), system=RESHARDING)
+                pair = replace(
+                    job.setting, layouts=tuple(fitting_layouts(job.setting)[:2]), system=RESHARDING
+                )
                 self.outcomes[job] = {STATIC_KIND: (job.setting,), RESHARDING_KIND: (pair,)}
             else:
                 self.outcomes[job] = job.case if isinstance(job, BestBudget) else job.run()
@@ -135,8 +146,11 @@ class _AnyRun(_Run):
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_every_row_of_the_claims_is_used_by_a_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes look up every row of the paper, and no other one: none is told only to who runs ``--full``."""
+def test_every_row_of_the_claims_is_used_by_a_figure(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sizes look up every row of the paper, and no other one: none is told only to who runs
+    ``--full``."""
     rows, used = stated_claims(), set[tuple[str, str]]()
 
     class NotingRows(dict[tuple[str, str], Mapping[str, str]]):
@@ -186,7 +200,12 @@ def test_batches_that_do_not_fit_stand_beyond_a_line() -> None:
 def test_a_full_run_holds_more_than_a_reduced_one() -> None:
     amounts = []
     for size in SIZES:
-        cases = {case for name, number in FIGURES if name == "gllm" for case in _made(name, number, size)[1]}
+        cases = {
+            case
+            for name, number in FIGURES
+            if name == "gllm"
+            for case in _made(name, number, size)[1]
+        }
         amounts.append(sum(case.requests for case in cases))
     assert 2 * amounts[0] < amounts[1]
 
@@ -209,7 +228,8 @@ def test_limits_follow_from_what_a_lone_request_takes() -> None:
 
 
 def test_what_reservations_hold_by_hand() -> None:
-    """Two steps of one request: 17 and 18 tokens in two blocks of 16; the longest request has 48 slots."""
+    """Two steps of one request: 17 and 18 tokens in two blocks of 16; the longest request has 48
+    slots."""
     alone = memory_use([RequestShape(16, 2)])
     assert alone["held"] == 17.5
     assert alone["contiguous"] == pytest.approx(17.5 / 18)
@@ -225,11 +245,19 @@ def test_table_1_puts_every_room_beside_the_papers_systems() -> None:
     found = lines_of_code(Scale(), _Run())
     lines = {row["code_of"]: row["lines"] for row in found.rows}
     by_room = rooms()
-    assert {name: lines[name] for name in by_room} == {name: size.lines for name, size in by_room.items()}
+    assert {name: lines[name] for name in by_room} == {
+        name: size.lines for name, size in by_room.items()
+    }
     assert lines["all of nanoserve"] == sum(size.lines for size in by_room.values())
     (benchmarks,) = (room for room in by_room if (ROOT / room / "benchmarks").is_dir())
-    assert lines["the engine without its laboratory"] == lines["all of nanoserve"] - lines[benchmarks]
-    assert [lines[f"{name} (paper)"] for name in ("gLLM", "SGLang", "vLLM")] == [3_874, 65_097, 226_874]
+    assert (
+        lines["the engine without its laboratory"] == lines["all of nanoserve"] - lines[benchmarks]
+    )
+    assert [lines[f"{name} (paper)"] for name in ("gLLM", "SGLang", "vLLM")] == [
+        3_874,
+        65_097,
+        226_874,
+    ]
 
 
 def test_a_line_of_code_is_no_comment_docstring_or_blank() -> None:

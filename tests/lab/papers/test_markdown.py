@@ -1,4 +1,5 @@
-"""The page of a run: made of its JSON alone, and those in docs/results have each claim of their paper, and no other."""
+"""The page of a run: made of its JSON alone, and those in docs/results have each claim of their
+paper, and no other."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,10 @@ TINY = Paper(
         ),
         PaperFigure(number="3", title="a picture", make=lambda scale, run: _NO_FINDING),
         PaperFigure(
-            number="4", title="what was not asked for", make=lambda scale, run: _NO_FINDING, columns=columns(("", "x"))
+            number="4",
+            title="what was not asked for",
+            make=lambda scale, run: _NO_FINDING,
+            columns=columns(("", "x")),
         ),
     ),
 )
@@ -54,9 +58,20 @@ def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "started": "2026-01-02T03:04:05+00:00",
         "command": "nanoserve bench paper tiny --json /somewhere/tiny.json",
         "commit": "0123456789ab",
-        "machine": {"processor": "A CPU", "cores": 2, "memory_gib": 23.5, "system": "Linux 6.1 x86_64"},
+        "machine": {
+            "processor": "A CPU",
+            "cores": 2,
+            "memory_gib": 23.5,
+            "system": "Linux 6.1 x86_64",
+        },
         "versions": {"nanoserve": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cpu"},
-        "settings": {"paper": "tiny", "figure": None, "seeds": 2, "full": False, "size": "10 requests"},
+        "settings": {
+            "paper": "tiny",
+            "figure": None,
+            "seeds": 2,
+            "full": False,
+            "size": "10 requests",
+        },
         "rows": [
             {
                 "figure": "1",
@@ -89,7 +104,10 @@ def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "notes": [],
         "figure 1": {
             "title": "speed",
-            "rows": [{"system": "ours", "rate": 1234.56, "remark": "best"}, {"system": "theirs", "rate": 9}],
+            "rows": [
+                {"system": "ours", "rate": 1234.56, "remark": "best"},
+                {"system": "theirs", "rate": 9},
+            ],
             "chart": None,
         },
         "figure 2": {"title": "answers", "rows": [{"drafter": "ngram", "kept": 3}], "chart": None},
@@ -161,7 +179,9 @@ def test_one_seed_is_said_to_be_one(document: dict[str, Any]) -> None:
 
 def test_a_part_at_full_size_names_its_command(document: dict[str, Any]) -> None:
     document["settings"] |= {"figure": "1", "full": True}
-    assert "\nFull size: `nanoserve bench paper tiny --figure 1 --seeds 2 --full`, " in to_markdown(document)
+    assert "\nFull size: `nanoserve bench paper tiny --figure 1 --seeds 2 --full`, " in to_markdown(
+        document
+    )
 
 
 def test_what_was_interrupted_says_so(document: dict[str, Any]) -> None:
@@ -193,11 +213,18 @@ def claims_of(text: str) -> Iterator[dict[str, str]]:
     (table,) = re.findall(r"^\| figure \| claim .*\n\|[- :|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     for line in table.splitlines():
         figure, says, paper, _, asked, _, number = re.split(r"(?<!\\) *\| *", line.strip("| "))
-        yield {"figure": figure, "says": says, "paper": paper, "asked": asked, "assumption": assumptions[number]}
+        yield {
+            "figure": figure,
+            "says": says,
+            "paper": paper,
+            "asked": asked,
+            "assumption": assumptions[number],
+        }
 
 
 def is_of(row: Mapping[str, str], shown: Mapping[str, str]) -> bool:
-    """Whether a row of claims.csv, in which words in braces stand for what a run fills in, is what the page shows."""
+    """Whether a row of claims.csv, in which words in braces stand for what a run fills in, is what
+    the page shows."""
     texts = dict(row)
     if "{" not in row["asked"]:
         form, low, high = read_bounds(row["asked"])
@@ -213,6 +240,8 @@ def is_of(row: Mapping[str, str], shown: Mapping[str, str]) -> bool:
         )
         texts["asked"] = claim.bounds
     return all(
-        re.fullmatch(".+".join(map(re.escape, re.split(r"\{[^}]*\}", escaped(texts[field])))), shown[field])
+        re.fullmatch(
+            ".+".join(map(re.escape, re.split(r"\{[^}]*\}", escaped(texts[field])))), shown[field]
+        )
         for field in shown
     )

@@ -51,7 +51,9 @@ def test_the_example_of_formula_16() -> None:
     assert {name: product.item() for name, product in products.items()} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("outliers", "channels"), [("8 salient outliers", 8), ("3 random outliers", 3)])
+@pytest.mark.parametrize(
+    ("outliers", "channels"), [("8 salient outliers", 8), ("3 random outliers", 3)]
+)
 def test_outliers_are_made_without_changing_a_bit_of_what_float32_computes(
     outliers: Outliers, channels: int, stories: Stories
 ) -> None:
@@ -72,14 +74,18 @@ def test_perplexity_is_what_the_engines_log_probabilities_say(stories: Stories) 
 
 
 @pytest.mark.parametrize(
-    "methods", [("RTN", "mixed"), pytest.param(("RTN", "mixed", "AWQ", "GPTQ"), marks=pytest.mark.slow)]
+    "methods",
+    [("RTN", "mixed"), pytest.param(("RTN", "mixed", "AWQ", "GPTQ"), marks=pytest.mark.slow)],
 )
 def test_outliers_break_rounding_and_the_remedies_mend_it(
     methods: tuple[str, ...], stories: Stories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized_stories, "METHODS", methods)
     found = QuantizedReading("8 salient outliers", 0, calibration=stories, stories=stories).run()
-    lost = {method: value / found.perplexities["float32"] for method, value in found.perplexities.items()}
+    lost = {
+        method: value / found.perplexities["float32"]
+        for method, value in found.perplexities.items()
+    }
     assert list(lost) == [
         "float32",
         *(f"{method}, {bits} bits" for bits in (4, 3) for method in methods),
@@ -87,14 +93,19 @@ def test_outliers_break_rounding_and_the_remedies_mend_it(
     ]
     for bits in (4, 3):
         # The text is the one that was calibrated on: a remedy may come out a little below float32.
-        assert all(0.9 < lost[f"{method}, {bits} bits"] < lost[f"RTN, {bits} bits"] for method in methods[1:])
+        assert all(
+            0.9 < lost[f"{method}, {bits} bits"] < lost[f"RTN, {bits} bits"]
+            for method in methods[1:]
+        )
     assert lost["RTN, 3 bits"] > lost["RTN, 4 bits"] > 1.2
     assert lost["per tensor, W8A8"] > lost["per row, W8A8"] > 1.2
     assert lost["LLM.int8(), W8A8"] == pytest.approx(1.0, abs=0.02)
     assert 0.01 < found.exact_share < 0.2
 
 
-def test_stories_are_drawn_anew_for_each_seed_and_again_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stories_are_drawn_anew_for_each_seed_and_again_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(quantized_stories, "WINDOW", 12)
     drawn = DrawnStories(seeds=(0, 1), readings=2).run()
     assert [(len(calibration), len(stories)) for calibration, stories in drawn] == [(4, 2), (4, 2)]

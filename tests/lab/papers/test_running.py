@@ -1,4 +1,5 @@
-"""Jobs run once each, in as many processes as there are, with outcomes that do not depend on that."""
+"""Jobs run once each, in as many processes as there are, with outcomes that do not depend on
+that."""
 
 import os
 import subprocess
@@ -66,7 +67,9 @@ def test_every_case_is_tuned_over_the_same_list() -> None:
         found = tuned(cases, runner.run, lambda one: -one.steady.step_tokens, budgets=[64, 32])
         runs = Runs(runner.run, {"best": found, "large": [with_budget(case, 64) for case in cases]})
     assert [(case.seed, case.system.token_budget) for case in found] == [(0, 32), (1, 32)]
-    best, large = (runs.spread(key, lambda one: one.steady.step_tokens) for key in ("best", "large"))
+    best, large = (
+        runs.spread(key, lambda one: one.steady.step_tokens) for key in ("best", "large")
+    )
     assert best.high < large.low
     assert runs.ratio("best", "best", lambda one: one.steady.step_tokens) == Spread(1, 1, 1)
 

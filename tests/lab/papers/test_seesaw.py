@@ -8,12 +8,33 @@ from msgspec.structs import replace
 
 from nanoserve.costs.hardware import GIBI
 from nanoserve.lab.charts import draw
-from nanoserve.lab.papers.cases import FREQUENT, RARE, TOKEN_BUDGETS, Case, Outcome, System, with_budget
+from nanoserve.lab.papers.cases import (
+    FREQUENT,
+    RARE,
+    TOKEN_BUDGETS,
+    Case,
+    Outcome,
+    System,
+    with_budget,
+)
 from nanoserve.lab.papers.framework import Scale
 from nanoserve.lab.papers.running import Runner
 from nanoserve.lab.papers.seesaw import PAPER, model, sensitivity
-from nanoserve.lab.papers.seesaw.search import BestBudget, Estimate, Shortlist, compare, gains, seconds
-from nanoserve.lab.papers.seesaw.settings import LONGEST, RESHARDING, STATIC, closed_batch, fitting_layouts
+from nanoserve.lab.papers.seesaw.search import (
+    BestBudget,
+    Estimate,
+    Shortlist,
+    compare,
+    gains,
+    seconds,
+)
+from nanoserve.lab.papers.seesaw.settings import (
+    LONGEST,
+    RESHARDING,
+    STATIC,
+    closed_batch,
+    fitting_layouts,
+)
 from nanoserve.layout import ParallelLayout
 
 P4, T4, T2P2 = map(ParallelLayout.parse, ("P4", "T4", "T2P2"))
@@ -35,13 +56,21 @@ def test_all_layouts_that_fit_are_looked_at() -> None:
         "T4P2",
         "T8",
     }  # two replicas do not fit
-    assert {layout.name for layout in fitting_layouts(SMALL)} == {"P4", "T2P2", "T4", "D2P2", "D2T2"}
+    assert {layout.name for layout in fitting_layouts(SMALL)} == {
+        "P4",
+        "T2P2",
+        "T4",
+        "D2P2",
+        "D2T2",
+    }
     assert max(shape.total_tokens for shape in seventy.shapes()) <= LONGEST
 
 
 def test_the_bandwidth_figure_has_all_layouts_that_fit() -> None:
     setting = closed_batch("codellama-34b", "seesaw-a10", 8, "arxiv", requests=50)
-    assert sorted(sensitivity.ALL_STATIC.values()) == sorted(layout.name for layout in fitting_layouts(setting))
+    assert sorted(sensitivity.ALL_STATIC.values()) == sorted(
+        layout.name for layout in fitting_layouts(setting)
+    )
 
 
 def test_the_whole_time_of_an_all_reduce_is_scaled_and_the_hosts_link_is_not() -> None:
@@ -52,14 +81,18 @@ def test_the_whole_time_of_an_all_reduce_is_scaled_and_the_hosts_link_is_not() -
     assert slow.reload_seconds(0) == fast.reload_seconds(0)
 
 
-@pytest.mark.parametrize("case", [with_budget(with_layouts(SMALL, T2P2), 512), with_layouts(SMALL, T4), CHANGING])
+@pytest.mark.parametrize(
+    "case", [with_budget(with_layouts(SMALL, T2P2), 512), with_layouts(SMALL, T4), CHANGING]
+)
 def test_the_estimate_that_chooses_is_near_the_simulation(case: Case) -> None:
     assert Estimate(SMALL).seconds(case) == pytest.approx(seconds(case.run()), rel=0.15)
 
 
 def test_data_parallel_replicas_share_the_requests() -> None:
     halves = with_layouts(SMALL, ParallelLayout(data_parallel=2, tensor_parallel=2)).run()
-    half = with_layouts(replace(SMALL, requests=SMALL.requests // 2), ParallelLayout(tensor_parallel=2))
+    half = with_layouts(
+        replace(SMALL, requests=SMALL.requests // 2), ParallelLayout(tensor_parallel=2)
+    )
     assert seconds(halves) == pytest.approx(seconds(half.run()))
 
 
@@ -75,8 +108,13 @@ def test_both_sides_are_searched_over_the_same_budgets() -> None:
             if before.layout_name == after.layout_name
         )
     assert all(len(case.layouts) == 1 for case in found["static"])
-    assert all(len({layout.data_parallel for layout in case.layouts}) == 1 for case in found["resharding"])
-    assert all(len(case.layouts) == 2 and case.system.policy == RESHARDING.policy for case in found["resharding"])
+    assert all(
+        len({layout.data_parallel for layout in case.layouts}) == 1 for case in found["resharding"]
+    )
+    assert all(
+        len(case.layouts) == 2 and case.system.policy == RESHARDING.policy
+        for case in found["resharding"]
+    )
     static = with_layouts(SMALL, T4)
     tuned = BestBudget(case=static).run()
     estimate = Estimate(SMALL)
@@ -110,7 +148,9 @@ def test_the_best_of_both_kinds_are_compared_seed_by_seed() -> None:
         found = compare([setting], Scale(seeds=(0, 1)), runner.run)
         tried = Shortlist(setting=setting, candidates=3).run()
         outcomes = runner.run(tried["static"])
-    static, resharding = (found.values((setting, kind), seconds) for kind in ("static", "resharding"))
+    static, resharding = (
+        found.values((setting, kind), seconds) for kind in ("static", "resharding")
+    )
     assert static[0] == min(seconds(outcomes[case]) for case in tried["static"])
     assert gains(found, setting)[1] == static[1] / resharding[1]
     assert [case.seed for case in found.cases[setting, "resharding"]] == [0, 1]
@@ -140,17 +180,31 @@ def test_where_the_time_goes_adds_up() -> None:
 
 def test_the_gain_at_a_bandwidth_is_over_the_best_static_one() -> None:
     point = sensitivity.BandwidthPoint(
-        factor=1.0, static={"d1t1p8": 30.0, "d1t8p1": 24.0}, pairs={"d1p8->d1t8": 20.0, "d2p4->d2t4": 40.0}
+        factor=1.0,
+        static={"d1t1p8": 30.0, "d1t8p1": 24.0},
+        pairs={"d1p8->d1t8": 20.0, "d2p4->d2t4": 40.0},
     )
     assert (point.winner, point.stages, point.gain) == ("d1t8p1", 1, 1.2)
 
 
 def test_the_figures_are_those_of_the_paper() -> None:
-    assert [figure.number for figure in PAPER.figures] == ["1", "2", "4", "6", "10", "11", "12", "13", "14", "15"]
+    assert [figure.number for figure in PAPER.figures] == [
+        "1",
+        "2",
+        "4",
+        "6",
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+        "15",
+    ]
 
 
 def test_who_gives_way_moves_to_the_host_also_from_a_pipeline() -> None:
-    """Figure 13: computing a preempted prompt again would take two more transitions for one answer."""
+    """Figure 13: computing a preempted prompt again would take two more transitions for one
+    answer."""
     long_answers = closed_batch("llama-2-70b", "seesaw-a10", 8, "3000+600", 60)
     pair = with_layouts(long_answers, ParallelLayout.parse("P8"), ParallelLayout.parse("T4P2"))
     found = pair.run().result

@@ -18,7 +18,10 @@ class LinearTimes:
     host: float = 0.0
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         return StepWork.of(decode_contexts, chunks, sampled)
 

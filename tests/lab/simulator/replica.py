@@ -1,32 +1,41 @@
-"""A second, small simulator of a pipeline that serves requests, to check nanoserve's simulator against.
+"""A second, small simulator of a pipeline that serves requests, to check nanoserve's simulator
+against.
 
-It was written from the rules of gLLM (Token Throttling) and Sarathi-Serve, without reading nanoserve's simulator or
-scheduler. It shares no code with them. At most P micro-batches are in flight in a pipeline of P stages, and one is
-built each time a slot is free. Prompts are computed in chunks, first come first served, at most one chunk of a prompt
-in flight. One pool of KV blocks serves all stages. Blocks of a finished sequence are free when its micro-batch leaves
-the last stage. The two policies decide how many decodes and prompt tokens a micro-batch takes.
+It was written from the rules of gLLM (Token Throttling) and Sarathi-Serve, without reading
+nanoserve's simulator or scheduler. It shares no code with them. At most P micro-batches are in
+flight in a pipeline of P stages, and one is built each time a slot is free. Prompts are computed in
+chunks, first come first served, at most one chunk of a prompt in flight. One pool of KV blocks
+serves all stages. Blocks of a finished sequence are free when its micro-batch leaves the last
+stage. The two policies decide how many decodes and prompt tokens a micro-batch takes.
 
 The papers leave these details open, and they are decided here:
 
-* A micro-batch is built at once when a slot is free, even if the first stage is busy. So an empty pipeline that finds
-  many requests builds P micro-batches in one moment. All completions and arrivals of one moment come before that.
-* Blocks are taken when a micro-batch is built, or the next one could be promised the same blocks. A chunk takes blocks
-  for its own tokens only. The share of free blocks is taken before the decodes of the same micro-batch get theirs.
-* The last chunk of a prompt samples the first token. A decode writes the KV of the token sampled before, so the last
-  token's KV is never written. Results return at once. A sequence is in decode (RD) when its first token has returned.
+* A micro-batch is built at once when a slot is free, even if the first stage is busy. So an empty
+  pipeline that finds many requests builds P micro-batches in one moment. All completions and
+  arrivals of one moment come before that.
+* Blocks are taken when a micro-batch is built, or the next one could be promised the same blocks. A
+  chunk takes blocks for its own tokens only. The share of free blocks is taken before the decodes
+  of the same micro-batch get theirs.
+* The last chunk of a prompt samples the first token. A decode writes the KV of the token sampled
+  before, so the last token's KV is never written. Results return at once. A sequence is in decode
+  (RD) when its first token has returned.
 * A prompt with a chunk in flight is passed over, and later prompts may go on or begin.
-* The deadlock guard holds for Sarathi-Serve, too, when no block is free. The number of sequences has no limit.
+* The deadlock guard holds for Sarathi-Serve, too, when no block is free. The number of sequences
+  has no limit.
 * A link carries one micro-batch at a time, and its stage may compute the next one meanwhile.
 
-These are open, too. They were decided otherwise at first, and follow nanoserve since the two were compared. A figure
-says how far the makespan of a load in test_replica.py moves at most if one detail alone is changed back:
+These are open, too. They were decided otherwise at first, and follow nanoserve since the two were
+compared. A figure says how far the makespan of a load in test_replica.py moves at most if one
+detail alone is changed back:
 
 * The oldest sequences decode first, not those that returned first (0.4 %).
 * In equation 3, WT is rounded up and UT down. At first their combination was rounded up (0.3 %).
 * A prompt begins only if the free blocks hold all of it. At first, one chunk was enough (28 %).
-* If a decode finds no block, the newest sequence gives way. If that one is in flight, the decode waits. At first, the
-  newest that was not in flight gave way (23 %). No prompt begins in such a micro-batch.
-* A lone prompt below the threshold takes up to MaxP. At first it took MinP, equation 3's value there (2.2 %).
+* If a decode finds no block, the newest sequence gives way. If that one is in flight, the decode
+  waits. At first, the newest that was not in flight gave way (23 %). No prompt begins in such a
+  micro-batch.
+* A lone prompt below the threshold takes up to MaxP. At first it took MinP, equation 3's value
+  there (2.2 %).
 """
 
 import math
@@ -44,7 +53,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline whose stages take the same time, by prompt tokens, decodes and context (see MicroBatch)."""
+    """A pipeline whose stages take the same time, by prompt tokens, decodes and context (see
+    MicroBatch)."""
 
     stages: int
     blocks: int
@@ -55,7 +65,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds from zero until the last token, input and output tokens per second of them, and a count."""
+    """Seconds from zero until the last token, input and output tokens per second of them, and a
+    count."""
 
     makespan: float
     tokens_per_second: float
@@ -108,7 +119,9 @@ class TokenThrottling:
         if state.free < self.threshold:
             return self.max_prompt_tokens if state.is_lone_prompt else 0
         by_waiting = math.ceil(state.waiting_tokens / self.iterations)
-        by_memory = math.floor(self.max_prompt_tokens * (state.free - self.threshold) / (1 - self.threshold))
+        by_memory = math.floor(
+            self.max_prompt_tokens * (state.free - self.threshold) / (1 - self.threshold)
+        )
         combined = max(min(by_waiting, by_memory), self.min_prompt_tokens)  # equation 3
         return min(combined, self.max_prompt_tokens, state.waiting_tokens)
 
@@ -138,7 +151,8 @@ class MicroBatch:
     prompt_tokens: int = 0
     decodes: int = 0
     context: int = 0
-    """KV positions read: for each decode and each chunk, all tokens up to and including its last one."""
+    """KV positions read: for each decode and each chunk, all tokens up to and including its last
+    one."""
 
     begins_prompts: bool = True
     done_at: float = 0.0
@@ -197,7 +211,8 @@ class Replica:
             self._launch(batch, now)
 
     def _launch(self, batch: MicroBatch, now: float) -> None:
-        """Pass a micro-batch through all stages and links, each of which takes one after another."""
+        """Pass a micro-batch through all stages and links, each of which takes one after
+        another."""
         seconds = self.pipeline.stage_seconds(batch.prompt_tokens, batch.decodes, batch.context)
         moment = now
         for stage in range(self.pipeline.stages):
@@ -221,7 +236,9 @@ class Replica:
                 self.sequences.remove(sequence)
 
     def _ready(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.decoding and not sequence.in_flight]
+        return [
+            sequence for sequence in self.sequences if sequence.decoding and not sequence.in_flight
+        ]
 
     def _state(self) -> State:
         return State(
@@ -246,7 +263,8 @@ class Replica:
                 batch.add(sequence, 1)
 
     def _make_room(self, sequence: Sequence, batch: MicroBatch) -> bool:
-        """Preempt newer sequences, the newest first, until one more token fits. One in flight cannot be preempted."""
+        """Preempt newer sequences, the newest first, until one more token fits. One in flight
+        cannot be preempted."""
         while self._tokens_that_fit(sequence) == 0:
             batch.begins_prompts = False
             newest = self._holders()[-1]
@@ -261,14 +279,17 @@ class Replica:
             if sequence.in_flight or wanted == 0:
                 continue
             fitting = self._tokens_that_fit(sequence)
-            if sequence.blocks == 0 and (fitting < sequence.unscheduled or not batch.begins_prompts):
+            if sequence.blocks == 0 and (
+                fitting < sequence.unscheduled or not batch.begins_prompts
+            ):
                 return
             if (tokens := min(wanted, fitting)) > 0:
                 self._take_blocks(sequence, tokens)
                 batch.add(sequence, tokens)
 
     def _break_deadlock(self) -> MicroBatch:
-        """Partial prompts hold all KV and none can go on: preempt the newest ones, let the last one pass."""
+        """Partial prompts hold all KV and none can go on: preempt the newest ones, let the last one
+        pass."""
         batch = MicroBatch()
         while len(holders := self._holders()) > 1 and not batch.sequences:
             self._preempt(holders[-1])

@@ -38,8 +38,13 @@ def forecast(
 
 
 def advice_for(layouts: str) -> str:
-    costs_of, work = partial(StepCosts, load_shape("qwen2.5-32b"), MACHINE), PlannedWork(tuple(SHAPES))
-    return advise(costs_of, parsed(layouts), work, limits=NO_LIMITS, token_budget=2048, max_num_seqs=256)
+    costs_of, work = (
+        partial(StepCosts, load_shape("qwen2.5-32b"), MACHINE),
+        PlannedWork(tuple(SHAPES)),
+    )
+    return advise(
+        costs_of, parsed(layouts), work, limits=NO_LIMITS, token_budget=2048, max_num_seqs=256
+    )
 
 
 def test_a_poor_choice_is_told_of_a_better_one_and_who_chose_that_is_left_in_peace() -> None:
@@ -52,7 +57,10 @@ def test_a_poor_choice_is_told_of_a_better_one_and_who_chose_that_is_left_in_pea
     assert said is not None
     name, _, better = said.groups()
     assert int(better.replace(",", "")) > 1.05 * poor
-    assert advice_for(name) == f"predicted: {better} tokens/s under {name}, prompts and answers together"
+    assert (
+        advice_for(name)
+        == f"predicted: {better} tokens/s under {name}, prompts and answers together"
+    )
 
 
 def test_a_small_host_pool_spoils_a_pair() -> None:
@@ -60,8 +68,11 @@ def test_a_small_host_pool_spoils_a_pair() -> None:
     assert tight.tokens_per_second < 0.5 * roomy.tokens_per_second
 
 
-def test_many_requests_are_sampled_and_their_number_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a sample the forecast follows the estimate: a larger batch is faster where the memory holds it."""
+def test_many_requests_are_sampled_and_their_number_counts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond a sample the forecast follows the estimate: a larger batch is faster where the memory
+    holds it."""
     monkeypatch.setattr(advice, "_SAMPLED_REQUESTS", 10)
     few, many = forecast("P8->T8", SHAPES[:10]), forecast("P8->T8", SHAPES)
     assert many.tokens_per_second > 1.5 * few.tokens_per_second

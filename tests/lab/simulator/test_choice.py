@@ -1,4 +1,5 @@
-"""A choice of layouts on made-up machines, held against closed forms that know only bytes, operations and the link."""
+"""A choice of layouts on made-up machines, held against closed forms that know only bytes,
+operations and the link."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,8 @@ from nanoserve.request import RequestShape
 
 MODEL = load_shape("qwen3-0.6b")
 BANDWIDTH, FLOPS = 7e9, 5e11
-LAYER = 1024 * (16 + 8 + 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072  # parameters: q, k, v; output; feed-forward
+# parameters: q, k, v; output; feed-forward
+LAYER = 1024 * (16 + 8 + 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
 HEAD = 151936 * 1024
 HIDDEN = 2 * 1024  # bytes of a token
 
@@ -24,14 +26,27 @@ HIDDEN = 2 * 1024  # bytes of a token
 def costs_on(link: float) -> Callable[[ParallelLayout], StepCosts]:
     """Of two devices that a link of so many bytes per second joins."""
     speeds = MachineSpeeds(
-        memory_bandwidth=BANDWIDTH, flops=FLOPS, host_link_bandwidth=BANDWIDTH, link_bandwidth=link, link_latency=2e-5
+        memory_bandwidth=BANDWIDTH,
+        flops=FLOPS,
+        host_link_bandwidth=BANDWIDTH,
+        link_bandwidth=link,
+        link_latency=2e-5,
     )
-    return partial(StepCosts, MODEL, speeds.machine(devices=2, memory_bytes=8e9, host_memory_bytes=16e9))
+    return partial(
+        StepCosts, MODEL, speeds.machine(devices=2, memory_bytes=8e9, host_memory_bytes=16e9)
+    )
 
 
 def chosen(link: float, work: PlannedWork, **settings: str) -> list[LayoutForecast]:
     return choose(
-        costs_on(link), 2, work, limits=CacheLimits(), token_budget=2048, max_num_seqs=256, layouts=(), **settings
+        costs_on(link),
+        2,
+        work,
+        limits=CacheLimits(),
+        token_budget=2048,
+        max_num_seqs=256,
+        layouts=(),
+        **settings,
     )
 
 
@@ -40,23 +55,35 @@ def batch(requests: int, inputs: int, outputs: int) -> PlannedWork:
 
 
 def floors(link: float, requests: int, inputs: int, outputs: int) -> dict[str, float]:
-    """Seconds of all prompts and all answers at least, by layout; caches, hosts and empty stages are left out."""
+    """Seconds of all prompts and all answers at least, by layout; caches, hosts and empty stages
+    are left out."""
     tokens, weights = requests * inputs, 2 * (28 * LAYER + HEAD)
     computing, reading = 2 * 28 * LAYER * tokens / FLOPS / 2, outputs * weights / BANDWIDTH
     filled = computing * (1 + 2048 / tokens)  # the second stage waits for the first step's prompts
     reduced = 56 * HIDDEN / link  # seconds of a token's all-reduces
-    prompts = {"D2": computing, "P2": filled + tokens * HIDDEN / link, "T2": computing + tokens * reduced}
-    # Halves of the batch read all weights in two places; one batch reads half of them on each device.
-    answers = {"D2": reading, "P2": reading, "T2": reading / 2 + outputs * (requests * reduced + 57 * 2 * 2e-5)}
+    prompts = {
+        "D2": computing,
+        "P2": filled + tokens * HIDDEN / link,
+        "T2": computing + tokens * reduced,
+    }
+    # Halves of the batch read all weights in two places; one batch reads half of them on each
+    # device.
+    answers = {
+        "D2": reading,
+        "P2": reading,
+        "T2": reading / 2 + outputs * (requests * reduced + 57 * 2 * 2e-5),
+    }
     whole = {name: prompts[name] + answers[name] for name in prompts}
     return whole | {"P2->T2": prompts["P2"] + answers["T2"] + weights / 2 / BANDWIDTH}
 
 
 @pytest.mark.parametrize(
-    "link, best", [(1e6, "D2"), (1e7, "D2"), (1.5e8, "P2->T2"), (2e8, "P2->T2"), (1e9, "T2"), (1e10, "T2")]
+    "link, best",
+    [(1e6, "D2"), (1e7, "D2"), (1.5e8, "P2->T2"), (2e8, "P2->T2"), (1e9, "T2"), (1e10, "T2")],
 )
 def test_the_choice_is_that_of_arithmetic(link: float, best: str) -> None:
-    """On a slow link nothing is divided within layers, on a fast one everything, and between them only answers."""
+    """On a slow link nothing is divided within layers, on a fast one everything, and between them
+    only answers."""
     seconds = floors(link, 16, 512, 64)
     assert min(seconds, key=seconds.__getitem__) == best
     assert chosen(link, batch(16, 512, 64))[0].name == best
@@ -73,27 +100,44 @@ def test_the_line_says_what_the_next_one_loses_by() -> None:
     assert lost == pytest.approx(tokens * 56 * HIDDEN / 1e7, rel=0.1)
     assert choice_text([best, other]) == (
         f"D2 with sarathi: predicted {best.tokens_per_second:,.0f} tokens/s;"
-        f" next T2 with sarathi {other.tokens_per_second:,.0f}: its prompts take {lost:.2g} s longer"
+        f" next T2 with sarathi {other.tokens_per_second:,.0f}: its prompts take {lost:.2g} s "
+        "longer"
     )
-    assert choice_text([best]) == f"D2 with sarathi: predicted {best.tokens_per_second:,.0f} tokens/s"
+    assert (
+        choice_text([best]) == f"D2 with sarathi: predicted {best.tokens_per_second:,.0f} tokens/s"
+    )
 
 
 def test_what_a_batch_takes_is_the_sum_of_its_parts() -> None:
     work = batch(16, 512, 64)
     for one in chosen(1e8, work):
-        assert sum(one.parts.values()) == pytest.approx(work.tokens / one.tokens_per_second), one.name
+        assert sum(one.parts.values()) == pytest.approx(work.tokens / one.tokens_per_second), (
+            one.name
+        )
 
 
 def test_a_given_policy_is_kept_and_leaves_out_what_it_cannot_run() -> None:
     work = batch(16, 512, 64)
-    assert {(one.name, one.policy) for one in chosen(2e8, work, policy="throttling:iterations=4")} == {
-        (name, "throttling:iterations=4") for name in ("P2", "T2", "D2")
+    assert {
+        (one.name, one.policy) for one in chosen(2e8, work, policy="throttling:iterations=4")
+    } == {(name, "throttling:iterations=4") for name in ("P2", "T2", "D2")}
+    assert {one.policy for one in chosen(2e8, work) if one.name == "P2"} == {
+        "sarathi",
+        "throttling",
+        "adaptive",
     }
-    assert {one.policy for one in chosen(2e8, work) if one.name == "P2"} == {"sarathi", "throttling", "adaptive"}
 
 
 def test_given_layouts_are_kept() -> None:
-    ask = partial(choose, costs_on(2e8), 2, batch(8, 64, 8), limits=CacheLimits(), token_budget=512, max_num_seqs=64)
+    ask = partial(
+        choose,
+        costs_on(2e8),
+        2,
+        batch(8, 64, 8),
+        limits=CacheLimits(),
+        token_budget=512,
+        max_num_seqs=64,
+    )
     stages, pair = ParallelLayout(pipeline_parallel=2), ParallelLayout(tensor_parallel=2)
     assert {one.name for one in ask(layouts=[stages])} == {"P2"}
     assert [(one.name, one.policy) for one in ask(layouts=[stages, pair])] == [("P2->T2", "seesaw")]

@@ -15,7 +15,8 @@ REQUESTS, BLOCKS = 100, 3400
 
 
 def serve(policy: str, processor: float | None, *predictors: Predictor) -> SimulationResult:
-    """Figure 7's requests, 200 tokens each, all at once; with another share of what the CPU should reach."""
+    """Figure 7's requests, 200 tokens each, all at once; with another share of what the CPU should
+    reach."""
     costs = A10.costs(processor)
     return simulate(
         make_policy(policy, 1024),
@@ -24,14 +25,17 @@ def serve(policy: str, processor: float | None, *predictors: Predictor) -> Simul
         num_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=REQUESTS,
-        host_blocks=costs.memory.host_kv_blocks(costs.machine.host_memory_bytes, BLOCK_SIZE) if predictors else 0,
+        host_blocks=costs.memory.host_kv_blocks(costs.machine.host_memory_bytes, BLOCK_SIZE)
+        if predictors
+        else 0,
         predictors=predictors,
     )
 
 
 @pytest.mark.parametrize("processor", [0.08, None])
 def test_a_wrong_profile_costs_a_second_until_it_is_known(processor: float | None) -> None:
-    # It promises a CPU four times as fast as the default, and linear layers in a quarter of their time.
+    # It promises a CPU four times as fast as the default, and linear layers in a quarter of their
+    # time.
     promised = DistortedPredictor(CostPredictor(A10.costs()), linear=0.25, host_attention=0.25)
     alone = serve("sarathi", processor)
     hybrid = serve("hybrid", processor, CorrectedPredictor(promised))

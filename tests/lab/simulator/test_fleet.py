@@ -24,10 +24,16 @@ TIMES = LinearTimes(num_stages=3, step=0.01, decode=0.0003, prompt_token=0.0002)
 
 
 def _requests(number: int = 45, rate: float = 12.0) -> list[Request]:
-    return list(Workload(poisson_arrivals(rate, seed=3), lognormal_lengths(120, 40, 1.0, 1.0, seed=4), number))
+    return list(
+        Workload(
+            poisson_arrivals(rate, seed=3), lognormal_lengths(120, 40, 1.0, 1.0, seed=4), number
+        )
+    )
 
 
-def _run(requests: list[Request] | Workload, policy: str = "throttling", **settings: object) -> SimulationResult:
+def _run(
+    requests: list[Request] | Workload, policy: str = "throttling", **settings: object
+) -> SimulationResult:
     return simulate(make_policy(policy, 256), TIMES, requests, **{"num_blocks": 300, **settings})
 
 
@@ -54,7 +60,9 @@ def test_the_figures_of_a_fleet_are_those_of_its_replicas_together() -> None:
     assert fleet.seconds == max(one.seconds for one in replicas)
     assert fleet.kv_occupancy == pytest.approx(sum(one.kv_occupancy for one in replicas) / 3)
     assert fleet.e2el_ms is not None and fleet.e2el_ms.n == 45
-    assert fleet.e2el_ms.mean == pytest.approx(sum((one.e2el_ms or 0) * one.requests for one in replicas) / 45)
+    assert fleet.e2el_ms.mean == pytest.approx(
+        sum((one.e2el_ms or 0) * one.requests for one in replicas) / 45
+    )
     assert len(replicas) == 3
     assert max(share for _, share in fleet.kv_series) <= fleet.kv_peak
 
@@ -75,7 +83,8 @@ def test_least_tokens_sends_requests_past_a_long_one() -> None:
     arrivals = [0.0, 0.0, 0.0, 0.0]
     lengths = [next(fixed_lengths(tokens, 5)) for tokens in (1000, 10, 10, 10)]
     by_tokens, in_turn = (
-        _run(Workload(arrivals, lengths), replicas=2, router=router) for router in ("least-tokens", "round-robin")
+        _run(Workload(arrivals, lengths), replicas=2, router=router)
+        for router in ("least-tokens", "round-robin")
     )
     assert [one.requests for one in by_tokens.replicas] == [1, 3]
     assert [one.requests for one in in_turn.replicas] == [2, 2]
@@ -84,11 +93,14 @@ def test_least_tokens_sends_requests_past_a_long_one() -> None:
 def test_tokens_of_answers_count_and_of_finished_requests_do_not() -> None:
     arrivals, lengths = [0.0, 0.0, 30.0, 31.0], islice(fixed_lengths(10, 50), 4)
     result = _run(Workload(arrivals, lengths), replicas=2, router="least-tokens")
-    assert [one.requests for one in result.replicas] == [2, 2]  # at 30 both are idle: the first, then the other
+    # at 30 both are idle: the first, then the other
+    assert [one.requests for one in result.replicas] == [2, 2]
 
 
 def test_least_tokens_shortens_the_wait_for_lengths_that_differ() -> None:
-    requests = list(Workload(poisson_arrivals(40.0, seed=1), lognormal_lengths(300, 60, 1.5, 1.0, seed=2), 200))
+    requests = list(
+        Workload(poisson_arrivals(40.0, seed=1), lognormal_lengths(300, 60, 1.5, 1.0, seed=2), 200)
+    )
     waits = {}
     for router in ROUTERS:
         result = _run(requests, replicas=4, router=router, num_blocks=2000)
@@ -108,7 +120,9 @@ def test_impossible_fleets() -> None:
     for number in (0, -1, 10**9):
         with pytest.raises(UsageError, match=f"a fleet has 1 to 1024 replicas, not {number}"):
             _run([], replicas=number)
-    with pytest.raises(UsageError, match="unknown router 'magic'; choose one of round-robin, least-tokens"):
+    with pytest.raises(
+        UsageError, match="unknown router 'magic'; choose one of round-robin, least-tokens"
+    ):
         _run([], router="magic")
 
 

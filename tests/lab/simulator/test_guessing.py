@@ -1,4 +1,5 @@
-"""Draft tokens in virtual time: how many are right, what they cost, and that no policy gets slower by them."""
+"""Draft tokens in virtual time: how many are right, what they cost, and that no policy gets slower
+by them."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,7 +13,12 @@ from nanoserve.costs.predictor import layout_predictors
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import UsageError
 from nanoserve.lab.simulator import SimulationResult, Workload, burst, fixed_lengths, simulate
-from nanoserve.lab.simulator.executor import DUMMY_TOKEN, END_TOKEN, SimulatedDrafter, SimulatedExecutor
+from nanoserve.lab.simulator.executor import (
+    DUMMY_TOKEN,
+    END_TOKEN,
+    SimulatedDrafter,
+    SimulatedExecutor,
+)
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
@@ -34,7 +40,9 @@ class Three(Policy):
 def _run(
     policy: str | Policy, drafter: SimulatedDrafter | None, *, sequences: int, stages: int = 1
 ) -> SimulationResult:
-    costs = StepCosts(load_shape("llama-3.1-8b"), load_machine("h100"), ParallelLayout(pipeline_parallel=stages))
+    costs = StepCosts(
+        load_shape("llama-3.1-8b"), load_machine("h100"), ParallelLayout(pipeline_parallel=stages)
+    )
     return simulate(
         make_policy(policy, 2048) if isinstance(policy, str) else policy,
         costs,
@@ -74,7 +82,11 @@ def test_a_sequence_ends_in_the_middle_of_its_draft_tokens() -> None:
     """Its fourth token is the last one: of three right draft tokens, two and the end."""
     executor = SimulatedExecutor(LinearTimes(), drafter=SimulatedDrafter((1.0,)))
     begin = Begin(0, (1, 1), 2, 0, 4, SamplingParams())
-    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)))
+    executor.submit(
+        StepPlan(
+            0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)
+        )
+    )
     ((first,),) = [result.answers for result in executor.collect(None)]
     assert (first.tokens, first.draft) == ((DUMMY_TOKEN,), (DUMMY_TOKEN,) * 3)
     executor.submit(StepPlan(1, rows=(Row(0, 2, (1, 1, 1, 1), True, draft=DraftRow(verify=3)),)))
@@ -83,15 +95,23 @@ def test_a_sequence_ends_in_the_middle_of_its_draft_tokens() -> None:
 
 
 def test_drafting_takes_its_share_behind_the_last_stage() -> None:
-    executor = SimulatedExecutor(LinearTimes(num_stages=2, step=0.5), drafter=SimulatedDrafter((1.0,), 0.1))
+    executor = SimulatedExecutor(
+        LinearTimes(num_stages=2, step=0.5), drafter=SimulatedDrafter((1.0,), 0.1)
+    )
     begin = Begin(0, (1, 1), 2, 0, 9, SamplingParams())
-    executor.submit(StepPlan(0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)))
+    executor.submit(
+        StepPlan(
+            0, begin=(begin,), rows=(Row(0, 0, (1, 1), True, (0,), draft=DraftRow(propose=3)),)
+        )
+    )
     (result,) = executor.collect(None)
     assert result.draft_seconds == pytest.approx(3 * 0.1 * (0.5 + 0.5))
     assert (result.seconds, executor.now()) == pytest.approx((1.0, 1.3))
 
 
-@pytest.mark.parametrize("text", ["", "much", "0.8,", "1.2", "-0.1", "nan", "0.8:", "0.8:2", "0.8:0.1:0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "0.8,", "1.2", "-0.1", "nan", "0.8:", "0.8:2", "0.8:0.1:0.1"]
+)
 def test_drafters_that_cannot_be(text: str) -> None:
     if text == "0.8:":
         assert SimulatedDrafter.parse(text) == SimulatedDrafter((0.8,))

@@ -1,4 +1,5 @@
-"""Overlapped steps that begin to take longer than everything says are noticed, and left; a slower machine is not."""
+"""Overlapped steps that begin to take longer than everything says are noticed, and left; a slower
+machine is not."""
 
 from collections.abc import Sequence
 
@@ -22,7 +23,8 @@ from tests.lab.simulator.tier_times import TierTimes
 
 BLOCK_SIZE, BUDGET, LAYERS, REQUESTS = 16, 2048, 4, 160
 LAYER, TOKEN, KEY, HOST_KEY, ENDS, SWAPPED_TOKEN = 0.1, 0.03, 8e-5, 8e-4, 1.0, 5e-4
-"""Rows cost more than weights, and the CPU is slow: overlap pays, by 26 % of the whole, and asymmetric steps do not."""
+"""Rows cost more than weights, and the CPU is slow: overlap pays, by 26 % of the whole, and
+asymmetric steps do not."""
 TIMES = TierTimes(
     num_layers=LAYERS,
     layer=LAYER,
@@ -42,7 +44,9 @@ TRUE = LinearPredictor(
     host_key=HOST_KEY,
 )
 CASE: KvCase = next(
-    KvCases(input_tokens=128, outputs=(200,), requests=REQUESTS, shares=(0.04,), block_size=BLOCK_SIZE).cases()
+    KvCases(
+        input_tokens=128, outputs=(200,), requests=REQUESTS, shares=(0.04,), block_size=BLOCK_SIZE
+    ).cases()
 )
 
 
@@ -55,7 +59,9 @@ class SlowOverlap(SimulatedExecutor):
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
     ) -> tuple[Passage, list[Answer]]:
         (start, end), answers = super()._overlap(attention, plan, tokens, start)
-        return Passage(start, start + (end - start) * (self.factor if start >= self.since else 1.0)), answers
+        return Passage(
+            start, start + (end - start) * (self.factor if start >= self.since else 1.0)
+        ), answers
 
 
 def run(policy: str, executor: SimulatedExecutor, predictor: CorrectedPredictor) -> RunRecord:
@@ -72,7 +78,10 @@ def run(policy: str, executor: SimulatedExecutor, predictor: CorrectedPredictor)
         )
 
     return run_requests(
-        executor, scheduler, make_requests([CASE.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1), vocab_size=50
+        executor,
+        scheduler,
+        make_requests([CASE.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1),
+        vocab_size=50,
     )
 
 
@@ -83,7 +92,11 @@ def slow_overlap(factor: float, since: float) -> SimulatedExecutor:
 
 
 def strategies(record: RunRecord, since: float) -> Sequence[Strategy]:
-    return [plan.host.strategy for plan in record.plans if plan.ends and record.planned[plan.step].time >= since]
+    return [
+        plan.host.strategy
+        for plan in record.plans
+        if plan.ends and record.planned[plan.step].time >= since
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +110,13 @@ def alone() -> float:
 def test_overlap_that_begins_to_lose_is_left_within_50_steps(
     factor: float, since: float, linear: float, alone: float
 ) -> None:
-    """After 100 steps and after 300; the profile is right, or promises linear layers in half of their time."""
-    record = run("hybrid", slow_overlap(factor, since), CorrectedPredictor(DistortedPredictor(TRUE, linear=linear)))
+    """After 100 steps and after 300; the profile is right, or promises linear layers in half of
+    their time."""
+    record = run(
+        "hybrid",
+        slow_overlap(factor, since),
+        CorrectedPredictor(DistortedPredictor(TRUE, linear=linear)),
+    )
     late = strategies(record, since)
     assert "overlap" in late
     assert late[50:550].count("overlap") < 25, "now and then it is tried again"

@@ -1,4 +1,5 @@
-"""Micro-batches of the real run take what they took; others, what one of their size took at about that time."""
+"""Micro-batches of the real run take what they took; others, what one of their size took at about
+that time."""
 
 from nanoserve.lab.simulator.replay import MeasuredStages, MeasuredStep
 from nanoserve.scheduler.work import StepWork
@@ -14,7 +15,13 @@ def test_each_plan_takes_what_it_took() -> None:
     taken = []
     for contexts, chunks in (([4, 5], [(0, 8)]), ([9], []), ([4, 5], [(0, 8)])):
         work = times.work(contexts, chunks)
-        taken.append([times.stage_seconds(work, 0), times.stage_seconds(work, 1), times.send_seconds(work, 0)])
+        taken.append(
+            [
+                times.stage_seconds(work, 0),
+                times.stage_seconds(work, 1),
+                times.send_seconds(work, 0),
+            ]
+        )
     assert taken == [[1.0, 2.0, 0.1], [7.0, 14.0, 0.7], [3.0, 6.0, 3.0 / 10]]
     assert times.host_seconds(same) == 0.03
     assert times.others == 0

@@ -1,4 +1,5 @@
-"""Our hybrid policy against the device alone, on a small model whose parts are fast and slow in every mixture."""
+"""Our hybrid policy against the device alone, on a small model whose parts are fast and slow in
+every mixture."""
 
 from itertools import product
 
@@ -38,14 +39,24 @@ def run(policy: str, case: KvCase, times: TierTimes, predictor: Predictor) -> Ru
 
     executor = SimulatedExecutor(times, block_size=BLOCK_SIZE, answer=dummy_answers)
     return run_requests(
-        executor, scheduler, make_requests([case.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1), vocab_size=50
+        executor,
+        scheduler,
+        make_requests([case.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1),
+        vocab_size=50,
     )
 
 
 @pytest.mark.parametrize(("output", "share"), [(24, 0.15), (24, 0.25), (48, 0.25)])
 def test_hybrid_is_hardly_ever_slower_than_the_device_alone(output: int, share: float) -> None:
-    """The device holds three of the sequences, or four; times are about the bundled model's, in milliseconds."""
-    work = KvCases(input_tokens=PROMPT, outputs=(output,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
+    """The device holds three of the sequences, or four; times are about the bundled model's, in
+    milliseconds."""
+    work = KvCases(
+        input_tokens=PROMPT,
+        outputs=(output,),
+        requests=REQUESTS,
+        shares=(share,),
+        block_size=BLOCK_SIZE,
+    )
     case = next(work.cases())
     alone: dict[tuple[float, float], float] = {}  # the same whatever the host does
     for layer, ends, host, slowdown in product(LAYER, ENDS, HOST, SLOWDOWN):

@@ -14,7 +14,8 @@ def test_a_stage_waits_for_what_arrives_and_for_what_it_computes() -> None:
     pipeline = Pipeline(LinearTimes(num_stages=2, decode=1.0, send=0.5), DECOUPLED)
     assert pipeline.run(SHORT, 0.0) == [Passage(0, 2), Passage(2.5, 4.5)]
     assert pipeline.run(LONG, 0.0) == [Passage(2, 6), Passage(6.5, 10.5)]
-    assert pipeline.run(SHORT, 0.0) == [Passage(6, 8), Passage(10.5, 12.5)]  # the bubble's other side: it queues
+    # the bubble's other side: it queues
+    assert pipeline.run(SHORT, 0.0) == [Passage(6, 8), Passage(10.5, 12.5)]
     assert pipeline.run(SHORT, 20.0) == [Passage(20, 22), Passage(22.5, 24.5)]
     assert pipeline.busy_seconds == [10, 10]
 
@@ -49,7 +50,8 @@ def test_stages_share_the_memory_with_the_micro_batches_under_way() -> None:
     assert pipeline.run(LONG, 0.0) == [Passage(0, 2), Passage(2, 4)]  # alone
     assert pipeline.run(LONG, 2.0) == [Passage(2, 6), Passage(6, 10)]  # one like it is under way
     assert pipeline.run(SHORT, 20.0) == [Passage(20, 21), Passage(21, 22)]
-    assert pipeline.run(LONG, 21.0) == [Passage(21, 24), Passage(24, 27)]  # one half as long: half of the time
+    # one half as long: half of the time
+    assert pipeline.run(LONG, 21.0) == [Passage(21, 24), Passage(24, 27)]
     assert pipeline.busy_seconds == [10, 10]
 
 

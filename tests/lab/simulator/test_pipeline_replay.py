@@ -38,7 +38,10 @@ class JitteryTimes:
         return self._random.randrange(20) * _TICK
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         return StepWork.of(decode_contexts, chunks, sampled)
 
@@ -58,7 +61,9 @@ def _arriving(now: float, gaps: Sequence[float]) -> list[Request]:
     for number, gap in enumerate(gaps):
         now += gap * _TICK
         params = SamplingParams(max_tokens=1 + number * 3, ignore_eos=True)
-        requests.append(Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now))
+        requests.append(
+            Request(f"r{number}", (1,) * (3 + 2 * number), params, seed=0, arrival_time=now)
+        )
     return requests
 
 
@@ -75,11 +80,17 @@ def test_a_replay_makes_the_plans_of_the_run(
 ) -> None:
     def scheduler() -> Scheduler:
         return Scheduler(
-            make_policy(policy, 8), num_blocks=blocks, block_size=4, max_model_len=32, pipeline_depth=stages
+            make_policy(policy, 8),
+            num_blocks=blocks,
+            block_size=4,
+            max_model_len=32,
+            pipeline_depth=stages,
         )
 
     executor = ObservedExecutor(JitteryTimes(stages, seed))
-    record = record_run(Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps))
+    record = record_run(
+        Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps)
+    )
     assert replay(record, scheduler, vocab_size=2) == record.plans
 
 
@@ -103,7 +114,11 @@ class JitteryMoves(JitteryTimes):
     gaps=st.lists(st.integers(0, 60), min_size=2, max_size=8),
 )
 def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
-    policy: type[TransitionMinimizing], stages: tuple[int, int], host_blocks: int, seed: int, gaps: list[int]
+    policy: type[TransitionMinimizing],
+    stages: tuple[int, int],
+    host_blocks: int,
+    seed: int,
+    gaps: list[int],
 ) -> None:
     def scheduler() -> Scheduler:
         return Scheduler(
@@ -112,10 +127,18 @@ def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
             block_size=4,
             max_model_len=32,
             pipeline_depth=stages[0],
-            extensions=make_extensions(host_blocks=host_blocks, other_layouts=[LayoutCapacity(20, stages[1])]),
+            extensions=make_extensions(
+                host_blocks=host_blocks, other_layouts=[LayoutCapacity(20, stages[1])]
+            ),
         )
 
-    executor = MovingExecutor([JitteryMoves(number, seed) for number in stages], block_size=4, workers=4)
-    record = record_run(Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps))
-    assert any(plan.layouts.transition is not None for plan in record.plans), "the second answer has several tokens"
+    executor = MovingExecutor(
+        [JitteryMoves(number, seed) for number in stages], block_size=4, workers=4
+    )
+    record = record_run(
+        Engine(scheduler(), executor, vocab_size=2), _arriving(executor.now(), gaps)
+    )
+    assert any(plan.layouts.transition is not None for plan in record.plans), (
+        "the second answer has several tokens"
+    )
     assert replay(record, scheduler, vocab_size=2) == record.plans

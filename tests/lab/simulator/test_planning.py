@@ -1,4 +1,5 @@
-"""Planning: which layouts there are, which fit, how they are estimated, and what simulating them says."""
+"""Planning: which layouts there are, which fit, how they are estimated, and what simulating them
+says."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +12,13 @@ from nanoserve.costs.counts import Precision
 from nanoserve.costs.hardware import load_machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import UsageError
-from nanoserve.lab.simulator.planning import CacheLimits, Candidate, PlannedWork, all_layouts, find_candidates
+from nanoserve.lab.simulator.planning import (
+    CacheLimits,
+    Candidate,
+    PlannedWork,
+    all_layouts,
+    find_candidates,
+)
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.policies import make_policy
@@ -23,7 +30,9 @@ def costs_of(model: str, hardware: str) -> Callable[[ParallelLayout], StepCosts]
     return partial(StepCosts, load_shape(model), load_machine(hardware))
 
 
-def candidates(model: str, hardware: str, gpus: int, work: PlannedWork = WORK) -> dict[str, Candidate]:
+def candidates(
+    model: str, hardware: str, gpus: int, work: PlannedWork = WORK
+) -> dict[str, Candidate]:
     found = find_candidates(costs_of(model, hardware), gpus, work)
     return {one.name: one for one in found.fitting}
 
@@ -31,7 +40,8 @@ def candidates(model: str, hardware: str, gpus: int, work: PlannedWork = WORK) -
 def test_all_ways_to_multiply_three_degrees() -> None:
     assert {layout.name for layout in all_layouts(4)} == {"P4", "T2P2", "T4", "D2P2", "D2T2", "D4"}
     assert all(layout.devices == 12 for layout in all_layouts(12))
-    assert len(list(all_layouts(12))) == 18  # 2 * 2 * 3: 6 ways to spread 2 twos, 3 to place the three
+    # 2 * 2 * 3: 6 ways to spread 2 twos, 3 to place the three
+    assert len(list(all_layouts(12))) == 18
     assert [layout.name for layout in all_layouts(1)] == ["T1"]
 
 
@@ -44,7 +54,8 @@ def test_every_layout_and_pair_is_a_candidate_or_left_out_with_a_reason() -> Non
     assert "GiB more than" in reasons["D8"]
     assert "T8P1" not in names
     assert {"P8->T8", "P8->T4P2", "D2P4->D2T4"} <= {one.name for one in found.fitting}
-    assert not any("->" in name and name.count("D2") == 1 for name in names)  # replicas are the same in both
+    # replicas are the same in both
+    assert not any("->" in name and name.count("D2") == 1 for name in names)
 
 
 def test_a_replica_gets_its_share_and_its_own_blocks() -> None:
@@ -57,19 +68,24 @@ def test_a_replica_gets_its_share_and_its_own_blocks() -> None:
 
 
 def test_windows_count_in_limits_estimates_and_simulations() -> None:
-    """Gemma 3 27B on two H100: keeping all, one device holds 43,000 tokens, no prompt of 100,000."""
+    """Gemma 3 27B on two H100: keeping all, one device holds 43,000 tokens, no prompt of
+    100,000."""
     work = PlannedWork((RequestShape(100_000, 20),) * 4)
     found = candidates("gemma-3-27b", "h100", 2, work)
     assert {"D2", "T2", "P2"} <= set(found)
     assert found["D2"].simulate(make_policy("sarathi", 2048), 64).requests == 2
     with pytest.raises(UsageError, match="fewer than the longest request"):
-        find_candidates(costs_of("gemma-3-27b", "h100"), 1, PlannedWork((RequestShape(400_000, 20),)))
+        find_candidates(
+            costs_of("gemma-3-27b", "h100"), 1, PlannedWork((RequestShape(400_000, 20),))
+        )
 
 
 def test_two_layouts_leave_behind_what_one_does() -> None:
     """So a prompt that fits into each layout alone fits into the two."""
     work = PlannedWork((RequestShape(16_000, 20),) * 4)
-    found = find_candidates(costs_of("gemma-3-1b", "seesaw-a10"), 2, work, limits=CacheLimits(device_bytes=2**27))
+    found = find_candidates(
+        costs_of("gemma-3-1b", "seesaw-a10"), 2, work, limits=CacheLimits(device_bytes=2**27)
+    )
     names = {one.name for one in found.fitting}
     assert {"P2", "T1P2"} & names and "P2->T2" in names
     assert found.named("P2->T2").simulate(make_policy("seesaw", 2048), 64).requests == 4
@@ -83,14 +99,19 @@ def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
     assert found.named("P4->T4").kv_blocks == (2**30 // block, 2**30 // block)
     assert found.named("P4->T4").host_blocks == 2**31 // block
     assert found.named("D2P2->D2T2").host_blocks == 2**30 // block  # of each replica
-    wide = find_candidates(partial(StepCosts, model, machine, precision=Precision(kv_bits=32)), 4, WORK, limits=limits)
+    wide = find_candidates(
+        partial(StepCosts, model, machine, precision=Precision(kv_bits=32)), 4, WORK, limits=limits
+    )
     assert wide.named("P4->T4").host_blocks == 2**30 // block
     with pytest.raises(UsageError, match="its KV cache holds 0 tokens"):
-        find_candidates(partial(StepCosts, model, machine), 4, WORK, limits=CacheLimits(device_bytes=2**20))
+        find_candidates(
+            partial(StepCosts, model, machine), 4, WORK, limits=CacheLimits(device_bytes=2**20)
+        )
 
 
 def test_what_is_estimated_is_near_what_is_simulated() -> None:
-    """Near enough to say which are worth simulating: within a factor of two, and the order is that of simulation."""
+    """Near enough to say which are worth simulating: within a factor of two, and the order is that
+    of simulation."""
     work = PlannedWork((RequestShape(300, 30),) * 120)
     found = candidates("qwen3-8b", "seesaw-a10", 4, work)
     simulated = {
@@ -114,7 +135,8 @@ def test_a_pair_changes_its_layout() -> None:
 def test_at_a_rate_layouts_are_ordered_by_latency_and_none_are_pairs() -> None:
     slow = candidates("qwen3-8b", "seesaw-a10", 4, PlannedWork(WORK.shapes, rate=0.1))
     assert not any(one.is_pair for one in slow.values())
-    assert slow["T4"].latency < slow["P4"].latency  # alone on the machine, one request is computed by all devices
+    # alone on the machine, one request is computed by all devices
+    assert slow["T4"].latency < slow["P4"].latency
     assert slow["T4"].estimate() < slow["P4"].estimate()
     swamped = candidates("qwen3-8b", "seesaw-a10", 4, PlannedWork(WORK.shapes, rate=1e6))
     assert all(math.isinf(one.latency) for one in swamped.values())
@@ -126,7 +148,9 @@ def test_the_best_are_kept_and_the_others_left_out_with_their_estimates() -> Non
     best = found.best(1)
     layout, pair = sorted(best.fitting, key=lambda one: one.is_pair)
     assert pair.is_pair and not layout.is_pair
-    assert layout.tokens_per_second == max(one.tokens_per_second for one in found.fitting if not one.is_pair)
+    assert layout.tokens_per_second == max(
+        one.tokens_per_second for one in found.fitting if not one.is_pair
+    )
     assert len(best.left_out) == len(found.fitting) - 2 + len(found.left_out)
     assert best.left_out[0].reason.startswith("not simulated: estimated")
 
@@ -136,7 +160,9 @@ def test_pairs_are_left_out_together_where_they_make_no_sense() -> None:
     assert [(one.name, one.reason) for one in unknown.left_out] == [
         ("pairs of layouts", "need host memory: none is known")
     ]
-    waiting = find_candidates(costs_of("qwen3-8b", "seesaw-a10"), 4, PlannedWork(WORK.shapes, rate=1.0))
+    waiting = find_candidates(
+        costs_of("qwen3-8b", "seesaw-a10"), 4, PlannedWork(WORK.shapes, rate=1.0)
+    )
     assert waiting.left_out[-1].reason == "are for closed batches: without a rate"
 
 
@@ -154,7 +180,9 @@ def test_quantiles_of_answers_end_with_the_longest() -> None:
         ("qwen3-8b", "l4", 1, PlannedWork((RequestShape(10**6, 1),)), "than the longest request"),
     ],
 )
-def test_nothing_fits_says_by_how_much(model: str, machine: str, gpus: int, work: PlannedWork, says: str) -> None:
+def test_nothing_fits_says_by_how_much(
+    model: str, machine: str, gpus: int, work: PlannedWork, says: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         find_candidates(costs_of(model, machine), gpus, work)
     assert says in str(refused.value)

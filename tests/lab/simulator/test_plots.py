@@ -36,7 +36,8 @@ def test_the_window_lies_in_the_midst_of_a_run(steps: int) -> None:
 def test_all_stages_are_seen_all_through_the_span() -> None:
     window = _window(1000)
     first = window.steps[0].step
-    assert window.span == (first + 2, first + WINDOW_STEPS + 3)  # from the last stage's first to the first one's last
+    # from the last stage's first to the first one's last
+    assert window.span == (first + 2, first + WINDOW_STEPS + 3)
 
 
 def test_another_run_is_shown_at_the_same_time_with_all_steps_of_it() -> None:
@@ -46,11 +47,15 @@ def test_another_run_is_shown_at_the_same_time_with_all_steps_of_it() -> None:
     for step in range(2000):  # half a second in each of two stages
         plan = StepPlan(step, rows=(Row(0, 6, (1,), True),))
         beside.on_step(
-            planned(plan, step / 2), stage_times(step, (step / 2, step / 2 + 0.5), (step / 2 + 0.5, step / 2 + 1))
+            planned(plan, step / 2),
+            stage_times(step, (step / 2, step / 2 + 0.5), (step / 2 + 0.5, step / 2 + 1)),
         )
     assert beside.span == first.span
-    spans = [span for step in beside.steps for span in step.spans if span[0] < end and span[1] > begin]
-    assert sum(min(right, end) - max(left, begin) for left, right in spans) == 2 * (end - begin)  # no stage is idle
+    spans = [
+        span for step in beside.steps for span in step.spans if span[0] < end and span[1] > begin
+    ]
+    # no stage is idle
+    assert sum(min(right, end) - max(left, begin) for left, right in spans) == 2 * (end - begin)
     assert beside.gantt("a title").end == end - begin
 
 
@@ -65,7 +70,9 @@ def test_a_short_run_is_shown_whole() -> None:
 def _run(policy: str, requests: int = 60, **settings: object) -> PlottedRun:
     window, times = StepWindow(), LinearTimes(num_stages=2, step=0.01, prompt_token=0.0005)
     workload = Workload(poisson_arrivals(8.0, seed=1), fixed_lengths(50, 20), requests)
-    result = simulate(make_policy(policy, 64), times, workload, num_blocks=100, observers=[window], **settings)
+    result = simulate(
+        make_policy(policy, 64), times, workload, num_blocks=100, observers=[window], **settings
+    )
     return PlottedRun(policy, result, window)
 
 
@@ -80,12 +87,16 @@ def test_every_policy_has_a_row_and_every_tier_a_line() -> None:
     assert [line.get_label() for line in kv.get_lines()] == ["sarathi", "throttling", "throttling"]
     highest = max(kv.get_lines()[0].get_ydata())
     assert highest == pytest.approx(100 * runs[0].result.kv_peak)
-    assert all(axes.get_xlabel() and (axes.get_ylabel() or axes.get_yticklabels()) for axes in figure.axes)
+    assert all(
+        axes.get_xlabel() and (axes.get_ylabel() or axes.get_yticklabels()) for axes in figure.axes
+    )
 
 
 def test_host_memory_is_a_second_line() -> None:
     run = _run("sarathi", requests=5)
-    run = replace(run, result=msgspec.structs.replace(run.result, host_series=((0.0, 0.0), (1.0, 0.5))))
+    run = replace(
+        run, result=msgspec.structs.replace(run.result, host_series=((0.0, 0.0), (1.0, 0.5)))
+    )
     lines = draw_figure(simulation_chart("a title", [run])).axes[-1].get_lines()
     assert [(line.get_label(), line.get_linestyle()) for line in lines] == [
         ("sarathi, device", "-"),
@@ -101,7 +112,10 @@ def test_steps_of_layouts_with_other_stages_and_steps_without_tokens_can_be_draw
         plan = StepPlan(step, rows=(Row(0, 6, (1,), True),) * (2 - step))
         window.on_step(planned(plan, 3 * step), stage_times(step, *spans))
     figure = draw_figure(simulation_chart("a title", [replace(run, window=window)]))
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["stage 0", "stage 1"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "stage 0",
+        "stage 1",
+    ]
 
 
 def test_a_picture_of_one_request_can_be_drawn(tmp_path: Path) -> None:

@@ -25,11 +25,18 @@ NUM_BLOCKS, BLOCK_SIZE = 24, 4
 class RealTimeExecutor(HostLosingExecutor):
     """Lets real time pass: a plan takes a millisecond or so more than the one before it.
 
-    Workers die at the plans of these numbers, and perhaps when there is nothing to do for the first time.
+    Workers die at the plans of these numbers, and perhaps when there is nothing to do for the first
+    time.
     """
 
     def __init__(
-        self, depth: int, seed: int, deaths: Collection[int] = (), *, dies_idle: bool = False, **settings: Any
+        self,
+        depth: int,
+        seed: int,
+        deaths: Collection[int] = (),
+        *,
+        dies_idle: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_SIZE, depth=depth, **settings)
         self._last_plans = frozenset(deaths)
@@ -76,9 +83,13 @@ def _requests(seed: int) -> list[Request]:
         now += generator.expovariate(300)
         prompt = tuple(generator.choices(range(3), k=generator.randint(1, 30)))
         params = SamplingParams(
-            temperature=generator.choice([0.0, 1.0]), n=generator.choice([1, 1, 2]), max_tokens=generator.randint(1, 25)
+            temperature=generator.choice([0.0, 1.0]),
+            n=generator.choice([1, 1, 2]),
+            max_tokens=generator.randint(1, 25),
         )
-        requests.append(Request(f"r{number}", prompt, params, number, end_tokens=(0,), arrival_time=now))
+        requests.append(
+            Request(f"r{number}", prompt, params, number, end_tokens=(0,), arrival_time=now)
+        )
     return requests
 
 
@@ -94,7 +105,9 @@ def test_a_replay_makes_the_plans_of_the_run(policy: str, depth: int) -> None:
             pipeline_depth=depth,
         )
 
-    record = record_run(Engine(scheduler(), RealTimeExecutor(depth, seed=depth), vocab_size=50), _requests(depth))
+    record = record_run(
+        Engine(scheduler(), RealTimeExecutor(depth, seed=depth), vocab_size=50), _requests(depth)
+    )
     assert len(record.arrivals) == 25
     assert len(record.plans) > 50
     assert replay(record, scheduler, vocab_size=50) == record.plans
@@ -112,7 +125,9 @@ def test_deaths_of_workers_are_recorded_and_replayed(depth: int) -> None:
         )
 
     # The first comes after a while, in which there surely is nothing to do.
-    requests = [replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)]
+    requests = [
+        replace(request, arrival_time=request.arrival_time + 0.3) for request in _requests(depth)
+    ]
     executor = RealTimeExecutor(depth, seed=depth, deaths=(3, 20, 50), dies_idle=True)
     record = record_run(Engine(scheduler(), executor, vocab_size=50), requests)
     assert sum(result.lost is not None for result in record.result_of.values()) == 3
@@ -143,8 +158,12 @@ def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
 
 def test_a_replay_with_another_policy_is_found_out() -> None:
     def scheduler(policy: str) -> Scheduler:
-        return Scheduler(make_policy(policy, 16), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64)
+        return Scheduler(
+            make_policy(policy, 16), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64
+        )
 
-    record = record_run(Engine(scheduler("sarathi"), RealTimeExecutor(1, seed=0), vocab_size=50), _requests(0))
+    record = record_run(
+        Engine(scheduler("sarathi"), RealTimeExecutor(1, seed=0), vocab_size=50), _requests(0)
+    )
     with pytest.raises(ValueError, match=r"step \d+ of the replay is not that of the record"):
         replay(record, lambda: scheduler("decode-first"), vocab_size=50)

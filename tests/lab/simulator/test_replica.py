@@ -1,4 +1,5 @@
-"""nanoserve's simulator and a second one, written from the papers alone (replica.py), give the same throughput."""
+"""nanoserve's simulator and a second one, written from the papers alone (replica.py), give the same
+throughput."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,14 @@ from nanoserve.lab.simulator import SimulationResult, Workload, poisson_arrivals
 from nanoserve.request import RequestShape
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.work import Chunk, StepWork
-from tests.lab.simulator.replica import Outcome, Pipeline, Replica, Request, SarathiServe, TokenThrottling
+from tests.lab.simulator.replica import (
+    Outcome,
+    Pipeline,
+    Replica,
+    Request,
+    SarathiServe,
+    TokenThrottling,
+)
 
 STAGES = 4
 LINK_SECONDS = 0.002
@@ -27,7 +35,10 @@ class SharedTimes:
     num_stages = STAGES
 
     def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+        self,
+        decode_contexts: Sequence[int] = (),
+        chunks: Iterable[Chunk] = (),
+        sampled: int | None = None,
     ) -> StepWork:
         return StepWork.of(decode_contexts, chunks, sampled)
 
@@ -55,7 +66,10 @@ def at_once(count: int, prompt: int, answer: int) -> list[Request]:
 
 def poisson(rate: float, lengths: list[tuple[int, int]]) -> list[Request]:
     arrivals = poisson_arrivals(rate, seed=1)
-    return [Request(arrival, prompt, answer) for arrival, (prompt, answer) in zip(arrivals, lengths, strict=False)]
+    return [
+        Request(arrival, prompt, answer)
+        for arrival, (prompt, answer) in zip(arrivals, lengths, strict=False)
+    ]
 
 
 def uneven_lengths(count: int) -> list[tuple[int, int]]:
@@ -68,8 +82,9 @@ def uneven_lengths(count: int) -> list[tuple[int, int]]:
     return [(tokens(6.0, 1.2, 6000), tokens(4.0, 1.0, 600)) for _ in range(count)]
 
 
-# With the long prompts, Sarathi-Serve preempts. The long answers are short of blocks, but none is preempted. The last
-# prompts take so much of the pool that Token Throttling has to let them past its threshold.
+# With the long prompts, Sarathi-Serve preempts. The long answers are short of blocks, but none is
+# preempted. The last prompts take so much of the pool that Token Throttling has to let them past
+# its threshold.
 LOADS = {
     "closed batch": Load(at_once(100, 300, 60), blocks=4000),
     "light": Load(poisson(1.5, [(400, 80)] * 30), blocks=4000),

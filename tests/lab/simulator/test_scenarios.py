@@ -27,7 +27,8 @@ def tokens(step: ExplainedStep) -> tuple[int, int, int]:
 
 
 def spelled(step: ExplainedStep) -> str:
-    """Prompt tokens + decodes, then what the host does (h), swaps out (o) and in (i), and a new layout (>)."""
+    """Prompt tokens + decodes, then what the host does (h), swaps out (o) and in (i), and a new
+    layout (>)."""
     prompt, device, host = tokens(step)
     directions = [swap.direction for swap in step.swaps]
     parts = {"h": host, "o": directions.count("out"), "i": directions.count("in")}
@@ -49,9 +50,15 @@ def test_the_drawings_are_as_they_were() -> None:
 
 def test_prompt_tokens_are_spread_and_stop_at_the_threshold() -> None:
     sarathi, throttling = runs_of("gllm-7").values()
-    assert max(tokens(step)[0] for step in sarathi.steps) > 2 * max(tokens(step)[0] for step in throttling.steps)
+    assert max(tokens(step)[0] for step in sarathi.steps) > 2 * max(
+        tokens(step)[0] for step in throttling.steps
+    )
     bounds = {step.bound for step in throttling.steps}
-    assert {"equation 3: #WP / #T", "equation 3: MinP", "equation 3: KVfree < KVthresh, no prompt tokens"} <= bounds
+    assert {
+        "equation 3: #WP / #T",
+        "equation 3: MinP",
+        "equation 3: KVfree < KVthresh, no prompt tokens",
+    } <= bounds
     for step in throttling.steps:
         if step.load["free_blocks"] < 0.05 * step.load["total_blocks"]:
             assert tokens(step)[0] == 0
@@ -59,8 +66,11 @@ def test_prompt_tokens_are_spread_and_stop_at_the_threshold() -> None:
 
 def test_decodes_are_divided_among_the_stages() -> None:
     sarathi, throttling = runs_of("gllm-8").values()
-    assert {tokens(step)[1] for step in sarathi.steps[2:]} == {8}  # two of four stages have nothing to do
-    assert {tokens(step)[1] for step in throttling.steps if step.load["running_decodes"] == 16} == {4}
+    # two of four stages have nothing to do
+    assert {tokens(step)[1] for step in sarathi.steps[2:]} == {8}
+    assert {tokens(step)[1] for step in throttling.steps if step.load["running_decodes"] == 16} == {
+        4
+    }
 
 
 def test_a_cohort_has_its_token_after_one_step_more_than_layers() -> None:
@@ -69,7 +79,11 @@ def test_a_cohort_has_its_token_after_one_step_more_than_layers() -> None:
     assert len(begun) > 3
     assert {later - earlier for earlier, later in pairwise(begun)} == {layers + 1}
     host = {row.sequence for row in overlap.steps[begun[0]].rows if row.tier == "host"}
-    answered = {one.sequence: step.step for step in reversed(overlap.steps[begun[0] :]) for one in step.answers}
+    answered = {
+        one.sequence: step.step
+        for step in reversed(overlap.steps[begun[0] :])
+        for one in step.answers
+    }
     assert {answered[sequence] for sequence in host} == {begun[0] + layers}
 
 
@@ -82,7 +96,11 @@ def test_the_layout_changes_when_the_pool_is_full_or_empty() -> None:
     turns = [step for step in runs_of("seesaw-2")["seesaw"].steps if step.transition is not None]
     assert [step.transition for step in turns] == [1, 0, 1]
     full, empty, rest = turns
-    assert (full.free_host, empty.free_host, rest.load["waiting_tokens"]) == (0, empty.total_host, 0)
+    assert (full.free_host, empty.free_host, rest.load["waiting_tokens"]) == (
+        0,
+        empty.total_host,
+        0,
+    )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

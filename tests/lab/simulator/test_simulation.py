@@ -27,21 +27,27 @@ from tests.lab.simulator.linear_times import LinearTimes
 from tests.record.tracks import tracks_of
 
 
-def _run(policy: str, times: LinearTimes, workload: Workload, **settings: object) -> SimulationResult:
+def _run(
+    policy: str, times: LinearTimes, workload: Workload, **settings: object
+) -> SimulationResult:
     return simulate(make_policy(policy, 256), times, workload, **{"num_blocks": 1000, **settings})
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(("limit", "goodput"), [(150.0, 0.0), (250.0, 4.0)])
 def test_rates_leave_filling_and_draining_out(replicas: int, limit: float, goodput: float) -> None:
-    """Every quarter of a second a request of 100 tokens, which takes 0.2 s; the last of 101 takes 10 minutes.
+    """Every quarter of a second a request of 100 tokens, which takes 0.2 s; the last of 101 takes
+    10 minutes.
 
-    The window begins with arrival 30, at 7.5 s, and ends with arrival 100, at 25 s: 70 requests end in 17.5 s.
+    The window begins with arrival 30, at 7.5 s, and ends with arrival 100, at 25 s: 70 requests end
+    in 17.5 s.
     """
     lengths = [*islice(fixed_lengths(100, 1), 100), *islice(fixed_lengths(100, 6000), 1)]
     arrivals = [0.25 * number for number in range(101)]
     times = LinearTimes(step=0.1, prompt_token=0.001)
-    result = _run("sarathi", times, Workload(arrivals, lengths), slo=Slo(ttft=limit), replicas=replicas)
+    result = _run(
+        "sarathi", times, Workload(arrivals, lengths), slo=Slo(ttft=limit), replicas=replicas
+    )
     steady = result.steady
     assert steady is not None
     assert (steady.begin, steady.end, steady.arrivals_before) == (7.5, 25.0, 30)
@@ -53,7 +59,10 @@ def test_rates_leave_filling_and_draining_out(replicas: int, limit: float, goodp
 
 
 def test_a_batch_that_comes_at_once_has_no_steady_rates() -> None:
-    assert _run("sarathi", LinearTimes(step=0.5), Workload(burst(), fixed_lengths(10, 5), 3)).steady is None
+    assert (
+        _run("sarathi", LinearTimes(step=0.5), Workload(burst(), fixed_lengths(10, 5), 3)).steady
+        is None
+    )
 
 
 def test_one_request_alone() -> None:
@@ -67,9 +76,9 @@ def test_one_request_alone() -> None:
 
 
 def test_windows_leave_room_for_more_sequences() -> None:
-    """800 tokens take 50 blocks of 16 in a full group and at most 10 in one with a window of 128, or 17 while 256 more
-    are computed. So 300 blocks hold five sequences (after four, 300 - 4 * 60 are fewer than 50 + 17, until some end
-    earlier), and three that keep all positions."""
+    """800 tokens take 50 blocks of 16 in a full group and at most 10 in one with a window of 128,
+    or 17 while 256 more are computed. So 300 blocks hold five sequences (after four, 300 - 4 * 60
+    are fewer than 50 + 17, until some end earlier), and three that keep all positions."""
 
     def most_decoding(windows: tuple[int, ...]) -> int:
         workload = Workload(burst(), fixed_lengths(700, 100), limit=8)
@@ -101,7 +110,11 @@ def test_one_sequence_leaves_a_pipeline_mostly_empty() -> None:
 def test_throttling_balances_what_the_coupled_budget_bunches_together() -> None:
     times = LinearTimes(num_stages=4, step=0.002, decode=0.0005, prompt_token=0.0002)
     results = {
-        policy: _run(policy, times, Workload(poisson_arrivals(10.0, seed=1), fixed_lengths(200, 60), limit=200))
+        policy: _run(
+            policy,
+            times,
+            Workload(poisson_arrivals(10.0, seed=1), fixed_lengths(200, 60), limit=200),
+        )
         for policy in ("throttling", "sarathi")
     }
     throttling, sarathi = results["throttling"], results["sarathi"]
@@ -122,7 +135,12 @@ def test_preparing_inputs_before_each_stage_costs_the_papers_share_of_a_full_pip
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_finishes_every_request_when_blocks_are_short(policy: str) -> None:
     times = LinearTimes(num_stages=3, step=0.01, prompt_token=0.001)
-    result = _run(policy, times, Workload(poisson_arrivals(5.0, seed=0), fixed_lengths(100, 80), 25), num_blocks=30)
+    result = _run(
+        policy,
+        times,
+        Workload(poisson_arrivals(5.0, seed=0), fixed_lengths(100, 80), 25),
+        num_blocks=30,
+    )
     assert (result.requests, result.output_tokens) == (25, 25 * 80)
     assert 0.5 < result.kv_peak <= 1
     assert 0 < result.kv_occupancy < result.kv_peak
@@ -134,7 +152,9 @@ def test_adaptive_throttling_preempts_less_where_memory_is_short_and_is_no_slowe
         _run(
             policy,
             times,
-            Workload(poisson_arrivals(20.0, seed=0), lognormal_lengths(40, 200, 1.0, 1.0, seed=0), 200),
+            Workload(
+                poisson_arrivals(20.0, seed=0), lognormal_lengths(40, 200, 1.0, 1.0, seed=0), 200
+            ),
             num_blocks=400,
         )
         for policy in ("throttling", "adaptive")
@@ -149,7 +169,10 @@ def test_adaptive_throttling_uses_blocks_that_a_fixed_threshold_leaves_idle() ->
     times = LinearTimes(num_stages=2, step=0.01)  # no step takes longer for what it holds
     results = {
         policy: _run(
-            policy, times, Workload(poisson_arrivals(20.0, seed=0), fixed_lengths(400, 40), 200), num_blocks=600
+            policy,
+            times,
+            Workload(poisson_arrivals(20.0, seed=0), fixed_lengths(400, 40), 200),
+            num_blocks=600,
         )
         for policy in ("throttling", "adaptive")
     }
@@ -160,14 +183,20 @@ def test_adaptive_throttling_uses_blocks_that_a_fixed_threshold_leaves_idle() ->
 
 def test_equal_seeds_give_equal_results() -> None:
     first, second = (
-        _run("adaptive", LinearTimes(num_stages=2), Workload(poisson_arrivals(1.0, seed=0), fixed_lengths(50, 9), 40))
+        _run(
+            "adaptive",
+            LinearTimes(num_stages=2),
+            Workload(poisson_arrivals(1.0, seed=0), fixed_lengths(50, 9), 40),
+        )
         for _ in range(2)
     )
     assert first == second
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(UsageError, match="request-0 takes 42 tokens, but all KV blocks together hold 33"):
+    with pytest.raises(
+        UsageError, match="request-0 takes 42 tokens, but all KV blocks together hold 33"
+    ):
         _run("sarathi", LinearTimes(), Workload(burst(), fixed_lengths(40, 2)), num_blocks=2)
     with pytest.raises(UsageError, match="no requests"):
         _run("sarathi", LinearTimes(), Workload(burst(), fixed_lengths(4, 2), limit=0))
@@ -178,7 +207,9 @@ def test_the_stages_time_can_be_looked_at_in_a_browser(tmp_path: Path) -> None:
     with ChromeTraceFile(path) as file:
         trace = RunTrace(file, 0.0)
         workload = Workload(burst(), fixed_lengths(10, 3), limit=1)
-        simulate(ChunkedPrefill(64), LinearTimes(num_stages=2), workload, num_blocks=9, observers=[trace])
+        simulate(
+            ChunkedPrefill(64), LinearTimes(num_stages=2), workload, num_blocks=9, observers=[trace]
+        )
     bars = tracks_of(json.loads(path.read_text()))
     spans = {name: [(bar["ts"], bar["dur"]) for bar in track[:2]] for name, track in bars.items()}
     assert spans == {

@@ -12,16 +12,21 @@ TIMES = LinearTimes(step=0.1)
 
 
 def test_attainment_is_the_share_within_all_limits_and_goodput_its_rate() -> None:
-    # The second request comes while the first one's only step runs, and waits for it: a TTFT of 100 and 150 ms.
+    # The second request comes while the first one's only step runs, and waits for it: a TTFT of 100
+    # and 150 ms.
     workload = Workload([0.0, 0.05], [next(fixed_lengths(10, tokens)) for tokens in (1, 5)])
-    result = simulate(make_policy("sarathi", 64), TIMES, workload, num_blocks=100, slo=Slo(ttft=120, tpot=1000))
+    result = simulate(
+        make_policy("sarathi", 64), TIMES, workload, num_blocks=100, slo=Slo(ttft=120, tpot=1000)
+    )
     assert result.slo_attainment == 0.5
     assert result.goodput == pytest.approx(1 / result.seconds)
     assert result.seconds == pytest.approx(0.6)
 
 
 def test_without_limits_there_is_no_attainment() -> None:
-    result = simulate(make_policy("sarathi", 64), TIMES, Workload([0.0], fixed_lengths(10, 2)), num_blocks=100)
+    result = simulate(
+        make_policy("sarathi", 64), TIMES, Workload([0.0], fixed_lengths(10, 2)), num_blocks=100
+    )
     assert (result.slo_attainment, result.goodput) == (None, None)
 
 

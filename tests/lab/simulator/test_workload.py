@@ -15,7 +15,12 @@ from nanoserve.lab.simulator import (
     lognormal_lengths,
     poisson_arrivals,
 )
-from nanoserve.lab.simulator.workload import NUM_QUANTILES, LengthTable, length_tables, named_lengths
+from nanoserve.lab.simulator.workload import (
+    NUM_QUANTILES,
+    LengthTable,
+    length_tables,
+    named_lengths,
+)
 from nanoserve.lab.workloads import read_arrivals
 from nanoserve.request import RequestShape
 
@@ -40,15 +45,22 @@ def test_rates_above_zero(rate: float) -> None:
         poisson_arrivals(rate, 0)
 
 
-@pytest.mark.parametrize(("rate", "variation"), [(1e-300, 1.0), (1e300, 1.0), (1.0, 1e-200), (1.0, 1e200)])
-def test_absurd_rates_are_refused_before_sums_of_gaps_go_astray(rate: float, variation: float) -> None:
+@pytest.mark.parametrize(
+    ("rate", "variation"), [(1e-300, 1.0), (1e300, 1.0), (1.0, 1e-200), (1.0, 1e200)]
+)
+def test_absurd_rates_are_refused_before_sums_of_gaps_go_astray(
+    rate: float, variation: float
+) -> None:
     with pytest.raises(UsageError, match=r"must lie between 1e-09 and 1e\+09"):
         gamma_arrivals(rate, variation, 0)
 
 
 def test_arrival_times_of_a_trace_file_are_dates_or_seconds(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,1\n2023-11-16 18:15:48.0,1,1\n")
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,1\n2023-11-16 "
+        "18:15:48.0,1,1\n"
+    )
     first, second = read_arrivals(trace)
     assert second - first == 1.5
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n3,1,1\nsoon,1,1\n")
@@ -73,7 +85,11 @@ def test_lengths_below_a_token_are_refused() -> None:
 def test_a_workload_ends_with_its_arrivals_or_its_limit() -> None:
     shapes = [RequestShape(3, 2), RequestShape(5, 4)]
     requests = list(Workload([0.0, 1.0, 4.0], cycle(shapes)))
-    assert [(one.arrival_time, len(one.prompt), one.seed) for one in requests] == [(0, 3, 2), (1, 5, 4), (4, 3, 2)]
+    assert [(one.arrival_time, len(one.prompt), one.seed) for one in requests] == [
+        (0, 3, 2),
+        (1, 5, 4),
+        (4, 3, 2),
+    ]
     assert len(list(Workload(burst(), fixed_lengths(1, 1), limit=7))) == 7
 
 
@@ -117,5 +133,7 @@ def test_a_strong_rank_correlation_is_drawn_as_it_is() -> None:
 
 
 def test_an_unknown_table_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"or one of sharegpt-gllm, azure-conv, azure-code.*; not 'sharegpt'"):
+    with pytest.raises(
+        UsageError, match=r"or one of sharegpt-gllm, azure-conv, azure-code.*; not 'sharegpt'"
+    ):
         named_lengths("sharegpt", seed=0)

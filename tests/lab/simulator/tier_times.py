@@ -1,4 +1,5 @@
-"""Step times for tests of host memory, host attention and layouts: so much per layer, token, key and block."""
+"""Step times for tests of host memory, host attention and layouts: so much per layer, token, key
+and block."""
 
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ from tests.lab.simulator.linear_times import LinearTimes
 
 @dataclass(frozen=True)
 class TierTimes(LinearTimes):
-    """Every layer takes the same time, in every stage; ``stage_seconds`` is the sum of its parts."""
+    """Every layer takes the same time, in every stage; ``stage_seconds`` is the sum of its
+    parts."""
 
     num_layers: int = 3
     layer: float = 1.0
@@ -26,7 +28,11 @@ class TierTimes(LinearTimes):
         return layers + self.ends_seconds(work, stage) if work.tokens else 0.0
 
     def layers_seconds(self, tokens: int, stage: int) -> float:
-        return self.num_layers / self.num_stages * (self.layer + self.token * tokens) if tokens else 0.0
+        return (
+            self.num_layers / self.num_stages * (self.layer + self.token * tokens)
+            if tokens
+            else 0.0
+        )
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
         return self.num_layers / self.num_stages * self.key * work.decode_context

@@ -1,4 +1,5 @@
-"""A server of someone else: it answers what a test has written down, byte for byte, and remembers what it was asked."""
+"""A server of someone else: it answers what a test has written down, byte for byte, and remembers
+what it was asked."""
 
 import json
 import threading
@@ -40,13 +41,17 @@ def as_json(content: Any, status: int = 200, **headers: str) -> Scripted:
 
 
 def as_error(status: int, message: str, code: str | None = None, **headers: str) -> Scripted:
-    return as_json({"error": {"message": message, "type": "some_error", "code": code}}, status, **headers)
+    return as_json(
+        {"error": {"message": message, "type": "some_error", "code": code}}, status, **headers
+    )
 
 
 def as_stream(*events: Any, dies: bool = False, done: bool = True) -> Scripted:
     """Events as objects, or as the text behind ``data:``."""
     texts = [event if isinstance(event, str) else json.dumps(event) for event in events]
-    lines = [f"data: {text}\n\n" for text in texts] + (["data: [DONE]\n\n"] if done and not dies else [])
+    lines = [f"data: {text}\n\n" for text in texts] + (
+        ["data: [DONE]\n\n"] if done and not dies else []
+    )
     return Scripted(body="".join(lines).encode(), kind="text/event-stream", dies=dies)
 
 
@@ -88,7 +93,9 @@ def _handler(server: Foreign) -> type[BaseHTTPRequestHandler]:
         def answer(self) -> None:
             length = int(self.headers.get("content-length", 0))
             body = json.loads(self.rfile.read(length)) if length else None
-            asked = Asked(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+            asked = Asked(
+                self.path, {name.lower(): value for name, value in self.headers.items()}, body
+            )
             server.asked.append(asked)
             script = server.script.get(self.path, Scripted(404))
             answer = script if isinstance(script, Scripted) else script(asked)

@@ -11,7 +11,11 @@ from nanoserve.server.client.address import ServerAddress, key_headers, parse_ur
     [
         ("http://127.0.0.1:8000", ServerAddress("http", "127.0.0.1", 8000), "/v1"),
         ("http://localhost:8000/v1/", ServerAddress("http", "localhost", 8000), "/v1"),
-        ("https://example.org/api/v1", ServerAddress("https", "example.org", 443, "/api"), "/api/v1"),
+        (
+            "https://example.org/api/v1",
+            ServerAddress("https", "example.org", 443, "/api"),
+            "/api/v1",
+        ),
         ("http://[::1]:80", ServerAddress("http", "::1", 80), "/v1"),
     ],
 )
@@ -28,7 +32,15 @@ def test_an_address_reads_as_it_was_given() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "localhost:8000", "127.0.0.1", "ftp://host", "http://", "http://host:port", "http://host:99999"),
+        *(
+            "",
+            "localhost:8000",
+            "127.0.0.1",
+            "ftp://host",
+            "http://",
+            "http://host:port",
+            "http://host:99999",
+        ),
         *(
             "http://ho st",
             "http://host/\r\nx: y",

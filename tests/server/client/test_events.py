@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.server.client.events import LONGEST_LINE, BrokenStream, Chunk, EventReader, error_facts
+from nanoserve.server.client.events import (
+    LONGEST_LINE,
+    BrokenStream,
+    Chunk,
+    EventReader,
+    error_facts,
+)
 from tests.server.client.foreign import HELLO
 
 
@@ -36,12 +42,25 @@ def test_other_dialects() -> None:
     )
     chunks = list(reader.push(stream))
     assert texts(chunks) == ["a", "", ""]
-    assert [choice.thinking for chunk in chunks for choice in chunk.choices or ()] == ["", "hm", "so"]
+    assert [choice.thinking for chunk in chunks for choice in chunk.choices or ()] == [
+        "",
+        "hm",
+        "so",
+    ]
     assert not reader.done
 
 
 @pytest.mark.parametrize(
-    "line", [b"{", b"3", b"[]", b'{"choices": 3}', b'{"choices": [{"delta": "x"}]}', b"\xff", b"[" * 100_000]
+    "line",
+    [
+        b"{",
+        b"3",
+        b"[]",
+        b'{"choices": 3}',
+        b'{"choices": [{"delta": "x"}]}',
+        b"\xff",
+        b"[" * 100_000,
+    ],
 )
 def test_junk_is_the_servers_fault(line: bytes) -> None:
     with pytest.raises(BrokenStream):
@@ -49,7 +68,8 @@ def test_junk_is_the_servers_fault(line: bytes) -> None:
 
 
 def test_the_json_of_an_event_may_be_on_several_lines() -> None:
-    # The standard of server-sent events joins the data lines of an event with line feeds; a blank line ends it.
+    # The standard of server-sent events joins the data lines of an event with line feeds; a blank
+    # line ends it.
     stream = (
         b'data: {"choices":\r\ndata: [{"text": "a"}]\r\n: a comment\r\ndata: }\r\n\r\n'
         b'data: {\ndata:\ndata:   "choices": [{"text": "b"}]}\n\ndata: {"choices": [{"text": "c"}]}\n\ndata: [DONE]\n\n'
@@ -91,12 +111,16 @@ def test_a_line_without_an_end_is_not_collected_for_ever() -> None:
         ('{"message": "no"}', "no", None),
     ],
 )
-def test_what_servers_say_when_something_is_wrong(body: str, message: str, code: str | None) -> None:
+def test_what_servers_say_when_something_is_wrong(
+    body: str, message: str, code: str | None
+) -> None:
     facts = error_facts(json.loads(body))
     assert facts is not None
     assert (facts.message, facts.code) == (message, code)
 
 
-@pytest.mark.parametrize("body", ["{}", "[]", "3", '{"error": 7}', '{"error": {"message": 3}}', "null"])
+@pytest.mark.parametrize(
+    "body", ["{}", "[]", "3", '{"error": 7}', '{"error": {"message": 3}}', "null"]
+)
 def test_errors_that_say_nothing(body: str) -> None:
     assert error_facts(json.loads(body)) is None

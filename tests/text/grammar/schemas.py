@@ -37,11 +37,13 @@ def meets(value: Any, schema: dict[str, Any]) -> bool:
     if "const" in schema and not _same(value, schema["const"]):
         return False
     kind = schema.get("type")
-    if kind is not None and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+    if kind is not None and (
+        not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")
+    ):
         return False
-    return {"object": _object_meets, "array": _array_meets, "string": _string_meets}.get(kind or "", _number_meets)(
-        value, schema
-    )
+    return {"object": _object_meets, "array": _array_meets, "string": _string_meets}.get(
+        kind or "", _number_meets
+    )(value, schema)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -51,7 +53,9 @@ def _same(value: Any, other: Any) -> bool:
 def _object_meets(value: dict[str, Any], schema: dict[str, Any]) -> bool:
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", {})
     return set(schema.get("required", ())) <= set(value) and all(
-        meets(item, properties[name]) if name in properties else others is not False and meets(item, others)
+        meets(item, properties[name])
+        if name in properties
+        else others is not False and meets(item, others)
         for name, item in value.items()
     )
 
@@ -81,7 +85,9 @@ _LEAVES = st.one_of(
         lambda ends: {"type": "string", "minLength": ends[0], "maxLength": ends[0] + ends[1]}
     ),
     st.just({"type": "string", "pattern": "^[a-c]{1,4}(x|yz)$"}),
-    st.lists(_NAMES | st.integers(-5, 5) | st.none(), min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    st.lists(_NAMES | st.integers(-5, 5) | st.none(), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
     st.sampled_from([{"const": "ü\n"}, {"const": [1, {"b": None}]}, {"const": 1.5}]),
 )
 
@@ -100,14 +106,21 @@ def _objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict
 
 def _arrays(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
     return st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
-        lambda parts: {"type": "array", "items": parts[0], "minItems": parts[1], "maxItems": parts[1] + parts[2]}
+        lambda parts: {
+            "type": "array",
+            "items": parts[0],
+            "minItems": parts[1],
+            "maxItems": parts[1] + parts[2],
+        }
     )
 
 
 SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
-        _objects(inner), _arrays(inner), st.lists(inner, min_size=1, max_size=2).map(lambda options: {"anyOf": options})
+        _objects(inner),
+        _arrays(inner),
+        st.lists(inner, min_size=1, max_size=2).map(lambda options: {"anyOf": options}),
     ),
     max_leaves=4,
 )

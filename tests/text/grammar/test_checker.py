@@ -1,4 +1,5 @@
-"""Schemas that no text meets, that are not supported, or that cost too much: one clear line within moments."""
+"""Schemas that no text meets, that are not supported, or that cost too much: one clear line within
+moments."""
 
 import json
 import os
@@ -17,8 +18,16 @@ from tests.text.grammar.conftest import BUNDLED
 from tests.text.grammar.schemas import PERSON
 
 ROOT = Path(__file__).parents[3]
-NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
-LIST = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"]}
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}},
+    "required": ["next"],
+}
+LIST = {
+    "type": "object",
+    "properties": {"c": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["c"],
+}
 OPTIONAL = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
 
 
@@ -32,15 +41,28 @@ def checker() -> Iterator[GrammarChecker]:
 GOOD: dict[str, Any] = {
     "any object": {"type": "object"},
     "a person": PERSON,
-    "annotations": {"title": "t", "description": "d", "type": "string", "examples": [1], "x-order": 3, "default": 1},
-    "a list that may end": {"$defs": {"node": NODE | {"properties": {"next": OPTIONAL}}}, "$ref": "#/$defs/node"},
+    "annotations": {
+        "title": "t",
+        "description": "d",
+        "type": "string",
+        "examples": [1],
+        "x-order": 3,
+        "default": 1,
+    },
+    "a list that may end": {
+        "$defs": {"node": NODE | {"properties": {"next": OPTIONAL}}},
+        "$ref": "#/$defs/node",
+    },
     "a tree": LIST,
     "a pointer with escapes": {"$defs": {"a/b %": {"type": "null"}}, "$ref": "#/$defs/a~1b%20%25"},
     "only finite values are needed": NODE | {"required": [], "$defs": {"node": NODE}},
     "one of kinds": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     "a value that looks like a keyword": {"const": {"minProperties": 9, "$ref": "#"}},
     "nested quantifiers": {"type": "string", "pattern": "^((a+)+)+$"},
-    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
+    "many properties": {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string"} for i in range(300)},
+    },
     "a long enum": {"enum": [f"value {i}" for i in range(3000)]},
 }
 
@@ -56,17 +78,29 @@ BAD: dict[str, tuple[Any, str]] = {
     "properties in a list": ({"properties": [1]}, "properties must be an object"),
     "a keyword that is not supported": ({"not": {"type": "string"}}, 'Unimplemented keys: ."not"'),
     "a format that is not": ({"type": "string", "format": "poem"}, "Unknown format: poem"),
-    "oneOf that overlaps": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf .* not supported.$"),
-    "another grammar than JSON's": ({"x-guidance": {"whitespace_pattern": "a*"}}, "x-guidance is not supported"),
+    "oneOf that overlaps": (
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        "oneOf .* not supported.$",
+    ),
+    "another grammar than JSON's": (
+        {"x-guidance": {"whitespace_pattern": "a*"}},
+        "x-guidance is not supported",
+    ),
     "no value at all": ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
-    "names that may repeat": ({"type": "object", "minProperties": 2}, "minProperties 2 is not supported"),
+    "names that may repeat": (
+        {"type": "object", "minProperties": 2},
+        "minProperties 2 is not supported",
+    ),
     "the same, in a property that is called like a keyword": (
         {"properties": {"const": {"type": "object", "minProperties": 3}}},
         "minProperties 3 is not supported",
     ),
     "nothing but itself": ({"$ref": "#"}, "refers to itself without end"),
     "itself twice": ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, "refers to itself without end"),
-    "a list without end": ({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}, "refers to itself without end"),
+    "a list without end": (
+        {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+        "refers to itself without end",
+    ),
     "an array without end": (
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
         "refers to itself without end",
@@ -82,22 +116,40 @@ BAD: dict[str, tuple[Any, str]] = {
     "another place": ({"$ref": "http://127.0.0.1:9/schema.json"}, "does not fetch"),
     "a file": ({"$ref": "file:///etc/passwd"}, "does not fetch"),
     "look-ahead": ({"type": "string", "pattern": "^(?!a).*$"}, "look-around, .* is not supported"),
-    "a backreference": ({"type": "string", "pattern": "^(a)\\1$"}, "backreferences are not supported"),
+    "a backreference": (
+        {"type": "string", "pattern": "^(a)\\1$"},
+        "backreferences are not supported",
+    ),
     "no regular expression": ({"type": "string", "pattern": "("}, "unclosed group"),
     "nested too deeply": (json.loads('{"items":' * 400 + "{}" + "}" * 400), "recursion limit"),
-    "20k properties": ({"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}}, "too large|too complex"),
+    "20k properties": (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}},
+        "too large|too complex",
+    ),
     "100k values": ({"enum": [f"value {i}" for i in range(100_000)]}, "too big|too complex"),
     "combinations": (
-        {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": {"const": j}}} for j in range(5)]} for i in range(12)]},
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i} {j}": {"const": j}}} for j in range(5)]}
+                for i in range(12)
+            ]
+        },
         "too large|too complex",
     ),
     "regular expressions to intersect": (
-        {"allOf": [{"type": "string", "pattern": f"(a|b)*{'ab'[i % 2]}(a|b){{{i}}}"} for i in range(12)]},
+        {
+            "allOf": [
+                {"type": "string", "pattern": f"(a|b)*{'ab'[i % 2]}(a|b){{{i}}}"} for i in range(12)
+            ]
+        },
         "regex|too complex",
     ),
     "minutes of computing": ({"type": "integer", "multipleOf": 123_456_789}, "too complex"),
     "a chain that overflows the stack": (
-        {"$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(9000)} | {"9000": {}}, "$ref": "#/$defs/0"},
+        {
+            "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(9000)} | {"9000": {}},
+            "$ref": "#/$defs/0",
+        },
         "too complex",
     ),
     "a very long value": ({"const": "x" * 900_000}, "too complex"),
@@ -113,7 +165,9 @@ def test_what_is_refused(checker: GrammarChecker, name: str) -> None:
     assert not checker.knows(json.dumps(schema))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "true", '"a"', '{"minimum": NaN}', '{"const": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "null", "true", '"a"', '{"minimum": NaN}', '{"const": "\\ud800"}']
+)
 def test_texts_that_are_no_schema(checker: GrammarChecker, text: str) -> None:
     with pytest.raises(UsageError, match="JSON schema: "):
         checker.check(text)
@@ -147,4 +201,6 @@ def test_without_llguidance() -> None:
         f"GrammarCompiler(Path({str(BUNDLED)!r})).matcher('{{}}')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert f"UsageError: structured output needs llguidance: {install_command('json')}" in done.stderr
+    assert (
+        f"UsageError: structured output needs llguidance: {install_command('json')}" in done.stderr
+    )

@@ -49,10 +49,14 @@ class Model:
             self.backend.decode(PROMPT, skip_special_tokens=True)
         )
 
-    def state(self, params: SamplingParams, *, output: tuple[int, ...] = (), seed: int = 0) -> SamplingState:
+    def state(
+        self, params: SamplingParams, *, output: tuple[int, ...] = (), seed: int = 0
+    ) -> SamplingState:
         begin = Begin(0, (*PROMPT, *output), len(PROMPT), 0, seed, params, (END,))
         assert params.json_schema is not None
-        return SamplingState(begin, self.width, SequenceGrammar(begin, params.json_schema, self.width, self.compiler))
+        return SamplingState(
+            begin, self.width, SequenceGrammar(begin, params.json_schema, self.width, self.compiler)
+        )
 
     def logits(self, rows: int, seed: int) -> torch.Tensor:
         logits = torch.randn(rows, self.width, generator=torch.Generator().manual_seed(seed)) * 4
@@ -92,7 +96,11 @@ def test_every_text_meets_its_schema(models: dict[str, Model], kind: str) -> Non
     model = models[kind]
 
     @settings(PATIENT, max_examples=25)
-    @given(SCHEMAS, st.integers(0, 2**31), st.sampled_from([{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}]))
+    @given(
+        SCHEMAS,
+        st.integers(0, 2**31),
+        st.sampled_from([{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}]),
+    )
     def check(schema: dict[str, Any], seed: int, choice: dict[str, Any]) -> None:
         params = SamplingParams(json_schema=json.dumps(schema), **choice)
         text = model.text(model.write(params, seed))
@@ -114,7 +122,8 @@ def _params(schema: dict[str, Any], **settings: Any) -> SamplingParams:
 
 
 def test_a_text_goes_on_from_any_place(models: dict[str, Model]) -> None:
-    """As after a preemption, or in another engine: a grammar that is made of the tokens so far allows the same."""
+    """As after a preemption, or in another engine: a grammar that is made of the tokens so far
+    allows the same."""
     model = models["storyteller"]
     whole = model.write(_params(PERSON), seed=3)
     for done in range(len(whole)):
@@ -164,10 +173,15 @@ def test_min_tokens_waits_while_anything_else_may_come(
 
 
 def test_the_grammar_wins_over_min_tokens(models: dict[str, Model]) -> None:
-    """Also where all that may come is a token that ends the sequence, which min_tokens would keep away."""
+    """Also where all that may come is a token that ends the sequence, which min_tokens would keep
+    away."""
     model = models["storyteller"]
     (five,) = model.backend.encode(["5"], add_special_tokens=False)
-    for schema in ({"const": "no"}, {"type": "integer", "minimum": 10, "maximum": 99}, {"const": 5}):
+    for schema in (
+        {"const": "no"},
+        {"type": "integer", "minimum": 10, "maximum": 99},
+        {"const": 5},
+    ):
         tokens = model.write(_params(schema, min_tokens=50, stop_token_ids=(five,)), seed=0)
         assert meets(json.loads(model.text(tokens)), schema)
 
@@ -178,7 +192,10 @@ def test_bias_chooses_among_what_is_allowed(models: dict[str, Model]) -> None:
     two = model.backend.encode(["2"], add_special_tokens=False)[0]
     biased = model.write(_params(schema, temperature=0.0, logit_bias={two: 100.0}), seed=0)
     assert json.loads(model.text(biased)) == [2] * 6
-    assert json.loads(model.text(model.write(_params(schema, logit_bias={two: -100.0}), seed=0))) == [1] * 6
+    assert (
+        json.loads(model.text(model.write(_params(schema, logit_bias={two: -100.0}), seed=0)))
+        == [1] * 6
+    )
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_own_row_alone(models: dict[str, Model]) -> None:

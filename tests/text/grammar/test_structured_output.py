@@ -1,4 +1,5 @@
-"""JSON schemas through the Python API: on the bundled model, in company, after preemption and in another engine."""
+"""JSON schemas through the Python API: on the bundled model, in company, after preemption and in
+another engine."""
 
 import json
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ def person(**settings: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
 def test_every_sample_is_a_person(storyteller: LLM, temperature: float) -> None:
-    params = person(n=3, temperature=temperature, seed=4, logprobs=1, repetition_penalty=1.2, min_tokens=3)
+    params = person(
+        n=3, temperature=temperature, seed=4, logprobs=1, repetition_penalty=1.2, min_tokens=3
+    )
     output = storyteller.generate(PROMPT, params)[0]
     for sample in output.outputs:
         assert meets(json.loads(sample.text), PERSON)
         assert sample.finish_reason == "stop" and sample.stop_reason is None
         assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
-        # Under the model's raw distribution, in which the grammar's choice may be anything but the likeliest.
+        # Under the model's raw distribution, in which the grammar's choice may be anything but the
+        # likeliest.
         assert all(logprob.logprob <= logprob.top[0][1] for logprob in sample.logprobs)
     assert len({sample.text for sample in output.outputs}) == (1 if temperature == 0 else 3)
 
@@ -63,17 +67,23 @@ def test_rows_with_and_without_a_schema_share_batches(storyteller: LLM) -> None:
     together = storyteller.generate([PROMPT] * len(settings), settings)
     for params, crowd in zip(settings, together, strict=True):
         alone = storyteller.generate(PROMPT, params)[0]
-        assert [sample.token_ids for sample in alone.outputs] == [sample.token_ids for sample in crowd.outputs]
+        assert [sample.token_ids for sample in alone.outputs] == [
+            sample.token_ids for sample in crowd.outputs
+        ]
 
 
 @pytest.fixture
 def cramped() -> Iterator[LLM]:
     """Room for about two of the requests below."""
-    with LLM(dtype="float32", kv_cache_memory=1 << 19, block_size=4, eager=True, max_model_len=96) as llm:
+    with LLM(
+        dtype="float32", kv_cache_memory=1 << 19, block_size=4, eager=True, max_model_len=96
+    ) as llm:
         yield llm
 
 
-def test_a_preempted_text_goes_on_as_if_nothing_had_happened(cramped: LLM, storyteller: LLM) -> None:
+def test_a_preempted_text_goes_on_as_if_nothing_had_happened(
+    cramped: LLM, storyteller: LLM
+) -> None:
     settings = [person(temperature=1.0, seed=seed, max_tokens=60) for seed in range(6)]
     outputs = cramped.generate([PROMPT] * len(settings), settings)
     assert cramped.engine.scheduler.table.preemptions > 0
@@ -85,7 +95,9 @@ def test_a_preempted_text_goes_on_as_if_nothing_had_happened(cramped: LLM, story
 
 def test_another_engine_goes_on_where_the_first_one_died(storyteller: LLM) -> None:
     prompt = tuple(storyteller.tokenizer.encode(PROMPT))
-    request = Request("r", prompt, person(temperature=1.0, n=2), seed=9, end_tokens=storyteller.end_tokens)
+    request = Request(
+        "r", prompt, person(temperature=1.0, n=2), seed=9, end_tokens=storyteller.end_tokens
+    )
     whole = _run(storyteller, request)
     for done in (1, 7, min(len(tokens) for tokens in whole) - 1):
         rest = _run(storyteller, replace(request, resumed=tuple(tokens[:done] for tokens in whole)))

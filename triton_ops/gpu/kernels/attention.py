@@ -1,22 +1,26 @@
-"""Attention of new tokens over the paged cache: one program for rows of a single token, one for longer rows.
+"""Attention of new tokens over the paged cache: one program for rows of a single token, one for
+longer rows.
 
-Both walk over a row's keys in tiles with the online softmax (Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"; Dao et al. 2022, "FlashAttention", algorithm 1), in float32 and in powers of two. Both put
-query heads that share a key-value head (a group) into the rows of one tile, so that a tile of keys is read once for
-all of them; where more heads share it than a tile takes, they are GROUPS groups. Single tokens read far more than they
-compute: their keys are split over programs, whose results a third program weighs and adds up ("Flash-Decoding", Dao et
-al. 2023). Longer rows compute far more than they read: their tiles are tall enough for the matrix units, and keys that
-every query of a tile sees are attended without masks.
+Both walk over a row's keys in tiles with the online softmax (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention", algorithm 1), in float32 and
+in powers of two. Both put query heads that share a key-value head (a group) into the rows of one
+tile, so that a tile of keys is read once for all of them; where more heads share it than a tile
+takes, they are GROUPS groups. Single tokens read far more than they compute: their keys are split
+over programs, whose results a third program weighs and adds up ("Flash-Decoding", Dao et al. 2023).
+Longer rows compute far more than they read: their tiles are tall enough for the matrix units, and
+keys that every query of a tile sees are attended without masks.
 
-Least times: of single tokens, the bytes of the keys and values they see over the bandwidth of memory; of longer rows,
-4 * num_heads * head_dim operations for each pair of a query and a key it sees, over the peak of matrix products.
+Least times: of single tokens, the bytes of the keys and values they see over the bandwidth of
+memory; of longer rows, 4 * num_heads * head_dim operations for each pair of a query and a key it
+sees, over the peak of matrix products.
 
-Tensors are those of `triton_ops.paged_attention`, strides count elements, every last dimension is contiguous, and keys
-and values have the same strides. HEAD_DIM is the values' width; one that is no power of two is padded to one with
-masks. Keys are as wide, or wider by TAIL_DIM: then the values are the keys' first columns, and read once. Tiles of keys
-are whole blocks. Without CAPPED, `scale` brings a product of query and key to powers of two, and `soft_cap` is not
-read. With it, a score in powers of two is soft_cap * tanh(x), and `scale` makes 2 ** (product * scale) = exp(2x). Sinks
-are read where HAS_SINKS says so.
+Tensors are those of `triton_ops.paged_attention`, strides count elements, every last dimension is
+contiguous, and keys and values have the same strides. HEAD_DIM is the values' width; one that is no
+power of two is padded to one with masks. Keys are as wide, or wider by TAIL_DIM: then the values
+are the keys' first columns, and read once. Tiles of keys are whole blocks. Without CAPPED, `scale`
+brings a product of query and key to powers of two, and `soft_cap` is not read. With it, a score in
+powers of two is soft_cap * tanh(x), and `scale` makes 2 ** (product * scale) = exp(2x). Sinks are
+read where HAS_SINKS says so.
 """
 
 import triton
@@ -27,7 +31,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_keys_or_values(
-    cache, offsets, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, MASKED: tl.constexpr
+    cache,
+    offsets,
+    used,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """A tile [keys, PADDED_HEAD_DIM]; zero where a key is not used, whatever its slot holds."""
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :] < HEAD_DIM
@@ -42,7 +51,8 @@ def _load_keys_or_values(
 
 @triton.jit
 def _load_blocks(table, keys, end, BLOCK_SIZE: tl.constexpr):
-    """The block of every key. Behind the last key the table may hold anything: block 0 stands in its place."""
+    """The block of every key. Behind the last key the table may hold anything: block 0 stands in
+    its place."""
     return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
@@ -64,14 +74,15 @@ def _attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend `query`, [rows, PADDED_HEAD_DIM] and [rows, TAIL_DIM], over the tiles of keys from `tiles_begin` to
-    `tiles_end`.
+    """Attend `query`, [rows, PADDED_HEAD_DIM] and [rows, TAIL_DIM], over the tiles of keys from
+    `tiles_begin` to `tiles_end`.
 
-    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the highest score and
-    the sum of weights [rows], and the blocks of the first tile's keys, which are always read one tile ahead so that no
-    address waits for them. `cache` says where keys, values and the row's block table are, and the strides by block
-    and by token; `sight` the queries' positions [rows], which keys any of them uses (begin and end), and the
-    window. Without MASKED every query sees every key of the tiles.
+    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the
+    highest score and the sum of weights [rows], and the blocks of the first tile's keys, which are
+    always read one tile ahead so that no address waits for them. `cache` says where keys, values
+    and the row's block table are, and the strides by block and by token; `sight` the queries'
+    positions [rows], which keys any of them uses (begin and end), and the window. Without MASKED
+    every query sees every key of the tiles.
     """
     accumulated, highest, total, blocks = state
     key_cache, value_cache, table, block_stride, token_stride = cache
@@ -79,7 +90,9 @@ def _attend(
     query_head, query_tail = query
     padded_head_dim: tl.constexpr = query_head.shape[1]
     in_tile = tl.arange(0, KEYS_PER_TILE)
-    in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[None, :]
+    in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[
+        None, :
+    ]
     tail_in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + HEAD_DIM
     factor = 1.0 if CAPPED else scale
     for begin in tl.range(tiles_begin, tiles_end, KEYS_PER_TILE):
@@ -92,7 +105,9 @@ def _attend(
         if TAIL_DIM:
             tail_offsets = blocks.to(tl.int64)[:, None] * block_stride + tail_in_block
             tail_offsets += tl.arange(0, TAIL_DIM)[None, :]
-            key_tail = _load_keys_or_values(key_cache, tail_offsets, used, TAIL_DIM, TAIL_DIM, MASKED)
+            key_tail = _load_keys_or_values(
+                key_cache, tail_offsets, used, TAIL_DIM, TAIL_DIM, MASKED
+            )
             scores = tl.dot(query_tail, tl.trans(key_tail), scores, input_precision="ieee")
         if CAPPED:
             scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale) + 1.0)
@@ -102,15 +117,22 @@ def _attend(
                 seen &= keys[None, :] > positions[:, None] - sliding_window
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-        # A row that has seen no key yet has no highest score: any finite number keeps its weights at zero.
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+        # A row that has seen no key yet has no highest score: any finite number keeps its weights
+        # at zero.
+        reference = (
+            tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+        )
         weights = tl.exp2(scores * factor - reference[:, None])
         kept = tl.exp2(highest - reference)
         total = total * kept + tl.sum(weights, 1)
         value = key
         if not TAIL_DIM:
-            value = _load_keys_or_values(value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
-        accumulated = tl.dot(weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee")
+            value = _load_keys_or_values(
+                value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED
+            )
+        accumulated = tl.dot(
+            weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee"
+        )
         highest, blocks = new_highest, next_blocks
     return accumulated, highest, total, blocks
 
@@ -128,8 +150,8 @@ def _first_state(
     KEYS_PER_TILE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Nothing attended yet but the sinks, pointers [ROWS], of the rows that have one; the tiles will begin at key
-    `begin`, and the last key used is the one before `end`."""
+    """Nothing attended yet but the sinks, pointers [ROWS], of the rows that have one; the tiles
+    will begin at key `begin`, and the last key used is the one before `end`."""
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     if HAS_SINKS:
         highest = tl.load(sinks, mask=has_sink, other=float("-inf")) * LOG2_E
@@ -142,19 +164,25 @@ def _first_state(
 
 
 @triton.jit
-def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr):
-    """Load the query heads that begin at `rows` [rows, 1]: columns that meet the keys' first ones, and the others."""
+def _load_query(
+    rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr
+):
+    """Load the query heads that begin at `rows` [rows, 1]: columns that meet the keys' first ones,
+    and the others."""
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     head = tl.load(rows + dims, mask=used[:, None] & (dims < HEAD_DIM), other=0.0)
     tail = head
     if TAIL_DIM:
-        tail = tl.load(rows + HEAD_DIM + tl.arange(0, TAIL_DIM)[None, :], mask=used[:, None], other=0.0)
+        tail = tl.load(
+            rows + HEAD_DIM + tl.arange(0, TAIL_DIM)[None, :], mask=used[:, None], other=0.0
+        )
     return head, tail
 
 
 @triton.jit
 def _weight_or_one(total):
-    """Return each row's divisor: a row that saw no keys, as a captured graph's padding may, has zeros to divide."""
+    """Return each row's divisor: a row that saw no keys, as a captured graph's padding may, has
+    zeros to divide."""
     return tl.where(total > 0, total, 1.0)
 
 
@@ -197,11 +225,13 @@ def decode_attention(
     HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Rows with one query: its heads of one group over a share of its keys. Grid: (groups, splits, rows).
+    """Rows with one query: its heads of one group over a share of its keys. Grid: (groups, splits,
+    rows).
 
-    With SPLITS fills split_results [rows, num_heads, splits, HEAD_DIM] (not where a split has no keys) and
-    split_weights [rows, num_heads, splits], the logarithm of what each weighs; else fills `out`. A row's keys are
-    shared out evenly, but no split has fewer than KEYS_PER_SPLIT, a multiple of KEYS_PER_TILE, unless it is the last.
+    With SPLITS fills split_results [rows, num_heads, splits, HEAD_DIM] (not where a split has no
+    keys) and split_weights [rows, num_heads, splits], the logarithm of what each weighs; else fills
+    `out`. A row's keys are shared out evenly, but no split has fewer than KEYS_PER_SPLIT, a
+    multiple of KEYS_PER_TILE, unless it is the last.
     """
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(1)
@@ -219,9 +249,13 @@ def decode_attention(
     in_group = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
     heads = group * GROUP + in_group
-    results = row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
+    results = (
+        row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
+    )
     real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_rows = query + token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
+    query_rows = (
+        query + token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
+    )
     table = block_tables + row.to(tl.int64) * table_stride
     of_head = group // GROUPS * kv_head_stride
     has_sink = (in_group < GROUP) & (split == 0) & (begin < end)  # a sink counts once
@@ -256,7 +290,11 @@ def decode_attention(
     total = _weight_or_one(total)
     attended = accumulated / total[:, None]
     if SPLITS:
-        tl.store(split_results + results[:, None] * HEAD_DIM + dims[None, :], attended, mask=real & (begin < end))
+        tl.store(
+            split_results + results[:, None] * HEAD_DIM + dims[None, :],
+            attended,
+            mask=real & (begin < end),
+        )
         tl.store(split_weights + results, highest + tl.log2(total), mask=in_group < GROUP)
     else:
         out_offsets = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -275,7 +313,8 @@ def reduce_splits(
     PADDED_HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
-    """Reduce the splits that decode_attention left: weigh them and add them up into `out`. Grid: (num_heads, rows)."""
+    """Reduce the splits that decode_attention left: weigh them and add them up into `out`. Grid:
+    (num_heads, rows)."""
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_starts + row)
     if tl.load(query_starts + row + 1) - token != 1:
@@ -300,15 +339,19 @@ def reduce_splits(
 
 @triton.jit
 def _row_of_tile(query_starts, num_rows, tile, QUERIES_PER_TILE: tl.constexpr, STEP: tl.constexpr):
-    """The row that tile belongs to, if row r's tiles begin at query_starts[r] // QUERIES_PER_TILE + r.
+    """The row that tile belongs to, if row r's tiles begin at query_starts[r] // QUERIES_PER_TILE +
+    r.
 
-    Every row then has room for its tiles, and at most one to spare: so the host need not know the rows' lengths.
+    Every row then has room for its tiles, and at most one to spare: so the host need not know the
+    rows' lengths.
     """
     begun = 0
     for first in range(0, num_rows, STEP):
         rows = first + tl.arange(0, STEP)
         starts = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
-        begun += tl.sum(((starts // QUERIES_PER_TILE + rows <= tile) & (rows < num_rows)).to(tl.int32), 0)
+        begun += tl.sum(
+            ((starts // QUERIES_PER_TILE + rows <= tile) & (rows < num_rows)).to(tl.int32), 0
+        )
     return begun - 1
 
 
@@ -349,13 +392,15 @@ def prefill_attention(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Rows with more than one query: a tile of TILE_ROWS // GROUP queries in all heads of one group.
+    """Rows with more than one query: a tile of TILE_ROWS // GROUP queries in all heads of one
+    group.
 
     Grid: (tiles * num_groups), tiles being at least num_tokens // (TILE_ROWS // GROUP) + num_rows.
     """
     queries_per_tile: tl.constexpr = TILE_ROWS // GROUP
     group = tl.program_id(0) % num_groups
-    # The last tiles of a row see the most keys: they go first, so that the short ones fill the gaps at the end.
+    # The last tiles of a row see the most keys: they go first, so that the short ones fill the gaps
+    # at the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_groups
     row = _row_of_tile(query_starts, num_rows, tile, queries_per_tile, 128)
     start = tl.load(query_starts + row)
@@ -381,7 +426,9 @@ def prefill_attention(
 
     real = (tile_rows < num_queries * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     token, head = (start + first_query).to(tl.int64), group * GROUP
-    in_query = (tile_rows // GROUP)[:, None] * query_token_stride + (tile_rows % GROUP)[:, None] * query_head_stride
+    in_query = (tile_rows // GROUP)[:, None] * query_token_stride + (tile_rows % GROUP)[
+        :, None
+    ] * query_head_stride
     first_row = query + token * query_token_stride + head * query_head_stride
     is_query = tile_rows < num_queries * GROUP
     tile_query = _load_query(first_row + in_query, is_query, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM)
@@ -391,7 +438,16 @@ def prefill_attention(
     sight = (first_position + tile_rows // GROUP, first_seen, end, sliding_window)
     sinks += head + tile_rows % GROUP
     state = _first_state(
-        table, begin, end, sinks, is_query, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE, HAS_SINKS
+        table,
+        begin,
+        end,
+        sinks,
+        is_query,
+        BLOCK_SIZE,
+        TILE_ROWS,
+        PADDED_HEAD_DIM,
+        KEYS_PER_TILE,
+        HAS_SINKS,
     )
     if SLIDES:
         state = _attend(
@@ -445,6 +501,10 @@ def prefill_attention(
         CAPPED,
         True,
     )
-    in_out = (tile_rows // GROUP)[:, None] * out_stride + (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    in_out = (
+        (tile_rows // GROUP)[:, None] * out_stride
+        + (tile_rows % GROUP)[:, None] * HEAD_DIM
+        + dims[None, :]
+    )
     attended = (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + token * out_stride + head * HEAD_DIM + in_out, attended, mask=real)

@@ -1,8 +1,9 @@
 """Products of rows with a packed matrix of integers, whose layout `triton_ops.packed` describes.
 
-A line of 64 bytes is a word of 32 bits for each of 16 rows of weights, so threads side by side load what lies side by
-side. The order of columns within a product is free: the same byte, or half of a byte, of all words of a step is a
-vector of codes, and the columns of the input that they meet are gathered.
+A line of 64 bytes is a word of 32 bits for each of 16 rows of weights, so threads side by side load
+what lies side by side. The order of columns within a product is free: the same byte, or half of a
+byte, of all words of a step is a vector of codes, and the columns of the input that they meet are
+gathered.
 """
 
 import triton
@@ -10,7 +11,8 @@ import triton.language as tl
 
 ROWS = tl.constexpr(16)  # rows of weights that are packed together
 _BASE = tl.constexpr(8388608.0)
-_BASE_BITS = tl.constexpr(0x4B000000)  # those of 2^23, whose lowest bits are an integer that is added to it
+# those of 2^23, whose lowest bits are an integer that is added to it
+_BASE_BITS = tl.constexpr(0x4B000000)
 
 
 @triton.jit
@@ -19,14 +21,17 @@ def _load_step(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the scales of both
-    halves of 32 columns, what is subtracted from weights, and what is subtracted from codes."""
+    """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the
+    scales of both halves of 32 columns, what is subtracted from weights, and what is subtracted
+    from codes."""
     lines: tl.constexpr = 8 if BITS == 8 else 4
     is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
     span: tl.constexpr = 256 if is_super else GROUP
     groups: tl.constexpr = span // GROUP
     offsets_at: tl.constexpr = ROWS * (2 * is_super + groups * SCALE_BYTES)
-    codes_at: tl.constexpr = offsets_at + ROWS * (groups * (OFFSET > 0) + (OFFSET == 2) + 2 * (OFFSET == 3))
+    codes_at: tl.constexpr = offsets_at + ROWS * (
+        groups * (OFFSET > 0) + (OFFSET == 2) + 2 * (OFFSET == 3)
+    )
     cell_quads: tl.constexpr = (codes_at + span * BITS // 8 * ROWS) // 16
 
     place = tl.arange(0, STEP // 32 * lines)
@@ -53,7 +58,9 @@ def _load_step(
     scale = tl.load(scales + at, mask=loaded, other=0).to(tl.float32)
     super_scale = 1.0
     if is_super:
-        super_scale = tl.load(halves + base // 2 + lane[:, None], mask=loaded, other=0).to(tl.float32)
+        super_scale = tl.load(halves + base // 2 + lane[:, None], mask=loaded, other=0).to(
+            tl.float32
+        )
     scale *= super_scale
     second = scale
     if GROUP == 16:
@@ -64,7 +71,9 @@ def _load_step(
     if OFFSET == 1:
         zero = tl.load(of_group, mask=loaded, other=0).to(tl.float32) + _BASE
     if OFFSET >= 2:
-        minimum = tl.load(halves + (base + offsets_at) // 2 + lane[:, None], mask=loaded, other=0).to(tl.float32)
+        minimum = tl.load(
+            halves + (base + offsets_at) // 2 + lane[:, None], mask=loaded, other=0
+        ).to(tl.float32)
     if OFFSET == 3:
         minimum *= tl.load(of_group + 2 * ROWS, mask=loaded, other=0).to(tl.float32)
     return found, more, last, scale, second, minimum, zero
@@ -75,7 +84,8 @@ def _weights(
     word, more, last, place, scale, second, minimum, zero, byte: tl.constexpr, half: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The weights of one byte of each word, or of half of it, in float32; without their scales unless IS_SCALED."""
+    """The weights of one byte of each word, or of half of it, in float32; without their scales
+    unless IS_SCALED."""
     if BITS == 8:
         code = (word >> 8 * byte & 255) ^ 128
     else:
@@ -100,10 +110,12 @@ def multiply_row(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, n, p): row r of the input with TILE_OUTPUTS rows of weights, over the columns of part p.
+    """Program (r, n, p): row r of the input with TILE_OUTPUTS rows of weights, over the columns of
+    part p.
 
-    `words`, `scales`, `halves` and `numbers` are the packed matrix as int32, in the scales' type, float16 and uint8;
-    block_quads: 16 bytes of 16 rows of weights; out [parts, num_rows, num_outputs].
+    `words`, `scales`, `halves` and `numbers` are the packed matrix as int32, in the scales' type,
+    float16 and uint8; block_quads: 16 bytes of 16 rows of weights; out [parts, num_rows,
+    num_outputs].
     """
     row = tl.program_id(0)
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
@@ -116,7 +128,9 @@ def multiply_row(
     first = place * 4 if BITS == 8 else place // 4 * 32 + place % 4 * 4
     inputs = rows + row.to(tl.int64) * row_stride + first
     sums = tl.zeros((TILE_OUTPUTS, STEP // 32 * lines), tl.float32)
-    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))):
+    for step in range(
+        part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))
+    ):
         begin = step * STEP
         word, more, last, scale, second, minimum, zero = _load_step(
             words, scales, halves, numbers, block, lane, stored, begin, num_columns,
@@ -126,9 +140,23 @@ def multiply_row(
         partial = tl.zeros((TILE_OUTPUTS, STEP // 32 * lines), tl.float32)
         for half in tl.static_range(1 if BITS == 8 else 2):
             for byte in tl.static_range(4):
-                input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0).to(tl.float32)
+                input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0).to(
+                    tl.float32
+                )
                 partial += input[None, :] * _weights(
-                    word, more, last, place, scale, second, minimum, zero, byte, half, BITS, OFFSET, not is_uniform
+                    word,
+                    more,
+                    last,
+                    place,
+                    scale,
+                    second,
+                    minimum,
+                    zero,
+                    byte,
+                    half,
+                    BITS,
+                    OFFSET,
+                    not is_uniform,
                 )
         if is_uniform and OFFSET < 2:
             partial *= scale
@@ -148,7 +176,8 @@ def multiply_packed(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, n, p): as `multiply_row`, but TILE_ROWS rows of the input, whose weights are rounded to its type."""
+    """Program (r, n, p): as `multiply_row`, but TILE_ROWS rows of the input, whose weights are
+    rounded to its type."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     part = tl.program_id(2)
@@ -160,7 +189,9 @@ def multiply_packed(
     first = place * 4 if BITS == 8 else place // 4 * 32 + place % 4 * 4
     inputs = rows + row.to(tl.int64)[None, :] * row_stride + first[:, None]
     sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))):
+    for step in range(
+        part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))
+    ):
         begin = step * STEP
         word, more, last, scale, second, minimum, zero = _load_step(
             words, scales, halves, numbers, block, lane, stored, begin, num_columns,
@@ -172,7 +203,19 @@ def multiply_packed(
             for byte in tl.static_range(4):
                 input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0)
                 weights = _weights(
-                    word, more, last, place, scale, second, minimum, zero, byte, half, BITS, OFFSET, not is_uniform
+                    word,
+                    more,
+                    last,
+                    place,
+                    scale,
+                    second,
+                    minimum,
+                    zero,
+                    byte,
+                    half,
+                    BITS,
+                    OFFSET,
+                    not is_uniform,
                 )
                 partial = tl.dot(weights.to(input.dtype), input, partial)
         sums = sums + partial * scale if is_uniform else partial
@@ -189,7 +232,8 @@ def unpack_matrix(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, n): STEP columns of TILE_OUTPUTS rows of the matrix itself; out [num_outputs, num_columns]."""
+    """Program (c, n): STEP columns of TILE_OUTPUTS rows of the matrix itself; out [num_outputs,
+    num_columns]."""
     begin = tl.program_id(0) * STEP
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     block, lane = (output // ROWS).to(tl.int64) * block_quads, output % ROWS
@@ -204,19 +248,37 @@ def unpack_matrix(
     quad = tl.arange(0, STEP // 32 * lines * 4)
     for half in tl.static_range(1 if BITS == 8 else 2):
         column = begin + (quad if BITS == 8 else quad // 16 * 32 + quad % 16 + half * 16)
-        first = _weights(word, more, last, place, scale, second, minimum, zero, 0, half, BITS, OFFSET, True)
-        after = _weights(word, more, last, place, scale, second, minimum, zero, 1, half, BITS, OFFSET, True)
-        third = _weights(word, more, last, place, scale, second, minimum, zero, 2, half, BITS, OFFSET, True)
-        fourth = _weights(word, more, last, place, scale, second, minimum, zero, 3, half, BITS, OFFSET, True)
+        first = _weights(
+            word, more, last, place, scale, second, minimum, zero, 0, half, BITS, OFFSET, True
+        )
+        after = _weights(
+            word, more, last, place, scale, second, minimum, zero, 1, half, BITS, OFFSET, True
+        )
+        third = _weights(
+            word, more, last, place, scale, second, minimum, zero, 2, half, BITS, OFFSET, True
+        )
+        fourth = _weights(
+            word, more, last, place, scale, second, minimum, zero, 3, half, BITS, OFFSET, True
+        )
         # Side by side, the four columns of a word are stored together.
-        weights = tl.reshape(tl.join(tl.join(first, third), tl.join(after, fourth)), (TILE_OUTPUTS, STEP // 8 * lines))
+        weights = tl.reshape(
+            tl.join(tl.join(first, third), tl.join(after, fourth)),
+            (TILE_OUTPUTS, STEP // 8 * lines),
+        )
         kept = stored[:, None] & (column < num_columns)[None, :]
         tl.store(targets + column[None, :], weights.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def add_up_parts(
-    out, parts, bias, num_elements, num_outputs, num_parts, ELEMENTS: tl.constexpr, HAS_BIAS: tl.constexpr
+    out,
+    parts,
+    bias,
+    num_elements,
+    num_outputs,
+    num_parts,
+    ELEMENTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Program e: the sums of all parts for ELEMENTS elements of the output."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)

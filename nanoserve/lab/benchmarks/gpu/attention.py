@@ -1,4 +1,5 @@
-"""Attention over a paged cache: its least bytes and operations, batches to call it with, and when results agree.
+"""Attention over a paged cache: its least bytes and operations, batches to call it with, and when
+results agree.
 
 The benchmarks, the checks on a GPU and the tests of the operator share these batches.
 """
@@ -17,14 +18,16 @@ from triton_ops import paged_attention
 
 
 class AttentionRow(NamedTuple):
-    """One sequence of a batch: the number of its queries, and of its tokens in the cache, the queries' own included."""
+    """One sequence of a batch: the number of its queries, and of its tokens in the cache, the
+    queries' own included."""
 
     queries: int
     context: int
 
     @property
     def pairs(self) -> int:
-        """Queries times the keys each of them sees: the last query sees `context`, the one before it one fewer."""
+        """Queries times the keys each of them sees: the last query sees `context`, the one before
+        it one fewer."""
         return self.queries * (2 * self.context - self.queries + 1) // 2
 
 
@@ -59,7 +62,14 @@ class AttentionCall:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         caches = self.key_cache, self.value_cache
-        return self.out, self.query, *caches, self.block_tables, self.query_starts, self.context_lengths
+        return (
+            self.out,
+            self.query,
+            *caches,
+            self.block_tables,
+            self.query_starts,
+            self.context_lengths,
+        )
 
     @property
     def is_ragged(self) -> bool:
@@ -72,17 +82,22 @@ class AttentionCall:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values of every row's context read once, queries read and results written once."""
+        """Keys and values of every row's context read once, queries read and results written
+        once."""
         per_token = self.key_cache[0, :, 0].nbytes + self.value_cache[0, :, 0].nbytes
-        return per_token * sum(row.context for row in self.rows) + self.query.nbytes + self.out.nbytes
+        return (
+            per_token * sum(row.context for row in self.rows) + self.query.nbytes + self.out.nbytes
+        )
 
     @property
     def operations(self) -> int:
-        """Two products of `head_dim` multiply-adds, of two operations each, for every head and pair."""
+        """Two products of `head_dim` multiply-adds, of two operations each, for every head and
+        pair."""
         return 4 * self.query[0].numel() * sum(row.pairs for row in self.rows)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows of equal context in one piece: [rows, num_kv_heads, context, head_dim] each."""
+        """Keys and values of rows of equal context in one piece: [rows, num_kv_heads, context,
+        head_dim] each."""
         tables, context = self.block_tables.long(), self.rows[0].context
         key, value = (
             cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :context].contiguous()
@@ -105,9 +120,10 @@ def make_batch(
     shared_blocks: int = 0,
     seed: int = 0,
 ) -> AttentionCall:
-    """Random numbers of unit variance, drawn on the device; `out` is NaN. Block tables are as wide as the longest row
-    needs. With `poisoned`, unused slots are NaN too, and tables name blocks that do not exist behind each row's last
-    one, so a wrong read shows. `shared_blocks` leading blocks are the same ones in all rows that fill them."""
+    """Random numbers of unit variance, drawn on the device; `out` is NaN. Block tables are as wide
+    as the longest row needs. With `poisoned`, unused slots are NaN too, and tables name blocks that
+    do not exist behind each row's last one, so a wrong read shows. `shared_blocks` leading blocks
+    are the same ones in all rows that fill them."""
     generator = torch.Generator(device).manual_seed(seed)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
@@ -146,13 +162,14 @@ def make_batch(
 
 
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-"""Tolerances for `compared`: probabilities and results are rounded to 8, 11 or 24 bits on their way."""
+"""Tolerances for `compared`: probabilities and results are rounded to 8, 11 or 24 bits on their
+way."""
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """The fields of a check: NaN agrees with NaN, and nothing else with it. A number may differ by `tolerance` times
-    the sum of its own size and the root mean square of its row (the last dimension): results over many keys are small,
-    and leaving out one of a thousand shall show."""
+    """The fields of a check: NaN agrees with NaN, and nothing else with it. A number may differ by
+    `tolerance` times the sum of its own size and the root mean square of its row (the last
+    dimension): results over many keys are small, and leaving out one of a thousand shall show."""
     here, there = found.detach().cpu().double(), expected.detach().cpu().double()
     unwanted = int((here.isfinite() != there.isfinite()).sum())
     difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)

@@ -11,7 +11,8 @@ Row = dict[str, Any]
 
 
 class CannotRun(Exception):
-    """Something cannot do this work here, such as a peer that is not installed; the message says why."""
+    """Something cannot do this work here, such as a peer that is not installed; the message says
+    why."""
 
 
 class GpuCase(NamedTuple):

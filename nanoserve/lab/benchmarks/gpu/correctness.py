@@ -1,9 +1,11 @@
-"""The checks of the correctness part: operators, sampling and models on the device against the CPU, and engines.
+"""The checks of the correctness part: operators, sampling and models on the device against the CPU,
+and engines.
 
-An operator is held against its plain implementation in float64, or bit for bit where it only moves numbers. Sampling
-draws the same tokens from the same logits and seeds: random numbers and sums are integers on both devices, and the last
-bit of a logarithm hardly ever decides between two tokens. Small random models are compared by their logits, engines by
-tokens: captured graphs against eager steps, overlapped steps against plain ones.
+An operator is held against its plain implementation in float64, or bit for bit where it only moves
+numbers. Sampling draws the same tokens from the same logits and seeds: random numbers and sums are
+integers on both devices, and the last bit of a logarithm hardly ever decides between two tokens.
+Small random models are compared by their logits, engines by tokens: captured graphs against eager
+steps, overlapped steps against plain ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +52,10 @@ HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups 
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
 
-_ROUNDED = (PackedFormat(4, 32, scale=0, offset=0, zero=8), PackedFormat(8, 32, scale=0, offset=0, zero=0))
+_ROUNDED = (
+    PackedFormat(4, 32, scale=0, offset=0, zero=8),
+    PackedFormat(8, 32, scale=0, offset=0, zero=0),
+)
 
 ROWS = {
     "decode": [AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)],
@@ -68,7 +73,8 @@ DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """Everything that must be right. Triton may compile so long for the operators that the budget ends there."""
+    """Everything that must be right. Triton may compile so long for the operators that the budget
+    ends there."""
     with closing(EngineShelf(bench)) as shelf:
         yield from engine_cases(shelf, CHECKED[:1])
         yield from sampling_cases(bench)
@@ -78,14 +84,21 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
             yield from engine_cases(shelf, CHECKED[1:])
 
 
-Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]  # makes an operator's inputs on the CPU
+# makes an operator's inputs on the CPU
+Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]
 
 
 def _check_operator(
-    bench: GpuBench, name: str, dtype: torch.dtype, make: Inputs, call: Callable[..., Tensor | None], roundings: int
+    bench: GpuBench,
+    name: str,
+    dtype: torch.dtype,
+    make: Inputs,
+    call: Callable[..., Tensor | None],
+    roundings: int,
 ) -> Row:
-    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device. `roundings`:
-    products one after the other, each of which rounds its results; with none, numbers are only moved."""
+    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the
+    device. `roundings`: products one after the other, each of which rounds its results; with none,
+    numbers are only moved."""
     inputs = make(dtype, torch.Generator().manual_seed(0))
     copies = [one.clone() for one in inputs]
     if roundings:
@@ -97,7 +110,8 @@ def _check_operator(
 
 
 def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Tensor:
-    """Call an operator and return its result. If it returns nothing, return its first input, which it has filled."""
+    """Call an operator and return its result. If it returns nothing, return its first input, which
+    it has filled."""
     returned = call(*inputs)
     if returned is None:
         return inputs[0]
@@ -105,9 +119,10 @@ def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Ten
 
 
 def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
-    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products. Attention
-    takes the commonest head size and format with all heads, then each head size and format, each time with every kind
-    of batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
+    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the
+    products. Attention takes the commonest head size and format with all heads, then each head size
+    and format, each time with every kind of batch; blocks and windows take turns. Every further
+    combination would cost the time to compile three programs."""
     head_dims: Sequence[int] = HEAD_DIMS
     if bench.dry_run:
         head_dims = (64,)
@@ -120,15 +135,22 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
     for place, (head_dim, dtype) in enumerate(product(head_dims, DTYPES)):
         heads, block_size, window = grid[(7 * place + 1) % len(grid)]
         chosen.append((head_dim, dtype, heads, block_size, window))
-    for (head_dim, dtype, heads, block_size, window), (kind, some) in product(dict.fromkeys(chosen), ROWS.items()):
+    for (head_dim, dtype, heads, block_size, window), (kind, some) in product(
+        dict.fromkeys(chosen), ROWS.items()
+    ):
         rows = tuple(row for row in some if row.context <= DRY_CONTEXT or not bench.dry_run)
-        name = f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads"
+        name = (
+            f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, "
+            f"{heads[0]}/{heads[1]} heads"
+        )
         name += f", blocks of {block_size}"
         if window:
             name += f", window {window}"
         inputs = _attention_inputs(rows, heads, head_dim, block_size)
         attend = partial(paged_attention, scale=head_dim**-0.5, sliding_window=window)
-        yield GpuCase(name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1))
+        yield GpuCase(
+            name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1)
+        )
     if not bench.dry_run:  # the plain implementation has no rows to pad with
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
@@ -139,26 +161,40 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase(f"{operator}, {format_name(dtype)}", check)
 
 
-def _attention_inputs(rows: Sequence[AttentionRow], heads: tuple[int, int], head_dim: int, block_size: int) -> Inputs:
+def _attention_inputs(
+    rows: Sequence[AttentionRow], heads: tuple[int, int], head_dim: int, block_size: int
+) -> Inputs:
     def make(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
         num_heads, num_kv_heads = heads
-        batch = make_batch(rows, num_heads, num_kv_heads, head_dim, block_size=block_size, dtype=dtype, poisoned=True)
+        batch = make_batch(
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            poisoned=True,
+        )
         return batch.tensors
 
     return make
 
 
 def _check_padding(bench: GpuBench) -> Row:
-    """Rows of a CUDA graph that stand for nothing have no context: whatever they yield is a number."""
+    """Rows of a CUDA graph that stand for nothing have no context: whatever they yield is a
+    number."""
     rows = tuple(AttentionRow(1, context) for context in (40, 1, 1))
-    batch = make_batch(rows, 8, 2, 128, block_size=16, dtype=bench.dtype, device=bench.device, poisoned=True)
+    batch = make_batch(
+        rows, 8, 2, 128, block_size=16, dtype=bench.dtype, device=bench.device, poisoned=True
+    )
     batch.context_lengths[1] = 0
     found = batch.attend()
     return compared("paged_attention", found.isfinite().float(), torch.ones_like(found), 0.0)
 
 
 def _cache_write_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
-    """Keys and values as the model gives them: parts of one wide tensor; some tokens have no slot."""
+    """Keys and values as the model gives them: parts of one wide tensor; some tokens have no
+    slot."""
     tokens, heads, head_dim, blocks, block_size = 37, 2, 64, 6, 16
     fused = torch.randn(tokens, 3, heads, head_dim, generator=generator).to(dtype)
     slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
@@ -168,7 +204,9 @@ def _cache_write_inputs(dtype: torch.dtype, generator: torch.Generator) -> Seque
 
 def _copy_blocks_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     """A block that is copied from and to, as all sources are read before any is written."""
-    return torch.randn(2, 7, 2, 16, 64, generator=generator).to(dtype), torch.tensor([(0, 3), (3, 5), (1, 6)])
+    return torch.randn(2, 7, 2, 16, 64, generator=generator).to(dtype), torch.tensor(
+        [(0, 3), (3, 5), (1, 6)]
+    )
 
 
 def _staging_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
@@ -176,7 +214,12 @@ def _staging_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
     layers, blocks, block_size, head_dim = 2, 7, 16, 64
     filled = torch.randn(2, layers, blocks, 3, block_size, head_dim, generator=generator).to(dtype)
     sources, targets = torch.tensor([5, 0, 3]), torch.tensor([1, 6, 2])
-    return filled, torch.full((layers, 2, len(sources), 2, block_size, head_dim), torch.nan).to(dtype), sources, targets
+    return (
+        filled,
+        torch.full((layers, 2, len(sources), 2, block_size, head_dim), torch.nan).to(dtype),
+        sources,
+        targets,
+    )
 
 
 def _stage_and_restore(caches: Tensor, buffer: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
@@ -200,14 +243,21 @@ def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[T
 
 
 def _packed_products(rows: Tensor, bias: Tensor, *packed: Tensor) -> Tensor:
-    found = (packed_linear(rows, one, bias, len(bias), form) for one, form in zip(packed, _ROUNDED, strict=True))
+    found = (
+        packed_linear(rows, one, bias, len(bias), form)
+        for one, form in zip(packed, _ROUNDED, strict=True)
+    )
     return torch.cat(list(found), dim=-1)
 
 
 def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     tokens, hidden_size, inner, experts, chosen = 23, 64, 48, 6, 2
     hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype)
-    gate_up = torch.randn(experts, 2 * inner, hidden_size, generator=generator).div(hidden_size**0.5).to(dtype)
+    gate_up = (
+        torch.randn(experts, 2 * inner, hidden_size, generator=generator)
+        .div(hidden_size**0.5)
+        .to(dtype)
+    )
     down = torch.randn(experts, hidden_size, inner, generator=generator).div(inner**0.5).to(dtype)
     weights, picked = torch.rand(tokens, experts, generator=generator).topk(chosen)
     return hidden, weights, picked, gate_up, down
@@ -216,10 +266,16 @@ def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
 OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "cache_write": (
         _cache_write_inputs,
-        lambda caches, fused, slots: cache_write(fused[:, 1], fused[:, 2], caches[0], caches[1], slots),
+        lambda caches, fused, slots: cache_write(
+            fused[:, 1], fused[:, 2], caches[0], caches[1], slots
+        ),
         0,
     ),
-    "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs), 0),
+    "copy_blocks": (
+        _copy_blocks_inputs,
+        lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs),
+        0,
+    ),
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
     "packed_linear": (_packed_inputs, _packed_products, 1),
@@ -230,9 +286,14 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
 
 SAMPLED_VOCABULARY = 32003  # a prime number, as large as a small model's vocabulary
 SAMPLED_ROWS = 16  # requests of each setting
-_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+_PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+}
 _PROMPT_LENGTH = 4
-_LIKELIEST = 8  # a row's likeliest tokens are what penalties and biases are about: anything else would hardly show
+# a row's likeliest tokens are what penalties and biases are about: anything else would hardly show
+_LIKELIEST = 8
 
 SETTINGS: Mapping[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0),
@@ -245,7 +306,9 @@ SETTINGS: Mapping[str, SamplingParams] = {
     "penalties, greedy": SamplingParams(temperature=0.0, **_PENALTIES),
     "logit_bias": SamplingParams(logit_bias={7: 14.0, 20011: 13.0}),
     "min_tokens": SamplingParams(temperature=0.5, min_tokens=100),
-    "all of them": SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, min_tokens=100, **_PENALTIES),
+    "all of them": SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, min_tokens=100, **_PENALTIES
+    ),
 }
 
 
@@ -267,21 +330,30 @@ def _check_sampling(bench: GpuBench, batch: Sequence[SamplingParams]) -> Row:
     tokens, valid = found.tokens.cpu(), found.valid.cpu()
     differs = (valid != expected.valid) | (expected.valid & (tokens != expected.tokens))
     different = differs.nonzero()[:, 0].tolist()
-    return {"check": "sampling", "rows": len(batch), "different_rows": different, "ok": not different}
+    return {
+        "check": "sampling",
+        "rows": len(batch),
+        "different_rows": different,
+        "ok": not different,
+    }
 
 
 def random_logits(rows: int) -> Tensor:
-    """float32 [rows, vocabulary], of numbers that a bfloat16 model could give: the likeliest often tie."""
+    """float32 [rows, vocabulary], of numbers that a bfloat16 model could give: the likeliest often
+    tie."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, SAMPLED_VOCABULARY, generator=generator).mul(3.0).bfloat16().float()
 
 
 def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
-    """One token for each row, on the device of the logits, behind tokens that were the row's likeliest."""
+    """One token for each row, on the device of the logits, behind tokens that were the row's
+    likeliest."""
     states, staging = [], Staging(logits.device)
     for row, likely in enumerate(logits.nan_to_num().cpu().topk(_LIKELIEST).indices.tolist()):
         tokens = tuple(likely[:_PROMPT_LENGTH] + likely[2:] + likely[4:6])
-        begin = Begin(row, tokens, _PROMPT_LENGTH, row % 3, 7919 * row, batch[row], tuple(likely[:2]))
+        begin = Begin(
+            row, tokens, _PROMPT_LENGTH, row % 3, 7919 * row, batch[row], tuple(likely[:2])
+        )
         states.append(SamplingState(begin, SAMPLED_VOCABULARY))
     rows = SamplingRows.stage(states, [len(tokens) + row for row in range(len(states))], staging)
     staging.transfer()
@@ -289,20 +361,26 @@ def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
 
 
 WEIGHT_STANDARD_DEVIATION = 0.15
-"""Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
+"""Wider than at initialization, so that attention, norms and biases all leave their mark on the
+logits."""
 FLOAT32_TOLERANCE = 2e-3  # largest difference of a logit, in standard deviations of the logits
 BFLOAT16_TOLERANCE = 0.05
-"""Median difference: a rounding may send a token to another expert, and then some logits are quite different."""
-CHUNKS = (17, 17, 11, 1, 1, 1, 1)  # tokens of each step: a prompt in three pieces, then single tokens
+"""Median difference: a rounding may send a token to another expert, and then some logits are quite
+different."""
+# tokens of each step: a prompt in three pieces, then single tokens
+CHUNKS = (17, 17, 11, 1, 1, 1, 1)
 
 
 def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
-    """Each family in float32 and in the format that the device is used with; in a dry run two of them."""
+    """Each family in float32 and in the format that the device is used with; in a dry run two of
+    them."""
     families = list(FAMILIES)
     if bench.dry_run:
         families = [families[0], families[-1]]
     for family, dtype in product(families, (torch.float32, torch.bfloat16)):
-        yield GpuCase(f"family {family}, {format_name(dtype)}", partial(_check_family, bench, family, dtype))
+        yield GpuCase(
+            f"family {family}, {format_name(dtype)}", partial(_check_family, bench, family, dtype)
+        )
 
 
 def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
@@ -316,7 +394,9 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
         parameter.normal_(mean, WEIGHT_STANDARD_DEVIATION, generator=generator)
     decoder = empty_decoder(config, dtype, bench.device)
     decoder.load_state_dict(reference.state_dict())
-    tokens = torch.randint(0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1)
+    )
     with reference_operators():
         expected = stepwise_logits(reference, tokens)
     found = stepwise_logits(decoder, tokens.to(bench.device)).cpu()
@@ -325,7 +405,12 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
     if dtype == torch.float32:
         name, measured, tolerance = "largest_difference", float(difference.max()), FLOAT32_TOLERANCE
     unwanted = int((~found.isfinite()).sum())
-    row: Row = {"check": "family", name: measured, "tolerance": tolerance, "of_tolerance": measured / tolerance}
+    row: Row = {
+        "check": "family",
+        name: measured,
+        "tolerance": tolerance,
+        "of_tolerance": measured / tolerance,
+    }
     if unwanted:
         row |= {name: None, "of_tolerance": None}
     return row | {"unwanted_nans": unwanted, "ok": not unwanted and measured <= tolerance}
@@ -333,7 +418,8 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
 
 @torch.inference_mode()
 def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Logits of one sequence whose tokens come in CHUNKS, on shuffled blocks of a poisoned cache: [T, vocab_size]."""
+    """Logits of one sequence whose tokens come in CHUNKS, on shuffled blocks of a poisoned cache:
+    [T, vocab_size]."""
     config, device, block_size = decoder.config, tokens.device, 16
     num_blocks = -(-len(tokens) // block_size) + 2
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).to(device)
@@ -355,10 +441,12 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
 
 
 SPARSE = ("mixtral", "qwen3_moe")
-CHECKED = ("qwen3", "mistral", "qwen3_moe")  # one with norms of queries and keys, one with windows, one with experts
+# one with norms of queries and keys, one with windows, one with experts
+CHECKED = ("qwen3", "mistral", "qwen3_moe")
 PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
 OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
-"""Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""
+"""Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with
+single tokens."""
 GRAPHS, OVERLAP = "graph against eager", "overlapped against plain"
 
 
@@ -369,11 +457,16 @@ def engine_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[GpuCas
 
 
 def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
-    """Compare an engine's tokens without and with a mechanism. Equal tokens prove nothing if the mechanism did not run:
-    that is the row's `problem`."""
+    """Compare an engine's tokens without and with a mechanism. Equal tokens prove nothing if the
+    mechanism did not run: that is the row's `problem`."""
     answers = []
     for second in (False, True):
-        sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 * 2**20}
+        sizes = {
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "kv_cache_memory": 32 * 2**20,
+        }
         engine = shelf.get(family, dtype="float32", **sizes, eager=check == GRAPHS and not second)
         executor = engine.llm.engine.executor
         executor.max_in_flight = 1
@@ -387,13 +480,18 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
         fields["in_flight"] = executor.max_in_flight
     if facts is not None and check == GRAPHS:  # a dry run has no graphs
         fields["graphs"] = facts.graphs
-        # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
+        # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and
+        # cannot be captured.
         if facts.graphs == 0 and FAMILIES[family]["model_type"] not in SPARSE:
             problem = "no decode step was captured"
     elif facts is not None and executor.max_in_flight == 1:  # a CPU has nothing to gain by more
         problem = "steps were not overlapped"
     without, with_it = answers
-    different = [place for place, (one, other) in enumerate(zip(without, with_it, strict=True)) if one != other]
+    different = [
+        place
+        for place, (one, other) in enumerate(zip(without, with_it, strict=True))
+        if one != other
+    ]
     fields |= {"check": check, "requests": len(prompts), "different_requests": different}
     fields["ok"] = not different and problem is None
     if problem:

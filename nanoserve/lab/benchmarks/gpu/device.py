@@ -1,4 +1,5 @@
-"""The device that is measured: times of calls in turns and with cold caches, and what the device can do at best."""
+"""The device that is measured: times of calls in turns and with cold caches, and what the device
+can do at best."""
 
 import gc
 import math
@@ -15,9 +16,11 @@ from nanoserve.executor.start.model_loading import usable_gpu, use_writable_trit
 from nanoserve.lab.benchmarks.floors import Limits
 from nanoserve.lab.benchmarks.rounds import rotated
 
-FLUSH_BYTES = 2**30  # read before every timed call, once or more: many times the largest level-2 cache
+# read before every timed call, once or more: many times the largest level-2 cache
+FLUSH_BYTES = 2**30
 MOST_FLUSHES = 16  # a call that waits for the device itself needs no more
-_LEAD = 2.0  # the device is kept busy for this many times the time that the host takes to launch the call
+# the device is kept busy for this many times the time that the host takes to launch the call
+_LEAD = 2.0
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 _FEWEST_TURNS, _MOST_TURNS = 5, 30
@@ -28,7 +31,8 @@ INSTEAD = "try it on the CPU with --dry-run"
 
 Call = Callable[[], object]
 Clock = Callable[[Call, float], Callable[[], float]]
-"""Starts a call, of which the host's launch seconds are given, and returns what waits for its seconds."""
+"""Starts a call, of which the host's launch seconds are given, and returns what waits for its
+seconds."""
 
 
 class TimeSpread(msgspec.Struct, frozen=True):
@@ -55,9 +59,10 @@ def time_on_host(call: Call, launch_seconds: float) -> Callable[[], float]:
 
 
 class EventClock:
-    """CUDA events around a call whose inputs no cache holds, and which the host has launched by then. A call of many
-    small kernels (blocks of several layers, one after another) takes the host longer than the device: timed from an
-    idle device it would show the host. So the device first reads for longer than the launching takes."""
+    """CUDA events around a call whose inputs no cache holds, and which the host has launched by
+    then. A call of many small kernels (blocks of several layers, one after another) takes the host
+    longer than the device: timed from an idle device it would show the host. So the device first
+    reads for longer than the launching takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLUSH_BYTES // 4, device=device)
@@ -70,11 +75,13 @@ class EventClock:
         return _between_events(call)
 
     def _flush(self) -> None:
-        self._numbers.amax()  # reading, so that the cache is left without lines that the call would have to write back
+        # reading, so that the cache is left without lines that the call would have to write back
+        self._numbers.amax()
 
 
 def flushes_needed(launch_seconds: float, flush_seconds: float) -> int:
-    """How many flushes keep the device busy until the host has surely launched a call behind them."""
+    """How many flushes keep the device busy until the host has surely launched a call behind
+    them."""
     return min(MOST_FLUSHES, max(1, math.ceil(_LEAD * launch_seconds / flush_seconds)))
 
 
@@ -94,7 +101,8 @@ def _between_events(call: Call) -> Callable[[], float]:
 
 @torch.inference_mode()
 def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> dict[str, TimeSpread]:
-    """A B C, B C A, C A B ...: each route's times, after calls that warm it up and are not counted."""
+    """A B C, B C A, C A B ...: each route's times, after calls that warm it up and are not
+    counted."""
     estimate, launch_seconds = 0.0, {}
     for name, call in routes.items():
         for _ in range(_WARM_UP_CALLS):
@@ -110,11 +118,14 @@ def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> di
     for turn in range(turns):
         for name in rotated(routes, turn):
             pending[name].append(clock(routes[name], launch_seconds[name]))
-    return {name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()}
+    return {
+        name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()
+    }
 
 
 class GpuBench:
-    """A device, its clock and its limits. In a dry run the CPU stands in for the GPU, and no figure means anything."""
+    """A device, its clock and its limits. In a dry run the CPU stands in for the GPU, and no figure
+    means anything."""
 
     def __init__(self, device: torch.device, *, dry_run: bool) -> None:
         self.device, self.dry_run = device, dry_run
@@ -124,7 +135,8 @@ class GpuBench:
 
     @classmethod
     def open(cls, *, dry_run: bool) -> "GpuBench":
-        """The GPU of this process, or the CPU. Raises UsageError if there is no GPU that the kernels run on."""
+        """The GPU of this process, or the CPU. Raises UsageError if there is no GPU that the
+        kernels run on."""
         if dry_run:
             return cls(torch.device("cpu"), dry_run=True)
         device = usable_gpu(None, asked="bench gpu", instead=INSTEAD)
@@ -145,14 +157,15 @@ class GpuBench:
         }
 
     def give_back(self) -> bool:
-        """Give memory that torch keeps for nothing back to the device; False if the device, or what is left of torch
-        after an error, cannot even do that: only a new process can go on then."""
+        """Give memory that torch keeps for nothing back to the device; False if the device, or what
+        is left of torch after an error, cannot even do that: only a new process can go on then."""
         try:
             self.synchronize()
             gc.collect()
             if not self.dry_run:
                 torch.cuda.empty_cache()
-        except RuntimeError:  # a kernel's error stays until the process ends, as does an allocator's failed recording
+        # a kernel's error stays until the process ends, as does an allocator's failed recording
+        except RuntimeError:
             return False
         return True
 
@@ -162,21 +175,25 @@ class GpuBench:
             torch.cuda.synchronize(self.device)
 
     def times(self, routes: Mapping[str, Call]) -> dict[str, TimeSpread]:
-        """Times of these routes, which take turns. The memory that the clock reads is held no longer."""
+        """Times of these routes, which take turns. The memory that the clock reads is held no
+        longer."""
         if self.dry_run:
             return take_turns(routes, time_on_host, dry_run=True)
         return take_turns(routes, EventClock(self.device), dry_run=False)
 
     @cached_property
     def limits(self) -> Limits:
-        """The fastest copy within the device's memory (bytes read plus bytes written), and the fastest product of two
-        square matrices of random numbers (two operations for each multiply-add), measured now."""
+        """The fastest copy within the device's memory (bytes read plus bytes written), and the
+        fastest product of two square matrices of random numbers (two operations for each
+        multiply-add), measured now."""
         copied, size = COPY_BYTES, PRODUCT_SIZE
         if self.dry_run:
             copied, size = _DRY_COPY_BYTES, _DRY_PRODUCT_SIZE
         source = torch.ones(copied // 4, device=self.device)
         target = torch.empty_like(source)
         factor = torch.randn(size, size, device=self.device).to(self.dtype)
-        times = self.times({"copy": lambda: target.copy_(source), "product": lambda: factor @ factor})
+        times = self.times(
+            {"copy": lambda: target.copy_(source), "product": lambda: factor @ factor}
+        )
         copy_seconds, product_seconds = times["copy"].low / 1e6, times["product"].low / 1e6
         return Limits(2 * copied / copy_seconds, 2 * size**3 / product_seconds)

@@ -1,4 +1,5 @@
-"""The engine with random weights of real shapes, against the floor of the same run and against transformers.
+"""The engine with random weights of real shapes, against the floor of the same run and against
+transformers.
 
 Decode steps also run under torch's profiler, whose trace is JSON with times in microseconds.
 """
@@ -41,7 +42,8 @@ OpenEngine = Callable[[], TimedEngine]
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """The small model in every way, then the larger ones; transformers before the largest, in case time runs out."""
+    """The small model in every way, then the larger ones; transformers before the largest, in case
+    time runs out."""
     with closing(EngineShelf(bench)) as shelf:
         measuring = EngineBench(bench, shelf)
         yield from measuring.model_cases(SMALL, measuring.batch)
@@ -55,7 +57,8 @@ class EngineBench:
 
     def __init__(self, bench: GpuBench, shelf: EngineShelf) -> None:
         self._bench, self._shelf = bench, shelf
-        # Tokens of requests that are timed or traced, of the prompt in one step, and requests at a time in the preset.
+        # Tokens of requests that are timed or traced, of the prompt in one step, and requests at a
+        # time in the preset.
         self._prompt, self._output, self._long_prompt, self.batch = 512, 256, LONGEST_PROMPT, 256
         self._preset = PRESETS[PRESET]
         if bench.dry_run:
@@ -70,14 +73,21 @@ class EngineBench:
         decode, prefill = StepWork.of([middle]), StepWork.of(chunks=[(0, length)])
         measures: dict[str, Callable[..., Row]] = {
             "opening": self._measure_opening,
-            "decode, batch 1": partial(self._measure_alone, "tpot", decode, self._prompt, self._output),
+            "decode, batch 1": partial(
+                self._measure_alone, "tpot", decode, self._prompt, self._output
+            ),
             "prefill": partial(self._measure_alone, "ttft", prefill, length, 1),
             "steps of batch 1": partial(self._trace, 1),
         }
         if model == SMALL:
-            measures |= {"steps of a full batch": partial(self._trace, self.batch), "preset": self._measure_preset}
+            measures |= {
+                "steps of a full batch": partial(self._trace, self.batch),
+                "preset": self._measure_preset,
+            }
         for name, measure in measures.items():
-            yield GpuCase(f"{model}: {name}", partial(measure, partial(self._open, model, max_num_seqs)))
+            yield GpuCase(
+                f"{model}: {name}", partial(measure, partial(self._open, model, max_num_seqs))
+            )
 
     def _open(self, model: str, max_num_seqs: int) -> TimedEngine:
         longest = max(self._long_prompt, self._preset.input_range[1] + self._preset.output_range[1])
@@ -109,12 +119,20 @@ class EngineBench:
         memory = {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
         return fields | memory | dataclasses.asdict(engine.llm.built.gpu)
 
-    def _measure_alone(self, metric: str, step: StepWork, prompt: int, output: int, open_engine: OpenEngine) -> Row:
-        """One request after another, the first of which warms up and is left out, against the floor of a step.
-        `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token."""
+    def _measure_alone(
+        self, metric: str, step: StepWork, prompt: int, output: int, open_engine: OpenEngine
+    ) -> Row:
+        """One request after another, the first of which warms up and is left out, against the floor
+        of a step. `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first
+        token."""
         engine = open_engine()
-        config, cost = engine.llm.built.model, ModelCost(engine.llm.built.model, self._bench.dtype.itemsize)
-        prompts = [random_prompts([prompt], config.vocab_size, seed) for seed in range(_REPEATS + 1)]
+        config, cost = (
+            engine.llm.built.model,
+            ModelCost(engine.llm.built.model, self._bench.dtype.itemsize),
+        )
+        prompts = [
+            random_prompts([prompt], config.vocab_size, seed) for seed in range(_REPEATS + 1)
+        ]
         runs = [engine.driver.run(one, [output]) for one in prompts]
         spread = TimeSpread.of([getattr(run.timings[0], metric) or 0.0 for run in runs[1:]])
         floor_us = 1e6 * cost.floor_seconds(step, self._bench.limits)
@@ -129,14 +147,19 @@ class EngineBench:
         }
 
     def _trace(self, batch: int, open_engine: OpenEngine) -> Row:
-        """`step_us` without the profiler, the trace's summary, and what is idle when the work that the trace saw is
-        held against steps without the profiler, whose own cost lies on the host."""
+        """`step_us` without the profiler, the trace's summary, and what is idle when the work that
+        the trace saw is held against steps without the profiler, whose own cost lies on the
+        host."""
         engine = open_engine()
         with _decoding(engine, batch, self._prompt) as inner:
             _take(inner, _SETTLING_STEPS)
             unprofiled = TimeSpread.of(_take(inner, _TIMED_STEPS))
             found = summarize_trace(_trace_events(self._bench, inner))
-        fields: Row = {"batch": batch, "unprofiled_step_us": unprofiled, "overlaps": engine.in_flight > 1}
+        fields: Row = {
+            "batch": batch,
+            "unprofiled_step_us": unprofiled,
+            "overlaps": engine.in_flight > 1,
+        }
         if found is None:
             return fields
         idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
@@ -163,9 +186,9 @@ class EngineBench:
         }
 
     def measure_transformers(self) -> Row:
-        """The preset by transformers' continuous batching, on a random model of this shape, warmed up. What is left
-        after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until then, too low
-        by what others had begun, and `cut` is true."""
+        """The preset by transformers' continuous batching, on a random model of this shape, warmed
+        up. What is left after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the
+        requests that ended until then, too low by what others had begun, and `cut` is true."""
         self._shelf.close()  # both engines take what memory there is
         if self._bench.dry_run:
             raise CannotRun("needs a GPU")
@@ -173,17 +196,25 @@ class EngineBench:
             import transformers
             from transformers.generation.continuous_batching.utils import WorkloadHints
         except ImportError as error:
-            raise CannotRun(f"transformers' continuous batching is not importable ({error})") from error
+            raise CannotRun(
+                f"transformers' continuous batching is not importable ({error})"
+            ) from error
         library = cast(Any, transformers)  # which is typed in part
         config = dict(published_shapes()[SMALL])
         prompts, lengths = self._preset_work(config["vocab_size"])
         hf_config = library.AutoConfig.for_model(config.pop("model_type"), **config)
         with self._bench.device:
             from_config = library.AutoModelForCausalLM.from_config
-            model = from_config(hf_config, dtype=self._bench.dtype, attn_implementation="sdpa").eval()
-        generation = library.GenerationConfig(max_new_tokens=max(lengths), do_sample=False, eos_token_id=-1)
+            model = from_config(
+                hf_config, dtype=self._bench.dtype, attn_implementation="sdpa"
+            ).eval()
+        generation = library.GenerationConfig(
+            max_new_tokens=max(lengths), do_sample=False, eos_token_id=-1
+        )
         hints: Any = WorkloadHints(
-            max_prompt_length=max(map(len, prompts)), max_generated_length=max(lengths), num_requests=len(prompts)
+            max_prompt_length=max(map(len, prompts)),
+            max_generated_length=max(lengths),
+            num_requests=len(prompts),
         )
         with model.continuous_batching_context_manager(
             generation_config=generation, block=True, timeout=10, workload_hints=hints
@@ -193,7 +224,8 @@ class EngineBench:
             done = _collect(manager, prompts, lengths)
             seconds = time.perf_counter() - began
             if cut := len(done) < len(prompts):
-                manager.stop(block=True, timeout=10, hard_stop=True)  # leaving would wait for all requests
+                # leaving would wait for all requests
+                manager.stop(block=True, timeout=10, hard_stop=True)
             attention = model.config._attn_implementation
         return {
             "output_tokens_per_s": sum(done) / seconds,
@@ -236,12 +268,14 @@ class _Work(NamedTuple):
 
 
 def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Summarize the events of a trace; None unless at least two of its steps launched kernels, as on a CPU.
+    """Summarize the events of a trace; None unless at least two of its steps launched kernels, as
+    on a CPU.
 
-    A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
-    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended. "step_us"
-    is the median time from the first kernel of a step to the first of the next. Shares are of all time: "busy" with any
-    work, "idle_between_steps" from the last work of a step to the next one's first kernel, "idle_within_steps" else.
+    A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler
+    gives both; those of a CUDA graph have the one of the graph's launch. The last step is left out:
+    nothing says when it ended. "step_us" is the median time from the first kernel of a step to the
+    first of the next. Shares are of all time: "busy" with any work, "idle_between_steps" from the
+    last work of a step to the next one's first kernel, "idle_within_steps" else.
     """
     steps = [step for step in _work_of_steps(list(events)) if any(work.is_kernel for work in step)]
     if len(steps) < 2:
@@ -250,14 +284,18 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | N
     total, last = starts[-1] - starts[0], len(steps) - 1
     whole = sorted(work for step in steps for work in step)
     ends = [max(work.end for work in step) for step in steps[:last]]
-    between = sum(_idle(whole, ended, following) for ended, following in zip(ends, starts[1:], strict=True))
+    between = sum(
+        _idle(whole, ended, following) for ended, following in zip(ends, starts[1:], strict=True)
+    )
     idle = _idle(whole, starts[0], starts[-1])
     kernels = [work.end - work.start for step in steps[:last] for work in step if work.is_kernel]
     return {
         "steps": last,
         "kernels_per_step": len(kernels) / last,
         "kernel_us": statistics.fmean(kernels),
-        "step_us": statistics.median(after - before for before, after in itertools.pairwise(starts)),
+        "step_us": statistics.median(
+            after - before for before, after in itertools.pairwise(starts)
+        ),
         "busy": 1 - idle / total,
         "idle_between_steps": between / total,
         "idle_within_steps": (idle - between) / total,
@@ -272,20 +310,29 @@ def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
 
     launches = (event for event in events if event.get("cat") in _LAUNCH_KINDS and "dur" in event)
     launched = {correlation(event): event["ts"] for event in launches}
-    marked = [event for event in events if event.get("name") == STEP_MARK and event.get("cat") == "user_annotation"]
-    steps: dict[float, list[_Work]] = {mark["ts"]: [] for mark in sorted(marked, key=lambda mark: mark["ts"])}
+    marked = [
+        event
+        for event in events
+        if event.get("name") == STEP_MARK and event.get("cat") == "user_annotation"
+    ]
+    steps: dict[float, list[_Work]] = {
+        mark["ts"]: [] for mark in sorted(marked, key=lambda mark: mark["ts"])
+    }
     for event in events:
         at = launched.get(correlation(event))
         if at is None or event.get("cat") not in _DEVICE_KINDS:
             continue
         for mark in marked:
             if mark["ts"] <= at <= mark["ts"] + mark["dur"]:
-                steps[mark["ts"]].append(_Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel"))
+                steps[mark["ts"]].append(
+                    _Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel")
+                )
     return list(steps.values())
 
 
 def _idle(work: Sequence[_Work], start: float, end: float) -> float:
-    """Microseconds from start to end in which none of the work, which is sorted by its start, goes on."""
+    """Microseconds from start to end in which none of the work, which is sorted by its start, goes
+    on."""
     idle, known = 0.0, start
     for one in work:
         idle += max(0.0, min(one.start, end) - known)
@@ -339,5 +386,7 @@ def _trace_events(bench: GpuBench, engine: Engine) -> list[dict[str, Any]]:
     with temporary_directory() as directory:
         path = directory / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        events: list[dict[str, Any]] = json.loads(
+            path.read_text(encoding="utf-8", errors="replace")
+        )["traceEvents"]
         return events

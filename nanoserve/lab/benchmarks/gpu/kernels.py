@@ -1,7 +1,7 @@
 """The kernels against the floor of the same run and against their peers, in turns.
 
-torch's attention knows no paged cache: it is given keys and values in one piece, and gathering them is timed apart.
-That flatters it; FlashInfer reads the same paged cache as our kernels.
+torch's attention knows no paged cache: it is given keys and values in one piece, and gathering them
+is timed apart. That flatters it; FlashInfer reads the same paged cache as our kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +16,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.lab.benchmarks.floors import Limits
-from nanoserve.lab.benchmarks.gpu.attention import AttentionCall, AttentionRow, decode_rows, make_batch
+from nanoserve.lab.benchmarks.gpu.attention import (
+    AttentionCall,
+    AttentionRow,
+    decode_rows,
+    make_batch,
+)
 from nanoserve.lab.benchmarks.gpu.cases import CannotRun, GpuCase, Row, reason
 from nanoserve.lab.benchmarks.gpu.device import Call, GpuBench, TimeSpread
 from nanoserve.models.dtypes import format_name
-from triton_ops import cache_write, copy_blocks, gather_blocks, pack, packed_linear, round_to_nearest, scatter_blocks
+from triton_ops import (
+    cache_write,
+    copy_blocks,
+    gather_blocks,
+    pack,
+    packed_linear,
+    round_to_nearest,
+    scatter_blocks,
+)
 
 OURS = "nanoserve"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
-GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}  # query heads of one key-value head: how many heads of each kind there are
+# query heads of one key-value head: how many heads of each kind there are
+GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}
 _MIXED = decode_rows(32, 2048) + (AttentionRow(512, 2048), AttentionRow(1024, 1024))
 BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
@@ -47,9 +61,10 @@ _SMALLER_BY = 64  # sizes are divided by this in a dry run
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """The moves, then attention as in prompts, in decoding, and mixed, then products with integers. The moves take a
-    moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention), which may use up the
-    budget, so what has a target comes before what has none."""
+    """The moves, then attention as in prompts, in decoding, and mixed, then products with integers.
+    The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer
+    (flex_attention), which may use up the budget, so what has a target comes before what has
+    none."""
     scale = 1
     if bench.dry_run:
         scale = _SMALLER_BY
@@ -57,19 +72,29 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
     yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
     yield GpuCase("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
     yield GpuCase("copy_blocks 2048 blocks", partial(_measure_copy_blocks, bench, 2048 // scale))
-    yield GpuCase(f"gather_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=False))
-    yield GpuCase(f"scatter_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=True))
+    yield GpuCase(
+        f"gather_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=False)
+    )
+    yield GpuCase(
+        f"scatter_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=True)
+    )
     for size, group, full in BATCHES:
-        small = tuple(AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in full)
+        small = tuple(
+            AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in full
+        )
         name = f"{size}, GQA {group}, head_dim {HEAD_DIM}"
         yield GpuCase(name, partial(_measure_attention, bench, small, *GROUPS[group]))
     for bits, some in product((4, 8), PRODUCT_ROWS):
         case = f"product int{bits}, {some} x {PRODUCT[1]} x {PRODUCT[0]}, groups of 128"
-        yield GpuCase(case, partial(_measure_product, bench, bits, some, [size // scale for size in PRODUCT]))
+        yield GpuCase(
+            case, partial(_measure_product, bench, bits, some, [size // scale for size in PRODUCT])
+        )
 
 
 @torch.inference_mode()
-def _measure_attention(bench: GpuBench, rows: Sequence[AttentionRow], heads: int, kv_heads: int) -> Row:
+def _measure_attention(
+    bench: GpuBench, rows: Sequence[AttentionRow], heads: int, kv_heads: int
+) -> Row:
     sizes = (heads, kv_heads, HEAD_DIM)
     batch = make_batch(rows, *sizes, block_size=BLOCK_SIZE, dtype=bench.dtype, device=bench.device)
     peers, absent = find_peers(batch)
@@ -88,10 +113,13 @@ def _difference(found: Tensor, expected: Tensor) -> float | None:
     return float(largest) if bool(largest.isfinite()) else None
 
 
-def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> Row:
-    """A row: each route's times, ours against the limits, and how many times as long the others take.
-    `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations, over
-    the measured limits; `of_floor` is the larger of the two: the least possible time over ours."""
+def measured_fields(
+    times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int
+) -> Row:
+    """A row: each route's times, ours against the limits, and how many times as long the others
+    take. `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted
+    bytes and operations, over the measured limits; `of_floor` is the larger of the two: the least
+    possible time over ours."""
     ours = times[OURS].us
     seconds = ours / 1e6
     return {
@@ -107,9 +135,12 @@ def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: 
 
 
 def moved_fields(bench: GpuBench, tokens: int, ours: Call, indexing: Call) -> Row:
-    """A row for the keys and values of ``tokens`` tokens, each read once and written once, against torch's indexing."""
+    """A row for the keys and values of ``tokens`` tokens, each read once and written once, against
+    torch's indexing."""
     num_bytes = 2 * 2 * tokens * KV_HEADS * HEAD_DIM * bench.dtype.itemsize
-    return measured_fields(bench.times({OURS: ours, "torch indexing": indexing}), bench.limits, num_bytes, 0)
+    return measured_fields(
+        bench.times({OURS: ours, "torch indexing": indexing}), bench.limits, num_bytes, 0
+    )
 
 
 def _caches(bench: GpuBench, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +152,9 @@ def _caches(bench: GpuBench, num_blocks: int) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def _measure_cache_write(bench: GpuBench, tokens: int) -> Row:
     keys, values = _caches(bench, 2 * -(-tokens // BLOCK_SIZE))
-    key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=bench.device).to(bench.dtype).unbind()
+    key, value = (
+        torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=bench.device).to(bench.dtype).unbind()
+    )
     slots = torch.randperm(len(keys) * BLOCK_SIZE, device=bench.device)[:tokens]
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
 
@@ -147,7 +180,8 @@ def _measure_copy_blocks(bench: GpuBench, blocks: int) -> Row:
 
 @torch.inference_mode()
 def _measure_staging(bench: GpuBench, blocks: int, *, back: bool) -> Row:
-    """Blocks of several layers into one buffer on the device, or back; torch indexes layer by layer."""
+    """Blocks of several layers into one buffer on the device, or back; torch indexes layer by
+    layer."""
     layers = [_caches(bench, 2 * blocks) for _ in range(STAGED_LAYERS)]
     keys, values = [key for key, _ in layers], [value for _, value in layers]
     chosen = torch.randperm(2 * blocks, device=bench.device)[:blocks]
@@ -172,7 +206,8 @@ def _measure_staging(bench: GpuBench, blocks: int, *, back: bool) -> Row:
 
 @torch.inference_mode()
 def _measure_product(bench: GpuBench, bits: int, num_rows: int, sizes: Sequence[int]) -> Row:
-    """Rows times integers in 4 or 8 bits, against torch's product with the same matrix in the rows' dtype."""
+    """Rows times integers in 4 or 8 bits, against torch's product with the same matrix in the rows'
+    dtype."""
     outputs, columns = sizes
     weight = torch.randn(outputs, columns, device=bench.device)
     quantized = round_to_nearest(weight, bits, min(128, columns))
@@ -192,8 +227,8 @@ FLASHINFER_WORKSPACE = 256 * 2**20
 
 
 def find_peers(batch: AttentionCall) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Try each peer once. Returns the working peers as calls that return the result as our operator does, and the
-    reasons why other peers are absent."""
+    """Try each peer once. Returns the working peers as calls that return the result as our operator
+    does, and the reasons why other peers are absent."""
     ready: dict[str, Callable[[], Tensor]] = {}
     absent: dict[str, str] = {}
     for name, make in _MAKERS.items():
@@ -205,7 +240,8 @@ def find_peers(batch: AttentionCall) -> tuple[dict[str, Callable[[], Tensor]], d
                 torch.cuda.synchronize(batch.query.device)
         except CannotRun as error:
             absent[name] = str(error)
-        except Exception as error:  # a peer's failure is its own: torch says no kernel, a package misses its compiler
+        # a peer's failure is its own: torch says no kernel, a package misses its compiler
+        except Exception as error:
             absent[name] = reason(error)
         else:
             ready[name] = call
@@ -213,7 +249,8 @@ def find_peers(batch: AttentionCall) -> tuple[dict[str, Callable[[], Tensor]], d
 
 
 def _dense(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [rows, num_heads, queries, head_dim], and key and value [rows, num_kv_heads, context, head_dim]."""
+    """Query [rows, num_heads, queries, head_dim], and key and value [rows, num_kv_heads, context,
+    head_dim]."""
     if batch.is_ragged:
         raise CannotRun("takes no rows of different lengths")
     key, value = batch.gathered()
@@ -223,7 +260,8 @@ def _dense(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flat(attended: Tensor) -> Tensor:
-    """[rows, num_heads, queries, head_dim] as our operator gives it: [tokens, num_heads * head_dim]."""
+    """[rows, num_heads, queries, head_dim] as our operator gives it: [tokens, num_heads *
+    head_dim]."""
     return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -233,12 +271,15 @@ def _sdpa(backend: SDPBackend, batch: AttentionCall) -> Callable[[], Tensor]:
         backend = SDPBackend.MATH
     given = query
     settings: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-    if batch.is_decode:  # the heads of a key-value head as its queries: faster than repeating keys, and without a mask
+    # the heads of a key-value head as its queries: faster than repeating keys, and without a mask
+    if batch.is_decode:
         given, settings = query.view(len(query), key.shape[1], -1, query.shape[-1]), {}
 
     def attend() -> Tensor:
         with sdpa_kernel(backend):
-            return _flat(scaled_dot_product_attention(given, key, value, **settings).reshape(query.shape))
+            return _flat(
+                scaled_dot_product_attention(given, key, value, **settings).reshape(query.shape)
+            )
 
     return attend
 
@@ -252,7 +293,9 @@ def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     mask = None
     if not batch.is_decode:
         device = str(query.device)
-        mask = create_block_mask(lambda _b, _h, q, k: k <= q, None, None, query.shape[2], key.shape[2], device=device)
+        mask = create_block_mask(
+            lambda _b, _h, q, k: k <= q, None, None, query.shape[2], key.shape[2], device=device
+        )
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: _flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 
@@ -269,11 +312,15 @@ def _flashinfer(batch: AttentionCall) -> Callable[[], Tensor]:
     heads = (batch.query.shape[1], num_kv_heads, head_dim, block_size)
     pages = (ends.to(device), indices, last)
     if batch.is_decode:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True
+        )
         wrapper.plan(*pages, *heads, q_data_type=dtype, kv_data_type=dtype)
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(batch.query_starts, *pages, *heads, causal=True, q_data_type=dtype, kv_data_type=dtype)
+        wrapper.plan(
+            batch.query_starts, *pages, *heads, causal=True, q_data_type=dtype, kv_data_type=dtype
+        )
     return lambda: wrapper.run(batch.query, (batch.key_cache, batch.value_cache)).flatten(1)
 
 
@@ -281,7 +328,9 @@ def _flash_attention(batch: AttentionCall) -> Callable[[], Tensor]:
     library = _import("flash_attn", batch)
     query, key, value = (one.transpose(1, 2).contiguous() for one in _dense(batch))
     if batch.is_decode:
-        attend = partial(library.flash_attn_with_kvcache, query, key, value, cache_seqlens=batch.context_lengths)
+        attend = partial(
+            library.flash_attn_with_kvcache, query, key, value, cache_seqlens=batch.context_lengths
+        )
     else:
         attend = partial(library.flash_attn_func, query, key, value, causal=True)
     return lambda: attend().flatten(2).flatten(0, 1)

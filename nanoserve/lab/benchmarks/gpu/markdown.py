@@ -1,4 +1,5 @@
-"""The results of a run as tables in Markdown, with targets for an H200, which are never asserted."""
+"""The results of a run as tables in Markdown, with targets for an H200, which are never
+asserted."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +30,8 @@ class Target(msgspec.Struct, frozen=True):
     remark: str = ""
 
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
-        """The row of the target, from the rows of all parts by the name of their case. `share` is measured over wanted,
-        or wanted over measured where less is better."""
+        """The row of the target, from the rows of all parts by the name of their case. `share` is
+        measured over wanted, or wanted over measured where less is better."""
         wanted = f"at least {self.bound:g}"
         if self.most:
             wanted = f"at most {self.bound:g}"
@@ -38,7 +39,11 @@ class Target(msgspec.Struct, frozen=True):
             wanted += f" (aim {self.aim:g})"
         nothing = {"measured": None, "share": None, "verdict": "not measured"}
         found: dict[str, Any] = {"target": self.name, "wanted": wanted, **nothing}
-        figures = [Column("", self.field).value(rows.get(case, {})) for case in (self.case, self.over) if case]
+        figures = [
+            Column("", self.field).value(rows.get(case, {}))
+            for case in (self.case, self.over)
+            if case
+        ]
         if None in figures:  # a row is missing, or its case failed
             return found
         measured = float(figures[0])
@@ -60,7 +65,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 with Path(__file__).with_name("targets.csv").open(encoding="utf-8", newline="") as _table:
-    _STATED = [{name: value for name, value in row.items() if value} for row in csv.DictReader(_table)]
+    _STATED = [
+        {name: value for name, value in row.items() if value} for row in csv.DictReader(_table)
+    ]
 TARGETS = msgspec.convert(_STATED, list[Target], strict=False)
 
 
@@ -81,15 +88,22 @@ _DIFFERENCES = (
     "different_rows",
 )
 """Fields that the row of a failed check may report."""
-_CHECKS = columns(("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share")))
+_CHECKS = columns(
+    ("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share"))
+)
 _KERNEL_COLUMNS = columns(
-    ("", ("kernel", "case"), ("us (low-high)", "spread")), (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor")
+    ("", ("kernel", "case"), ("us (low-high)", "spread")),
+    (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor"),
 )
 _ENGINE_COLUMNS = {
     "decode, batch 1": columns(
-        ("", ("decoding at batch 1", "case")), (",.1f", ("tokens/s", "tokens_per_s")), (".0%", "of_floor")
+        ("", ("decoding at batch 1", "case")),
+        (",.1f", ("tokens/s", "tokens_per_s")),
+        (".0%", "of_floor"),
     ),
-    "prefill": columns(("", ("prefill", "case")), (",.0f", ("tokens/s", "tokens_per_s")), (".0%", "of_floor")),
+    "prefill": columns(
+        ("", ("prefill", "case")), (",.0f", ("tokens/s", "tokens_per_s")), (".0%", "of_floor")
+    ),
     "steps of": columns(
         ("", ("steps", "case")),
         (",.0f", ("us per step, unprofiled", "unprofiled_step_us.us")),
@@ -113,14 +127,20 @@ _ENGINE_COLUMNS = {
     ),
 }
 """The columns for each kind of case, by the words behind the model's name."""
-_TARGET_COLUMNS = columns(("", "target", "wanted"), (".2f", "measured"), ("", "verdict", ("beside it", "remark")))
+_TARGET_COLUMNS = columns(
+    ("", "target", "wanted"), (".2f", "measured"), ("", "verdict", ("beside it", "remark"))
+)
 
 
 def to_markdown(results: Document) -> str:
     """Head, checks, kernels, engine and targets, as far as they were run, and the verdict."""
     parts: Mapping[str, Row] = results["parts"]
     blocks = list(_head(results))
-    for part, tables in {"correctness": _correctness, "kernels": _kernels, "engine": _engine}.items():
+    for part, tables in {
+        "correctness": _correctness,
+        "kernels": _kernels,
+        "engine": _engine,
+    }.items():
         if part in parts:
             blocks += tables(parts[part])
     heading = f"Targets, set for an {TARGET_DEVICE}"
@@ -157,7 +177,10 @@ def _head(results: Document) -> Iterator[str]:
     sizes = {"multiprocessors": "multiprocessors", "memory_gib": "GiB", "l2_mib": "MiB of L2"}
     size = "".join(f", {device[key]} {unit}" for key, unit in sizes.items() if key in device)
     software = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    yield f"{device.get('name', 'unknown device')}{size}; {software}; commit {results['commit']}; {results['date']}."
+    yield (
+        f"{device.get('name', 'unknown device')}{size}; {software}; commit {results['commit']}; "
+        f"{results['date']}."
+    )
     yield f"`{next(iter(results['parts'].values()))['command']}`"
     if unfinished := [name for name, part in results["parts"].items() if not part["complete"]]:
         yield f"Interrupted, and not complete: {', '.join(unfinished)}."
@@ -165,7 +188,8 @@ def _head(results: Document) -> Iterator[str]:
 
 def _correctness(part: Row) -> Iterator[str]:
     kinds: dict[str, list[Row]] = {}
-    for row in part["rows"]:  # a failed row has no fields but its name, whose first words say what it was
+    # a failed row has no fields but its name, whose first words say what it was
+    for row in part["rows"]:
         kinds.setdefault(row.get("check") or row["case"].partition(",")[0], []).append(row)
     table = [
         {
@@ -173,18 +197,27 @@ def _correctness(part: Row) -> Iterator[str]:
             "right": sum(row.get("ok") is True for row in some),
             "wrong": sum(row.get("ok") is False or "error" in row for row in some),
             "not_run": sum("skipped" in row for row in some),
-            "share": max((row["of_tolerance"] for row in some if row.get("of_tolerance") is not None), default=None),
+            "share": max(
+                (row["of_tolerance"] for row in some if row.get("of_tolerance") is not None),
+                default=None,
+            ),
         }
         for kind, some in kinds.items()
     ]
     yield "Correctness"
     yield markdown_table(_CHECKS, table)
-    if told := [row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT]:
+    if told := [
+        row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT
+    ]:
         yield "\n".join(f"* {row['case']}: {_complaint(row)}" for row in told)
 
 
 def _complaint(row: Row) -> str:
-    found = [f"{name.replace('_', ' ')} {row[name]}" for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
+    found = [
+        f"{name.replace('_', ' ')} {row[name]}"
+        for name in _DIFFERENCES
+        if row.get(name) not in (None, 0, [])
+    ]
     found += [row[name] for name in ("problem", "error", "skipped") if row.get(name)]
     return ", ".join(found)
 
@@ -200,7 +233,9 @@ def _kernels(part: Row) -> Iterator[str]:
     peer_columns = [Column(peer, f"slower.{peer}", ".2f") for peer in peers]
     yield markdown_table(_KERNEL_COLUMNS + peer_columns, rows)
     yield from _beyond_floor(part)
-    if absent := {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}:
+    if absent := {
+        f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()
+    }:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
 
 
@@ -214,7 +249,8 @@ def _engine(part: Row) -> Iterator[str]:
 
 
 def _beats_floor(row: Row) -> bool:
-    """Whether it took less than the least time by the copy that was measured, which writes half of what it moves."""
+    """Whether it took less than the least time by the copy that was measured, which writes half of
+    what it moves."""
     return (row.get("of_floor") or 0.0) > 1
 
 
@@ -224,10 +260,13 @@ def _beyond_floor(part: Row) -> Iterator[str]:
 
 
 def _with_failures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows to show, with the reason of a failed one, and without a share of a floor that does not hold."""
+    """Rows to show, with the reason of a failed one, and without a share of a floor that does not
+    hold."""
     shown = []
     for row in rows:
-        failed = next((f"{word}: {row[word]}" for word in ("error", "skipped") if word in row), None)
+        failed = next(
+            (f"{word}: {row[word]}" for word in ("error", "skipped") if word in row), None
+        )
         shown.append({**row, "failed": failed})
         if _beats_floor(row):
             shown[-1]["of_floor"] = None

@@ -1,4 +1,5 @@
-"""Engines with random weights, open one at a time: of small models of every family, and of published shapes."""
+"""Engines with random weights, open one at a time: of small models of every family, and of
+published shapes."""
 
 import json
 from collections.abc import Mapping
@@ -22,8 +23,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-_SPARSE = {"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_SPARSE = {
+    "moe_intermediate_size": 64,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 
 
 def _family(model_type: str, **settings: Any) -> dict[str, Any]:
@@ -46,19 +57,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama-yarn": _family("llama", rope_parameters=_YARN_ROPE),
     "mistral": _family("mistral", sliding_window=24),
     "qwen2": _family("qwen2", head_dim=80, num_key_value_heads=1),
-    "qwen2-window": _family("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen2-window": _family(
+        "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
     "qwen3": _family("qwen3", head_dim=128, tie_word_embeddings=True),
     "glm": _family("glm", attention_bias=True),
     "glm4": _family("glm4", head_dim=256),
     "mixtral": _family("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
     "qwen3_moe": _family("qwen3_moe", mlp_only_layers=[1], **_SPARSE),
 }
-"""Configurations of all model families: biases, ties, windows, ropes and experts in every combination that exists."""
+"""Configurations of all model families: biases, ties, windows, ropes and experts in every
+combination that exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedEngine:
-    """An LLM that is ready to be timed, what drives it, and how many steps its executor wants in flight."""
+    """An LLM that is ready to be timed, what drives it, and how many steps its executor wants in
+    flight."""
 
     llm: LLM
     driver: EngineDriver
@@ -74,9 +89,9 @@ class EngineShelf:
         self._closing = ExitStack()
 
     def get(self, model: str, *, eager: bool = False, **settings: Any) -> TimedEngine:
-        """The engine of these settings of LLM; any other is closed first. `model` is one of FAMILIES or a
-        published model. In a dry run every engine is eager: compiling for a CPU takes a minute and proves nothing about
-        a GPU."""
+        """The engine of these settings of LLM; any other is closed first. `model` is one of
+        FAMILIES or a published model. In a dry run every engine is eager: compiling for a CPU takes
+        a minute and proves nothing about a GPU."""
         settings |= {"device": str(self._bench.device), "eager": eager or self._bench.dry_run}
         if self._held is None or self._held[0] != (model, settings):
             self.close()
@@ -93,7 +108,8 @@ class EngineShelf:
         return self._held[1]
 
     def close(self) -> None:
-        """Give the engine's memory back, and what torch keeps for others that are gone: an engine asks what is free."""
+        """Give the engine's memory back, and what torch keeps for others that are gone: an engine
+        asks what is free."""
         self._held = None
         self._closing.close()
         self._bench.give_back()

@@ -1,6 +1,8 @@
-"""The parts of ``bench gpu``, each measured by child processes: a case that hangs or dies costs one row.
+"""The parts of ``bench gpu``, each measured by child processes: a case that hangs or dies costs one
+row.
 
-A child sends its rows through a pipe, and the parent writes each at once. Where a child ends early, another goes on.
+A child sends its rows through a pipe, and the parent writes each at once. Where a child ends early,
+another goes on.
 """
 
 import json
@@ -29,10 +31,17 @@ PARTS = ("correctness", "kernels", "engine")
 TUNING = "tuning"  # a part that is run alone, and whose rows are no results
 SCHEMA = "nanoserve-gpu/1"
 
-BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine": 230.0, TUNING: 480.0}
-"""Seconds of each part; without tuning, and with every part's overtime, together less than eight minutes."""
+BUDGETS: Mapping[str, float] = {
+    "correctness": 130.0,
+    "kernels": 70.0,
+    "engine": 230.0,
+    TUNING: 480.0,
+}
+"""Seconds of each part; without tuning, and with every part's overtime, together less than eight
+minutes."""
 CASE_SECONDS = 200.0
-"""The longest that one case may take before its process is ended: compilers and other engines need most of it."""
+"""The longest that one case may take before its process is ended: compilers and other engines need
+most of it."""
 OVERTIME_SECONDS = 15.0  # the longest that a case may go on after the end of its part's budget
 BUDGET_SPENT = "the time budget was spent"
 _POLL_SECONDS = 0.2
@@ -42,15 +51,23 @@ Document = Mapping[str, Any]
 
 
 def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
-    """The report of a part, which goes on where an earlier run ended: cases that it skipped are not done yet. Raises
-    UsageError if the directory holds the part of another commit or of other settings, as their cases would not mix."""
+    """The report of a part, which goes on where an earlier run ended: cases that it skipped are not
+    done yet. Raises UsageError if the directory holds the part of another commit or of other
+    settings, as their cases would not mix."""
     path = directory / f"{part}.json"
     report = Report(f"gpu {part}", {"dry_run": dry_run}, None)
     if path.exists():
         earlier = read_report(path)
-        different = [name for name in ("kind", "commit", "settings") if earlier.get(name) != report.document[name]]
+        different = [
+            name
+            for name in ("kind", "commit", "settings")
+            if earlier.get(name) != report.document[name]
+        ]
         if different:
-            raise UsageError(f"{path} holds results of another run ({', '.join(different)} differ); give another --out")
+            raise UsageError(
+                f"{path} holds results of another run ({', '.join(different)} differ); give "
+                "another --out"
+            )
         report.rows += [row for row in earlier["rows"] if "skipped" not in row]
         report.document |= earlier | {"rows": report.rows}
     report.path = path
@@ -59,8 +76,8 @@ def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The parts' files of a directory together, or a file in which they were put together; UsageError if there are
-    none."""
+    """The parts' files of a directory together, or a file in which they were put together;
+    UsageError if there are none."""
     if not path.is_dir():
         return read_report(path, schema=SCHEMA, content="a result of nanoserve bench gpu")
     files = {part: path / f"{part}.json" for part in PARTS}
@@ -105,8 +122,9 @@ class PartRun:
         self.pipe.send((name, value))
 
     def measure(self, cases: Iterable[GpuCase], device_works: Callable[[], bool]) -> bool:
-        """Measure what has no row yet. False means that the device works no more, and that a new process can go on. A
-        case that fails has the reason as its row's `error`; once the budget is spent, the others are `skipped`."""
+        """Measure what has no row yet. False means that the device works no more, and that a new
+        process can go on. A case that fails has the reason as its row's `error`; once the budget is
+        spent, the others are `skipped`."""
         known = {row["case"] for row in self.rows}
         for case in cases:
             if case.name in known:
@@ -121,7 +139,8 @@ class PartRun:
                     fields = case.measure()
                 except CannotRun as absence:
                     fields = {"skipped": str(absence)}
-                except Exception as error:  # a failing kernel, compiler or peer costs this case alone
+                # a failing kernel, compiler or peer costs this case alone
+                except Exception as error:
                     fields = {"error": reason(error)}
                 fields = {"seconds": round(time.monotonic() - began, 2), **fields}
             self.rows.append(msgspec.to_builtins({"case": case.name, **fields}))
@@ -132,15 +151,20 @@ class PartRun:
 
 
 def measure_part(run: PartRun) -> bool:
-    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU. Each part has a
-    module of its own, so that kernels can be timed where the engine's packages are missing."""
-    from nanoserve.lab.benchmarks.gpu.device import GpuBench  # imports torch, which the parent does without
+    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU.
+    Each part has a module of its own, so that kernels can be timed where the engine's packages are
+    missing."""
+    # imports torch, which the parent does without
+    from nanoserve.lab.benchmarks.gpu.device import GpuBench
 
     bench = GpuBench.open(dry_run=run.dry_run)
     run.put("device", bench.facts())
     if run.part != "correctness":
         limits = bench.limits
-        fields = {"copy_gb_per_s": limits.bytes_per_second / 1e9, "matmul_tflops": limits.operations_per_second / 1e12}
+        fields = {
+            "copy_gb_per_s": limits.bytes_per_second / 1e9,
+            "matmul_tflops": limits.operations_per_second / 1e12,
+        }
         run.put("limits", fields)
     part = import_module(f"nanoserve.lab.benchmarks.gpu.{run.part}")
     with closing(part.part_cases(bench, run.rows)) as cases:
@@ -153,7 +177,8 @@ Measure = Callable[[PartRun], bool]
 def _run_child(measure: Measure, run: PartRun) -> None:
     """The child: measure, and tell the parent what became of it."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # The command's module, which a child imports too, ends a process without the clean-up that Ctrl-C needs here.
+        # The command's module, which a child imports too, ends a process without the clean-up that
+        # Ctrl-C needs here.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HF_HUB_OFFLINE"] = "1"  # or transformers asks a hub for kernels, again and again
     try:
@@ -171,9 +196,10 @@ def run_parts(
     dry_run: bool,
     measure: Measure = measure_part,
 ) -> Path:
-    """Run the parts one after another, each by `measure` in child processes; returns the file of all results, or the
-    table that was tuned. Raises UsageError if the directory holds results of another run, before anything is measured,
-    or if a child refuses to begin; RuntimeFailure, after the other parts, if a part can begin no case."""
+    """Run the parts one after another, each by `measure` in child processes; returns the file of
+    all results, or the table that was tuned. Raises UsageError if the directory holds results of
+    another run, before anything is measured, or if a child refuses to begin; RuntimeFailure, after
+    the other parts, if a part can begin no case."""
     reports = {part: open_part(directory, part, dry_run=dry_run) for part in parts}
     failures = []
     try:
@@ -197,7 +223,8 @@ def run_parts(
 
 
 def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_run: bool) -> bool:
-    """Write what a new child measures. True if the part is complete; False if another child has to go on."""
+    """Write what a new child measures. True if the part is complete; False if another child has to
+    go on."""
     context = multiprocessing.get_context("spawn")
     pipe, sending = context.Pipe(duplex=False)
     run = PartRun(part, dry_run, deadline, report.rows, sending)
@@ -245,7 +272,8 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
                     report.add(value)
         raise
     finally:
-        process.kill()  # without effect on one that ended; and a kernel that hangs hears nothing gentler
+        # without effect on one that ended; and a kernel that hangs hears nothing gentler
+        process.kill()
         process.join()
     if case is not None:
         report.add({"case": case, **fields})

@@ -1,4 +1,5 @@
-"""Engines in this process as peers: nanoserve itself, and Hugging Face transformers as its documentation shows it."""
+"""Engines in this process as peers: nanoserve itself, and Hugging Face transformers as its
+documentation shows it."""
 
 import sys
 import time
@@ -31,19 +32,27 @@ class NanoservePeer:
         )
         facts = settle(self.llm, lambda line: print(line, file=sys.stderr))
         self._driver = EngineDriver(self.llm.engine)
-        self.description = {name: facts[name] for name in ("dtype", "threads", "operators", "layers")}
+        self.description = {
+            name: facts[name] for name in ("dtype", "threads", "operators", "layers")
+        }
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         return self._driver.run(prompts, [output_tokens] * len(prompts))
 
 
-def open_transformers(directory: str | Path, dtype: str, end_tokens: list[int] | None = None) -> Any:
+def open_transformers(
+    directory: str | Path, dtype: str, end_tokens: list[int] | None = None
+) -> Any:
     """transformers' model of a checkpoint directory, with torch's scaled dot product attention."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(
-        directory, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+        directory,
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        local_files_only=True,
+        use_safetensors=True,
     ).eval()
     model.generation_config.eos_token_id = end_tokens
     return model
@@ -63,8 +72,11 @@ class TransformersPeer:
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         ids = torch.tensor(prompts)
-        moments: list[float] = []  # generate() first shows its streamer the prompt, then the tokens of each step
-        streamer = SimpleNamespace(put=lambda _: moments.append(time.perf_counter()), end=lambda: None)
+        # generate() first shows its streamer the prompt, then the tokens of each step
+        moments: list[float] = []
+        streamer = SimpleNamespace(
+            put=lambda _: moments.append(time.perf_counter()), end=lambda: None
+        )
         began = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(

@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python's low-level calls: one decode call per step for the whole batch."""
+"""llama.cpp through llama-cpp-python's low-level calls: one decode call per step for the whole
+batch."""
 
 import ctypes
 import time
@@ -28,18 +29,21 @@ def _silence(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
 
 
 def write_quantized(source: Path, target: Path, quantization: str) -> None:
-    """Write the GGUF file as llama-quantize does, in Q4_0 for int4 and in Q8_0 for int8. Raises RuntimeFailure."""
+    """Write the GGUF file as llama-quantize does, in Q4_0 for int4 and in Q8_0 for int8. Raises
+    RuntimeFailure."""
     llama_cpp.llama_log_set(_silence, ctypes.c_void_p(0))
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = _FILE_TYPES[quantization]
     if llama_cpp.llama_model_quantize(bytes(source), bytes(target), settings) != 0:
         raise RuntimeFailure(
-            f"llama.cpp cannot round {source} to {quantization}; if it is quantized already, leave out --quantization"
+            f"llama.cpp cannot round {source} to {quantization}; if it is quantized already, leave "
+            "out --quantization"
         )
 
 
 class LlamaCppPeer:
-    """A GGUF file on the CPU. Sequences have a part of the KV cache each, as in llama.cpp's own batched benchmark."""
+    """A GGUF file on the CPU. Sequences have a part of the KV cache each, as in llama.cpp's own
+    batched benchmark."""
 
     def __init__(self, opening: Opening) -> None:
         llama_cpp.llama_log_set(_silence, ctypes.c_void_p(0))
@@ -86,13 +90,18 @@ class LlamaCppPeer:
             self._batch.n_tokens = 0
             for sequence, token in enumerate(tokens):
                 answers[sequence].append(token)
-                last_rows[sequence] = self._put(sequence, len(prompts[sequence]) + step, token, logits=True)
+                last_rows[sequence] = self._put(
+                    sequence, len(prompts[sequence]) + step, token, logits=True
+                )
         timings = tuple(RequestTiming(len(prompt), tuple(times)) for prompt in prompts)
         return EngineRun(timings, tuple(tuple(answer) for answer in answers))
 
     def _put_prompt(self, sequence: int, prompt: tuple[int, ...]) -> int:
         last = len(prompt) - 1
-        return [self._put(sequence, place, token, logits=place == last) for place, token in enumerate(prompt)][-1]
+        return [
+            self._put(sequence, place, token, logits=place == last)
+            for place, token in enumerate(prompt)
+        ][-1]
 
     def _put(self, sequence: int, position: int, token: int, *, logits: bool) -> int:
         batch, row = self._batch, self._batch.n_tokens

@@ -1,4 +1,5 @@
-"""The engines that are compared, each in a process of its own, so that threads, libraries and crashes stay apart.
+"""The engines that are compared, each in a process of its own, so that threads, libraries and
+crashes stay apart.
 
 A peer is made from an Opening, and has a `description` and `run(prompts, output_tokens)`. No torch.
 """
@@ -20,7 +21,8 @@ from nanoserve.utils.installation import install_command
 from nanoserve.utils.watchdog import LoggedChild
 
 _LONGEST_COMPLAINT = 300
-Prompts = tuple[tuple[int, ...], ...]  # token ids of requests that are issued together, all of one length
+# token ids of requests that are issued together, all of one length
+Prompts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class Opening:
     max_length: int  # of a sequence, in tokens, with its answer
     policy: str = "sarathi"  # of nanoserve
     eager: bool = False  # whether nanoserve's layers run uncompiled
-    quantization: str | None = None  # how nanoserve rounds the weights; other engines read rounded ones
+    # how nanoserve rounds the weights; other engines read rounded ones
+    quantization: str | None = None
     repacked: bool = True  # whether llama.cpp may lay weights out anew for its fastest operators
 
 
@@ -51,29 +54,40 @@ class PeerKind(NamedTuple):
 
 _SERVER_MODULES = ("starlette", "uvicorn", "h11", "zmq", "prometheus_client")
 PEERS: Mapping[str, PeerKind] = {
-    "transformers": PeerKind("engine_peers.TransformersPeer", ("transformers",), install_command("peers")),
-    "llama.cpp": PeerKind("llama_cpp_peer.LlamaCppPeer", ("llama_cpp", "gguf"), install_command("peers")),
+    "transformers": PeerKind(
+        "engine_peers.TransformersPeer", ("transformers",), install_command("peers")
+    ),
+    "llama.cpp": PeerKind(
+        "llama_cpp_peer.LlamaCppPeer", ("llama_cpp", "gguf"), install_command("peers")
+    ),
     "server": PeerKind("server_peer.ServerPeer", _SERVER_MODULES, install_command("server")),
 }
 """Choices of ``bench compare --peers``; the server is our own, asked over HTTP."""
 
 
 class _IllegalInstruction(RuntimeFailure):
-    """The child died of SIGILL: its engine uses instructions that this processor, or its system, does not have."""
+    """The child died of SIGILL: its engine uses instructions that this processor, or its system,
+    does not have."""
 
 
-_WITHOUT_REPACKING = "died of SIGILL on its repacked weights and went on without them (use_extra_bufts=False)"
+_WITHOUT_REPACKING = (
+    "died of SIGILL on its repacked weights and went on without them (use_extra_bufts=False)"
+)
 """llama.cpp 0.3.36 does so on its own Q4_0 and Q8_0 on a processor with AMX."""
 
 
 class PeerProcess:
-    """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects.
+    """A peer whose engine runs in a child process, which it tells what to run over a pipe of
+    pickled objects.
 
-    A child that dies of SIGILL is started once more, without repacked weights; the description has this as its
-    "trouble". Raises RuntimeFailure if the child cannot open the engine, fails, or dies otherwise.
+    A child that dies of SIGILL is started once more, without repacked weights; the description has
+    this as its "trouble". Raises RuntimeFailure if the child cannot open the engine, fails, or dies
+    otherwise.
     """
 
-    def __init__(self, opening: Opening, program: str = f"from {__name__} import main; main()") -> None:
+    def __init__(
+        self, opening: Opening, program: str = f"from {__name__} import main; main()"
+    ) -> None:
         self.name = opening.engine
         self._opening, self._program = opening, program
         try:
@@ -86,9 +100,12 @@ class PeerProcess:
         self._pipe, theirs = multiprocessing.Pipe()
         number = theirs.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": str(opening.threads)}
-        self._child = LoggedChild(self._program, str(number), environment=environment, descriptors=[number])
+        self._child = LoggedChild(
+            self._program, str(number), environment=environment, descriptors=[number]
+        )
         theirs.close()
-        self.process_id = self._child.process.pid  # tells the peer's own use of the processor from that of others
+        # tells the peer's own use of the processor from that of others
+        self.process_id = self._child.process.pid
         try:
             self.description: dict[str, Any] = self._ask(opening)
         except BaseException:
@@ -96,7 +113,8 @@ class PeerProcess:
             raise
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
-        """Run the prompts from an empty cache; each gets `output_tokens` tokens, sampled greedily."""
+        """Run the prompts from an empty cache; each gets `output_tokens` tokens, sampled
+        greedily."""
         work = prompts, output_tokens
         try:
             result: EngineRun = self._ask(work)
@@ -106,7 +124,8 @@ class PeerProcess:
         return result
 
     def _start_without_repacking(self, death: _IllegalInstruction) -> None:
-        """Start another child in the place of one that died of SIGILL. Raises ``death`` if that one did without."""
+        """Start another child in the place of one that died of SIGILL. Raises ``death`` if that one
+        did without."""
         if not self._opening.repacked:
             raise death
         self.close()
@@ -141,7 +160,8 @@ def open_engine(opening: Opening) -> Any:
 
 
 def serve(pipe: Connection, opener: Callable[[Opening], Any] = open_engine) -> None:
-    """The child's life: open the engine and run batches; what goes wrong is a text, after which it ends."""
+    """The child's life: open the engine and run batches; what goes wrong is a text, after which it
+    ends."""
     try:
         peer = opener(pipe.recv())
         pipe.send(peer.description)
@@ -150,7 +170,8 @@ def serve(pipe: Connection, opener: Callable[[Opening], Any] = open_engine) -> N
     except NanoserveError as error:
         pipe.send(str(error))
     except Exception as error:
-        # Any error of a peer's library is the parent's to report: nobody reads what this process prints.
+        # Any error of a peer's library is the parent's to report: nobody reads what this process
+        # prints.
         reason = (str(error).strip().splitlines() or [""])[0]
         pipe.send(f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}")
 

@@ -1,4 +1,5 @@
-"""nanoserve behind its own HTTP server, as one of the engines that are compared: what serving costs."""
+"""nanoserve behind its own HTTP server, as one of the engines that are compared: what serving
+costs."""
 
 from nanoserve.lab.benchmarks.driving import EngineRun
 from nanoserve.lab.benchmarks.peers.process import Opening, Prompts
@@ -13,7 +14,8 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 class ServerPeer:
-    """``nanoserve serve`` on the same model, asked by streaming HTTP clients that live in this process."""
+    """``nanoserve serve`` on the same model, asked by streaming HTTP clients that live in this
+    process."""
 
     def __init__(self, opening: Opening) -> None:
         flags = {
@@ -43,7 +45,8 @@ class ServerPeer:
 
 
 def _timing(record: RequestRecord) -> RequestTiming:
-    """A time for every token: where the pieces of text are fewer or more, evenly from the first piece to the end."""
+    """A time for every token: where the pieces of text are fewer or more, evenly from the first
+    piece to the end."""
     count, times = record.output_tokens, record.text_times
     if len(times) != count:
         step = (record.e2el - record.ttft) / max(1, count - 1)

@@ -1,4 +1,5 @@
-"""Equal weights for every engine: a decoder written as safetensors for transformers and as GGUF for llama.cpp.
+"""Equal weights for every engine: a decoder written as safetensors for transformers and as GGUF for
+llama.cpp.
 
 Files of a dummy model are kept in the user's cache directory: its weights never change.
 """
@@ -23,9 +24,17 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.weights import tensor_parts
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
 
-_FILES = 2  # version of the file format in the cache's names; raise it to make peers' files be rewritten
-_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3_text": "GEMMA3"}
-"""The gguf package's names of families, and below of number formats: of a matrix, and of a file of such."""
+# version of the file format in the cache's names; raise it to make peers' files be rewritten
+_FILES = 2
+_ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "gemma3_text": "GEMMA3",
+}
+"""The gguf package's names of families, and below of number formats: of a matrix, and of a file of
+such."""
 _STORAGE = {
     torch.float32: ("F32", "ALL_F32"),
     torch.float16: ("F16", "MOSTLY_F16"),
@@ -34,24 +43,30 @@ _STORAGE = {
 
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
-    """A directory that transformers reads: the model's own, or for a dummy one that is written here. Raises
-    RuntimeFailure if it cannot be written."""
+    """A directory that transformers reads: the model's own, or for a dummy one that is written
+    here. Raises RuntimeFailure if it cannot be written."""
     if model.directory is not None:
         return model.directory
-    return _kept(_dummy_key(model.name, dtype), lambda target: save_dummy_checkpoint(model.name, DTYPES[dtype], target))
+    return _kept(
+        _dummy_key(model.name, dtype),
+        lambda target: save_dummy_checkpoint(model.name, DTYPES[dtype], target),
+    )
 
 
 def gguf_file(model: ResolvedModel, dtype: str, quantization: str | None) -> Path:
-    """The GGUF file that the model is, or one of its weights in this number format; with `quantization`, llama.cpp's
-    own rounding of it. Raises UsageError for a model that has no place in a GGUF file here, RuntimeFailure if it cannot
-    be written."""
+    """The GGUF file that the model is, or one of its weights in this number format; with
+    `quantization`, llama.cpp's own rounding of it. Raises UsageError for a model that has no place
+    in a GGUF file here, RuntimeFailure if it cannot be written."""
     plain = own_gguf_file(model) or _plain_gguf_file(model, dtype)
     if quantization is None:
         return plain
     from nanoserve.lab.benchmarks.peers.llama_cpp_peer import write_quantized
 
     key = f"{plain.parent.name}-{plain.stem}-{plain.stat().st_mtime_ns:x}-{quantization}"
-    return _kept(key, lambda target: write_quantized(plain, target / LINK_NAME, quantization)) / LINK_NAME
+    return (
+        _kept(key, lambda target: write_quantized(plain, target / LINK_NAME, quantization))
+        / LINK_NAME
+    )
 
 
 def own_gguf_file(model: ResolvedModel) -> Path | None:
@@ -67,9 +82,15 @@ def own_gguf_file(model: ResolvedModel) -> Path | None:
 def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
     directory, name, shape = model.directory, model.name, model_config(model)
     if shape.quantization is not None:
-        raise UsageError(f"{name} is quantized, and cannot be written for llama.cpp; compare a GGUF file of it")
+        raise UsageError(
+            f"{name} is quantized, and cannot be written for llama.cpp; compare a GGUF file of it"
+        )
     kinds, windows = {rope.kind for rope in shape.rope_kinds}, any(shape.layers.sliding_windows)
-    if shape.family not in _ARCHITECTURES or kinds != {"default"} or windows != (shape.family == "gemma3_text"):
+    if (
+        shape.family not in _ARCHITECTURES
+        or kinds != {"default"}
+        or windows != (shape.family == "gemma3_text")
+    ):
         raise UsageError(
             f"{shape.family} with {', '.join(sorted(kinds))} rope cannot be written for llama.cpp; "
             f"{', '.join(_ARCHITECTURES)} with plain rope can, with windows only the last"
@@ -97,7 +118,8 @@ def _dummy_key(name: str, dtype: str) -> str:
 
 
 def _kept(key: str, write: Callable[[Path], None]) -> Path:
-    """The cache's directory of that key, written if it is not there; half-written ones never show."""
+    """The cache's directory of that key, written if it is not there; half-written ones never
+    show."""
     target = cache_directory() / "weights" / key
     if target.is_dir():
         return target
@@ -110,7 +132,9 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
         finally:
             remove_directory(draft)
     except OSError as error:
-        raise RuntimeFailure(f"cannot write weights for the peers to {target}: {error.strerror or error}") from error
+        raise RuntimeFailure(
+            f"cannot write weights for the peers to {target}: {error.strerror or error}"
+        ) from error
     return target
 
 
@@ -127,8 +151,8 @@ def dtype_name(dtype: str, config: ModelConfig) -> str:
 
 
 def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
-    """Matrices in the decoder's number format, norms and biases in float32. The file has no vocabulary: token ids go in
-    and come out."""
+    """Matrices in the decoder's number format, norms and biases in float32. The file has no
+    vocabulary: token ids go in and come out."""
     import gguf
 
     architecture = gguf.MODEL_ARCH[_ARCHITECTURES[config.family]]
@@ -144,7 +168,8 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.rope.rotary_dim)
-    writer.add_rope_freq_base(max(rope.theta for rope in config.rope_kinds))  # llama.cpp knows that of windows
+    # llama.cpp knows that of windows
+    writer.add_rope_freq_base(max(rope.theta for rope in config.rope_kinds))
     if any(config.layers.sliding_windows):
         writer.add_sliding_window(max(config.layers.sliding_windows))
     writer.add_layer_norm_rms_eps(config.norms.eps)
@@ -153,10 +178,13 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     parameters = dict(decoder.named_parameters())
     for part in tensor_parts(replace(config, tensor_names="gguf")):
         tensor = part.region(parameters[part.parameter]).detach()
-        if architecture is gguf.MODEL_ARCH.LLAMA and (".attn_q." in part.name or ".attn_k." in part.name):
+        if architecture is gguf.MODEL_ARCH.LLAMA and (
+            ".attn_q." in part.name or ".attn_k." in part.name
+        ):
             tensor = _interleaved(tensor, config.head_dim)
         if tensor.dim() == 1:
-            stored_less_one = config.norms.kind == "rms_plus_one"  # a file has what norms multiply by
+            # a file has what norms multiply by
+            stored_less_one = config.norms.kind == "rms_plus_one"
             writer.add_tensor(part.name, (tensor.float() + stored_less_one).numpy())
         else:
             content = tensor.contiguous().view(torch.uint8).numpy()
@@ -168,7 +196,7 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
 
 
 def _interleaved(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows in the order of rotation by neighbouring pairs, which llama.cpp's Llama uses, not by halves of a head.
-    tensor: [heads * head_dim, ...], the same shape comes back."""
+    """Rows in the order of rotation by neighbouring pairs, which llama.cpp's Llama uses, not by
+    halves of a head. tensor: [heads * head_dim, ...], the same shape comes back."""
     halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

@@ -1,1 +1,2 @@
-"""Policies side by side: the same requests under variants of engine and policy, in interleaved rounds."""
+"""Policies side by side: the same requests under variants of engine and policy, in interleaved
+rounds."""

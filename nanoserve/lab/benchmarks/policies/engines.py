@@ -1,4 +1,5 @@
-"""The engines that comparisons open, until ``opened`` ends. All raise NanoserveError where they cannot run."""
+"""The engines that comparisons open, until ``opened`` ends. All raise NanoserveError where they
+cannot run."""
 
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -20,7 +21,11 @@ from nanoserve.executor.kv_transfer.host_pool import choose_host_blocks
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.profiling.layout_profile import kept_layouts, measure_layouts
 from nanoserve.executor.profiling.measuring_speeds import measure_speeds
-from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile, measure_shortly
+from nanoserve.executor.profiling.start_profile import (
+    StartingEngine,
+    hybrid_profile,
+    measure_shortly,
+)
 from nanoserve.executor.start.memory import kv_bytes_per_block
 from nanoserve.executor.start.model_loading import with_cache_groups
 from nanoserve.executor.start.predictors import make_predictors
@@ -44,8 +49,8 @@ def open_workers(
     simulated: bool = True,
     predicted: bool = False,
 ) -> OpenEngine:
-    """Workers of one layout or two, whose layers are compiled; their costs are measured first if runs are to be
-    `predicted`."""
+    """Workers of one layout or two, whose layers are compiled; their costs are measured first if
+    runs are to be `predicted`."""
     profile: LayoutProfile | None = None
     costs: tuple[StepCosts, ...] = ()
     if predicted:
@@ -54,13 +59,21 @@ def open_workers(
     model = with_cache_groups(model, config)
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
-        resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
+        resolved,
+        config,
+        model=model,
+        host_blocks=host_blocks,
+        progress=progress,
+        metadata=metadata,
+        observe_times=True,
     )
     opened.callback(executor.close)
     if not config.eager:
         executor.layers.start(waited=True)
         executor.layers.wait()
-    predictors = make_predictors(executor.speeds, model, config, profile or kept_layouts(resolved, config))
+    predictors = make_predictors(
+        executor.speeds, model, config, profile or kept_layouts(resolved, config)
+    )
     link: float | None = None
     if executor.speeds is not None:
         link = executor.speeds.host_link_bandwidth
@@ -82,7 +95,11 @@ def open_workers(
 
 
 def open_one_process(
-    opened: ExitStack, name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+    opened: ExitStack,
+    name: str,
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None,
 ) -> OpenEngine:
     """Open the model undivided in this process, with all of its threads."""
     alone = replace(config, pipeline_parallel=1, tensor_parallel=1, pipeline_split=None, trace=None)
@@ -97,8 +114,8 @@ def open_with_host(
     work: KvCases,
     progress: ProgressCallback | None,
 ) -> OpenEngine:
-    """Open an engine of one device and a CPU that attends in host memory, with the profile that it makes at its start.
-    Both hold the largest case."""
+    """Open an engine of one device and a CPU that attends in host memory, with the profile that it
+    makes at its start. Both hold the largest case."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     size = kv_bytes_per_block(model.in_one_group(), config.block_size, dtype)
     host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
@@ -106,19 +123,28 @@ def open_with_host(
         config,
         kv_cache_memory=work.device_blocks(work.longest) * size,
         host_kv_memory=host_bytes,
-        max_model_len=work.longest.total_tokens,  # this memory need not hold a request of the model's whole context
+        # this memory need not hold a request of the model's whole context
+        max_model_len=work.longest.total_tokens,
     )
     llm = _open(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
     speeds = measure_speeds(executor.runner.device, executor.runner.decoder.dtype)
-    processor = next(each.processor for each in executor.stage.mechanisms if isinstance(each, CpuAttention))
+    processor = next(
+        each.processor for each in executor.stage.mechanisms if isinstance(each, CpuAttention)
+    )
     starting = StartingEngine(
-        stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds, processor=processor
+        stage=executor.stage,
+        config=sized,
+        model=llm.built.model,
+        speeds=speeds,
+        processor=processor,
     )
     profile = hybrid_profile(starting, progress)
     if profile is None:
-        raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
+        raise RuntimeFailure(
+            "without a profile of this machine the CPU would never be asked to attend"
+        )
     host = llm.engine.scheduler.extensions.host
     assert host is not None, "the engine has host memory"
 
@@ -128,7 +154,9 @@ def open_with_host(
         try:
             return MeasuredTimes(measure_shortly(starting, starting.sizes()))
         except HostAttentionLost as reason:
-            raise RuntimeFailure(f"nothing can be measured: attention on the CPU is lost: {reason}") from reason
+            raise RuntimeFailure(
+                f"nothing can be measured: attention on the CPU is lost: {reason}"
+            ) from reason
 
     return replace(
         _of_llm("device and CPU", llm),
@@ -139,11 +167,20 @@ def open_with_host(
     )
 
 
-def _open(opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> LLM:
+def _open(
+    opened: ExitStack,
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None,
+) -> LLM:
     source: str | Path = resolved.name
     if resolved.directory is not None:
         source = resolved.directory  # found once, not looked up again
-    llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
+    llm = LLM(
+        source,
+        progress=progress,
+        **{field.name: getattr(config, field.name) for field in fields(config)},
+    )
     opened.callback(llm.close)
     llm.built.prepare(progress)
     return llm

@@ -1,6 +1,8 @@
-"""Metrics and pictures of each comparison: of a pipeline's stages, of layouts, and of memory tiers. No torch.
+"""Metrics and pictures of each comparison: of a pipeline's stages, of layouts, and of memory tiers.
+No torch.
 
-Functions of runs return `Metrics` with the names of the JSON reports; those of benches return a `Picture`.
+Functions of runs return `Metrics` with the names of the JSON reports; those of benches return a
+`Picture`.
 """
 
 import statistics
@@ -21,9 +23,20 @@ from nanoserve.lab.benchmarks.policies.simulated import compare_with_simulator, 
 from nanoserve.lab.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.lab.step_window import StepWindow, token_panels
 from nanoserve.record.events import Forecast
-from nanoserve.record.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
+from nanoserve.record.metrics import (
+    MILLISECONDS,
+    Distribution,
+    in_milliseconds,
+    request_distributions,
+)
 from nanoserve.record.phases import Phase, PhaseTurn
-from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
+from nanoserve.record.run_record import (
+    RunRecord,
+    engine_seconds,
+    move_metrics,
+    stage_shares,
+    working_seconds,
+)
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.optional import Tier
 from nanoserve.scheduler.plan import StepPlan
@@ -32,23 +45,29 @@ from nanoserve.scheduler.work import Strategy
 Picture = tuple[Sequence[AnyPanel], int, tuple[float, float]]
 """Panels, how many of them are in a row, and the size of each in inches."""
 _MARKERS = "osv^Dx+*"
-_TOP = 122.0  # where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases
+# where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases
+_TOP = 122.0
 _STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _TOLERANCE = 0.02
-"""A gain may exceed its bound by this share: step times scatter, and the closed form takes the second pass through the
-linear layers to be as long as the first, which has more rows."""
+"""A gain may exceed its bound by this share: step times scatter, and the closed form takes the
+second pass through the linear layers to be as long as the first, which has more rows."""
 
 
 def _request_metrics(run: Run) -> Metrics:
-    """Rates over the time from the first arrival to the last token, and the rate that costs measured before all runs
-    predict; None without these."""
+    """Rates over the time from the first arrival to the last token, and the rate that costs
+    measured before all runs predict; None without these."""
     record, variant, predicted = run.record, run.variant, None
     seconds, timings = record.makespan, record.timings
-    outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
+    outputs, inputs = (
+        sum(one.output_tokens for one in timings),
+        sum(one.input_tokens for one in timings),
+    )
     costs = variant.engine.costs[variant.first : variant.first + len(variant.layouts)]
     if costs:
         make = partial(variant.scheduler, simulated=True)
-        predicted = outputs / rerun(record, costs, make, vocab_size=variant.engine.vocab_size).makespan
+        predicted = (
+            outputs / rerun(record, costs, make, vocab_size=variant.engine.vocab_size).makespan
+        )
     return {
         "seconds": seconds,
         "output_tokens_per_s": outputs / seconds,
@@ -60,7 +79,8 @@ def _request_metrics(run: Run) -> Metrics:
 
 
 def _simulated(run: Run) -> Metrics | None:
-    """Simulate a run and compare it with the simulation; None if the simulator has no model of the engine."""
+    """Simulate a run and compare it with the simulation; None if the simulator has no model of the
+    engine."""
     variant = run.variant
     if not variant.engine.simulated:
         return None
@@ -69,8 +89,8 @@ def _simulated(run: Run) -> Metrics | None:
 
 
 def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> Metrics:
-    """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that of ``cost`` and
-    ``limits``. Raises ValueError if a replay of the run makes other plans."""
+    """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that
+    of ``cost`` and ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
     steps, engine = [step_work(plan, cost.windows) for plan in record.plans], engine_seconds(record)
     tokens, latencies = [step.tokens for step in steps], request_distributions(record.timings)
@@ -86,17 +106,19 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
         "prompt_tokens": Distribution.of(step.tokens - step.decodes for step in steps),
         "decodes": Distribution.of(step.decodes for step in steps),
         "variation": statistics.pstdev(tokens) / statistics.fmean(tokens),
-        "stages": stage_shares(record, run.variant.layouts[0].tensor_parallel),  # empty for a single process
+        # empty for a single process
+        "stages": stage_shares(record, run.variant.layouts[0].tensor_parallel),
         "engine_ms": statistics.median(engine) * MILLISECONDS,  # to make a plan
         "engine_share": sum(engine) / working_seconds(record),
-        "floor_seconds": sum(cost.floor_seconds(step, limits) for step in steps),  # on the whole machine
+        # on the whole machine
+        "floor_seconds": sum(cost.floor_seconds(step, limits) for step in steps),
         "simulated": _simulated(run),
     }
 
 
 def layout_metrics(run: Run, first: Run) -> Metrics:
-    """Changes of layout, where the time went, and what was moved; None for these with a single layout. Raises
-    ValueError if a replay of the run makes other plans."""
+    """Changes of layout, where the time went, and what was moved; None for these with a single
+    layout. Raises ValueError if a replay of the run makes other plans."""
     record, link = run.record, run.variant.engine.host_link_bandwidth
     used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
     metrics = {
@@ -130,7 +152,8 @@ def phase_label(phase: Phase) -> str:
 
 
 def _phase_metrics(phases: Sequence[Phase]) -> Metrics:
-    """Seconds and token rates of each kind of phase, and what became of sequences at the ends of decode phases."""
+    """Seconds and token rates of each kind of phase, and what became of sequences at the ends of
+    decode phases."""
     seconds, tokens = defaultdict[str, float](float), Counter[str]()
     for phase in phases:
         seconds[phase_label(phase)] += phase.seconds
@@ -142,11 +165,14 @@ def _phase_metrics(phases: Sequence[Phase]) -> Metrics:
         metrics[f"{label}_tokens_per_s"] = None
         if seconds[label] > 0:
             metrics[f"{label}_tokens_per_s"] = tokens[label] / seconds[label]
-    return metrics | {name: sum(getattr(turn, name) for turn in turns) for name in PhaseTurn._fields}
+    return metrics | {
+        name: sum(getattr(turn, name) for turn in turns) for name in PhaseTurn._fields
+    }
 
 
 def tier_metrics(run: Run, first: Run) -> Metrics:
-    """Latencies by where the KV was, steps by strategy, errors of predictions, and gains over the first variant."""
+    """Latencies by where the KV was, steps by strategy, errors of predictions, and gains over the
+    first variant."""
     record, variant = run.record, run.variant
     seconds, plans, results = record.makespan, record.plans, list(record.results)
     directions = Counter(swap.direction for plan in plans for swap in plan.host.swaps)
@@ -155,7 +181,8 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
     decided = [planned.time - planned.clock for planned in record.planned.values()]
     times = run.times
     if isinstance(times, MeasuredTimes):
-        # The policy, what it learns, and the record make more of it than the profile's engine, which only schedules.
+        # The policy, what it learns, and the record make more of it than the profile's engine,
+        # which only schedules.
         times = times.with_engine(statistics.fmean(decided))
     simulated = rerun(record, [times], make, vocab_size=variant.engine.vocab_size)
     return {
@@ -163,19 +190,25 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
         "latencies": {
             "ttft_ms": in_milliseconds(timing.ttft for timing in record.timings),
             # A request's whole latency over its output tokens (APEX, figure 6).
-            "token_ms": in_milliseconds(timing.e2el / timing.output_tokens for timing in record.timings),
+            "token_ms": in_milliseconds(
+                timing.e2el / timing.output_tokens for timing in record.timings
+            ),
             "device": _tier_latencies(record, "device"),
             "host": _tier_latencies(record, "host"),
         },
         "steps": step_counts(plans),
         # Shares of the time in which a step was under way, and in which the CPU computed attention.
         "device_share": sum(result.seconds for result in results) / seconds,
-        "processor_share": sum(work.seconds for result in results for work in result.host.work) / seconds,
-        "engine_ms": MILLISECONDS * statistics.median(decided),  # from known results to the next plan
+        "processor_share": sum(work.seconds for result in results for work in result.host.work)
+        / seconds,
+        # from known results to the next plan
+        "engine_ms": MILLISECONDS * statistics.median(decided),
         "swaps_out": directions["out"],
         "swaps_in": directions["in"],
         "errors": _errors_by_strategy(list(record.of(Forecast))),
-        "decode_only": decode_only(list(decode_steps(record, variant.engine.predictors[0].num_layers))),
+        "decode_only": decode_only(
+            list(decode_steps(record, variant.engine.predictors[0].num_layers))
+        ),
         "gains": gains_of_run(record, first.record, variant.engine.predictors[0]),
         "simulated": {"seconds": simulated.makespan, "steps": step_counts(simulated.plans)},
         "simulation_error": seconds / simulated.makespan - 1,  # of output tokens per second
@@ -189,7 +222,8 @@ def step_counts(plans: Sequence[StepPlan]) -> dict[Strategy, int]:
 
 
 def _tier_latencies(record: RunRecord, tier: Tier) -> Metrics:
-    """Tokens that were computed with their KV in this tier, without the first of each request, and their ITL."""
+    """Tokens that were computed with their KV in this tier, without the first of each request, and
+    their ITL."""
     gaps = [
         gap
         for timing, tiers in zip(record.timings, record.tiers, strict=True)
@@ -207,22 +241,33 @@ def _errors_by_strategy(forecasts: Sequence[Forecast]) -> dict[str, dict[str, fl
 
 
 def _errors(forecasts: Iterable[Forecast]) -> dict[str, float] | None:
-    """Errors of predicted step times as shares of the measured times; None without measured steps. "median" and "p90"
-    are of their sizes, "bias" is the median with its sign: above 0, too much is predicted."""
+    """Errors of predicted step times as shares of the measured times; None without measured steps.
+    "median" and "p90" are of their sizes, "bias" is the median with its sign: above 0, too much is
+    predicted."""
     errors = np.array([one.predicted / one.measured - 1 for one in forecasts if one.measured])
     if not errors.size:
         return None
     median, p90 = np.percentile(np.abs(errors), (50, 90))
-    return {"steps": errors.size, "median": float(median), "p90": float(p90), "bias": float(np.median(errors))}
+    return {
+        "steps": errors.size,
+        "median": float(median),
+        "p90": float(p90),
+        "bias": float(np.median(errors)),
+    }
 
 
-def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[str, tuple[str, ...]]:
-    """Variants for which a promise did not hold in any round of a case: those with hybrid steps although the device
-    holds everything, if it does, and those with a gain beyond the closed form's bound."""
+def findings(
+    rounds: Sequence[PolicyRound], *, holds_everything: bool
+) -> dict[str, tuple[str, ...]]:
+    """Variants for which a promise did not hold in any round of a case: those with hybrid steps
+    although the device holds everything, if it does, and those with a gain beyond the closed form's
+    bound."""
     runs = [run for done in rounds for run in done.variants.items()]
     hybrid: list[str] = []
     if holds_everything:
-        hybrid = [name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)]
+        hybrid = [
+            name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)
+        ]
     beyond = [
         name
         for name, figures in runs
@@ -236,17 +281,22 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
 
 
 def stages_picture(benches: Sequence[Bench]) -> Picture:
-    """A row for each variant's last run: some consecutive micro-batches on their way through the stages, and the tokens
-    of all (gLLM, figure 1)."""
+    """A row for each variant's last run: some consecutive micro-batches on their way through the
+    stages, and the tokens of all (gLLM, figure 1)."""
     runs = benches[0].last
     counts = [
-        [(step, planned.plan.decodes, planned.plan.prompt_tokens) for step, planned in run.record.planned.items()]
+        [
+            (step, planned.plan.decodes, planned.plan.prompt_tokens)
+            for step, planned in run.record.planned.items()
+        ]
         for run in runs.values()
     ]
     titles = [f"{name}: tokens of each micro-batch" for name in runs]
     panels: list[AnyPanel] = []
     first: StepWindow | None = None
-    for (name, run), tokens in zip(runs.items(), token_panels(titles, "micro-batch", counts), strict=True):
+    for (name, run), tokens in zip(
+        runs.items(), token_panels(titles, "micro-batch", counts), strict=True
+    ):
         record, degree = run.record, run.variant.layouts[0].tensor_parallel
         window = StepWindow(record.arrivals[0].arrival_time, first)
         first = first or window
@@ -261,7 +311,8 @@ def stages_picture(benches: Sequence[Bench]) -> Picture:
 
 
 def _single_stage(record: RunRecord) -> list[StageTimes]:
-    """A single process reports no times of its one stage; its results tell how long each step took."""
+    """A single process reports no times of its one stage; its results tell how long each step
+    took."""
     times = []
     for step, planned in record.planned.items():
         ended = record.known[step]
@@ -272,9 +323,11 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
 
 
 def phases_picture(benches: Sequence[Bench]) -> Picture:
-    """A panel for each last run with two layouts: a strip of its phases above the share of blocks in use (Seesaw,
-    figures 2 and 6)."""
-    drawn = {name: run.record for name, run in benches[0].last.items() if len(run.variant.layouts) == 2}
+    """A panel for each last run with two layouts: a strip of its phases above the share of blocks
+    in use (Seesaw, figures 2 and 6)."""
+    drawn = {
+        name: run.record for name, run in benches[0].last.items() if len(run.variant.layouts) == 2
+    }
     end = max(record.makespan for record in drawn.values())
     return [_phases_panel(name, record, end) for name, record in drawn.items()], 1, (13.0, 2.7)
 
@@ -305,10 +358,13 @@ def _phases_panel(name: str, record: RunRecord, end: float) -> Panel:
 
 
 def throughputs_picture(benches: Sequence[Bench]) -> Picture:
-    """A panel for each KV limit, with throughput over the length of answers; a line for each variant (APEX, figure 7):
-    medians of all rounds, with the range from the lowest round to the highest. The facts of the benches are the share
-    of KV memory and the output tokens."""
-    measured = sorted((one for one in benches if one.done), key=lambda one: (one.facts["share"], one.facts["output"]))
+    """A panel for each KV limit, with throughput over the length of answers; a line for each
+    variant (APEX, figure 7): medians of all rounds, with the range from the lowest round to the
+    highest. The facts of the benches are the share of KV memory and the output tokens."""
+    measured = sorted(
+        (one for one in benches if one.done),
+        key=lambda one: (one.facts["share"], one.facts["output"]),
+    )
     limits = groupby(measured, lambda one: one.facts["share"])
     panels = [_throughputs(share, list(cases)) for share, cases in limits]
     top = 1.05 * max(high for panel in panels for curve in panel.curves for high in curve.highs)
@@ -319,8 +375,13 @@ def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
     outputs = [case.facts["output"] for case in cases]
     curves = []
     for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
-        rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
-        middle, lows, highs = ([which(values) for values in rounds] for which in (statistics.median, min, max))
+        rounds = [
+            [done.variants[variant.name]["output_tokens_per_s"] for done in case.done]
+            for case in cases
+        ]
+        middle, lows, highs = (
+            [which(values) for values in rounds] for which in (statistics.median, min, max)
+        )
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
     title = "KV memory for everything"
     if share < 1:

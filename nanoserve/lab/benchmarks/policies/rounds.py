@@ -1,4 +1,5 @@
-"""Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No torch."""
+"""Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No
+torch."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,10 @@ from nanoserve.record.metrics import Distribution
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape
 
-Metrics = dict[str, Any]  # metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such
-Pair = tuple[str, str, str]  # what a pair of variants is called, and their names: the first over the second
+# metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such
+Metrics = dict[str, Any]
+# what a pair of variants is called, and their names: the first over the second
+Pair = tuple[str, str, str]
 
 
 class Run(NamedTuple):
@@ -27,10 +30,12 @@ class Run(NamedTuple):
 
     variant: PolicyVariant  # with what its predictors knew when it began
     record: RunRecord
-    times: TieredTimes | None = None  # what things took in the same minutes; None if the record says it
+    # what things took in the same minutes; None if the record says it
+    times: TieredTimes | None = None
 
 
-Measure = Callable[[Run, Run], Metrics]  # of a run, beside the run of the first variant in the same round
+# of a run, beside the run of the first variant in the same round
+Measure = Callable[[Run, Run], Metrics]
 
 
 class PolicyRound(Bracketed, frozen=True, kw_only=True):
@@ -59,22 +64,29 @@ class Bench:
     last: dict[str, Run] = field(default_factory=dict)  # the last run of each variant, by its name
 
     def requests(self, number: int) -> list[Request]:
-        """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
+        """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is
+        the warm-up."""
         seed, vocab_size = 1000 * self.seed + number, self.variants[0].engine.vocab_size
-        return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), vocab_size, seed)
+        return make_requests(
+            self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), vocab_size, seed
+        )
 
     def round(self, number: int) -> PolicyRound:
         """Run and measure every variant; each round begins with another one."""
-        # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
+        # Measured in each round: a machine that others use too is not as fast in one minute as in
+        # the next.
         measure_times, times = self.variants[0].engine.measure_times, None
         if measure_times is not None:
             times = measure_times()
         loads: dict[str, float | None] = {}
         with bracket(self.case, number, self.probe) as fields:
             for variant in rotated(self.variants, number - 1):
-                before = replace(variant, predictors=deepcopy(variant.predictors))  # they go on learning
+                # they go on learning
+                before = replace(variant, predictors=deepcopy(variant.predictors))
                 self.foreign.read()
-                run = self.last[variant.name] = Run(before, variant.run(self.requests(number)), times)
+                run = self.last[variant.name] = Run(
+                    before, variant.run(self.requests(number)), times
+                )
                 loads[variant.name] = self.foreign.read()
                 name = variant.name
                 if self.facts:
@@ -82,12 +94,15 @@ class Bench:
                 self.keep(name, run)
         first = self.last[self.variants[0].name]
         measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
-        variants = {name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()}
+        variants = {
+            name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()
+        }
         return PolicyRound(**fields, foreign_cores=most_known(loads.values()), variants=variants)
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
-    """Other policies over the first one on the same engine, and the first engine over others under the same policy."""
+    """Other policies over the first one on the same engine, and the first engine over others under
+    the same policy."""
     found, first = [], variants[0]
     for one, other in combinations(variants, 2):
         if one.place == other.place and one.policy == first.policy:
@@ -114,8 +129,11 @@ class Ratio(msgspec.Struct, frozen=True):
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
-def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
-    """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
+def ratios(
+    rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]
+) -> list[Ratio]:
+    """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never
+    across rounds."""
     values = grouped(rounds, lambda done: ratios_within(done, pairs, metrics))
     return [
         Ratio(called, metric, state, len(found), statistics.median(found), min(found), max(found))
@@ -123,7 +141,9 @@ def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequen
     ]
 
 
-def ratios_within(done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
+def ratios_within(
+    done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[str]
+) -> dict[Key, float]:
     """Ratios of one round, by the pair's name and metric, where both have it."""
     known = {name: _numbers(figures, metrics) for name, figures in done.variants.items()}
     return {
@@ -134,7 +154,9 @@ def ratios_within(done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[st
     }
 
 
-def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+def samples(
+    rounds: Sequence[PolicyRound], metrics: Sequence[str]
+) -> dict[str, dict[str, list[float]]]:
     """The metrics of every counting round, for ``bench diff``."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
@@ -160,14 +182,19 @@ def _numbers(figures: Metrics, metrics: Sequence[str]) -> dict[str, float]:
 
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
     """For every state and variant: medians of all metrics over its rounds."""
-    found = grouped(rounds, lambda done: {(name,): msgspec.to_builtins(held) for name, held in done.variants.items()})
+    found = grouped(
+        rounds,
+        lambda done: {(name,): msgspec.to_builtins(held) for name, held in done.variants.items()},
+    )
     return [
-        {"variant": name, "state": state, "rounds": len(held), **_median(held)} for (name, state), held in found.items()
+        {"variant": name, "state": state, "rounds": len(held), **_median(held)}
+        for (name, state), held in found.items()
     ]
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """Medians of equally built values, number by number; a list becomes a dict with its indices as keys, as in "0"."""
+    """Medians of equally built values, number by number; a list becomes a dict with its indices as
+    keys, as in "0"."""
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -28,9 +28,10 @@ def compare_with_simulator(
     vocab_size: int,
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
 ) -> dict[str, Any] | None:
-    """Replay a record of workers that reported their times, and simulate its requests in the times of steps and moves.
-    Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if one of the
-    ``layouts`` computed nothing. Raises ValueError if the replay makes other plans."""
+    """Replay a record of workers that reported their times, and simulate its requests in the times
+    of steps and moves. Returns simulated metrics over the real ones, the simulated values, and the
+    numbers of plans; None if one of the ``layouts`` computed nothing. Raises ValueError if the
+    replay makes other plans."""
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size
     times = [_measured(record, number, layout, block_size) for number, layout in enumerate(layouts)]
@@ -52,21 +53,31 @@ def compare_with_simulator(
         "simulated_seconds": simulated.makespan,
         "simulated_ttft_ms": ttft * MILLISECONDS,
         "simulated_tpot_ms": tpot_ms,
-        "simulated_transitions": sum(plan.layouts.transition is not None for plan in simulated.plans),
+        "simulated_transitions": sum(
+            plan.layouts.transition is not None for plan in simulated.plans
+        ),
         "plans": len(record.plans),
         "replayed": len(replayed),
-        "others": sum(one.others for one in known),  # micro-batches that were not those of the real run
+        # micro-batches that were not those of the real run
+        "others": sum(one.others for one in known),
     }
 
 
 def rerun(
-    record: RunRecord, layouts: Sequence[MovingTimes], make_scheduler: Callable[[], Scheduler], *, vocab_size: int
+    record: RunRecord,
+    layouts: Sequence[MovingTimes],
+    make_scheduler: Callable[[], Scheduler],
+    *,
+    vocab_size: int,
 ) -> RunRecord:
-    """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
+    """Simulate a run's requests, which come from time 0 on, in these times; only their lengths
+    matter."""
     scheduler = make_scheduler()
     learn_from_results(scheduler)
     pool = scheduler.pool
-    executor = SimulatedExecutor(*layouts, block_size=pool.block_size, groups=pool.groups, answer=_answers)
+    executor = SimulatedExecutor(
+        *layouts, block_size=pool.block_size, groups=pool.groups, answer=_answers
+    )
     again = RunRecord(executor.max_in_flight)
     engine = Engine(scheduler, executor, vocab_size=vocab_size)
     recorder_of(engine).add(again)
@@ -75,7 +86,8 @@ def rerun(
 
 
 def _answers(plan: StepPlan) -> tuple[Answer, ...]:
-    """A token for every row that is sampled; which one does not matter, because lengths are fixed."""
+    """A token for every row that is sampled; which one does not matter, because lengths are
+    fixed."""
     return tuple(Answer(row.sequence, (0,)) for row in plan.rows if row.sample)
 
 
@@ -88,7 +100,9 @@ def _means(record: RunRecord) -> tuple[float, float | None]:
     return ttft, fmean(tpots)
 
 
-def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> MeasuredStages | None:
+def _measured(
+    record: RunRecord, number: int, layout: ParallelLayout, block_size: int
+) -> MeasuredStages | None:
     """The times of a layout; None if it computed nothing."""
     plans = [plan for plan in record.plans if plan.rows and plan.layouts.current == number]
     if not plans:
@@ -103,11 +117,15 @@ def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size
 
 
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
-    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue. A swap
-    that follows its row begins when the step does. If it is answered with the step, it may have ended sooner: its
-    tokens are then added to those of the next swap of the same plan that took longer."""
+    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is
+    a queue. A swap that follows its row begins when the step does. If it is answered with the step,
+    it may have ended sooner: its tokens are then added to those of the next swap of the same plan
+    that took longer."""
     answered = {
-        swap: moment for moment, done in record.collected.items() for result in done for swap in result.host.swapped
+        swap: moment
+        for moment, done in record.collected.items()
+        for result in done
+        for swap in result.host.swapped
     }
     computing: dict[int, float] = {}  # when the first worker began to compute, by step
     for times in record.stage_times:
@@ -135,12 +153,18 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     return seconds / tokens
 
 
-def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
-    """Times of these plans of one layout, on each stage and on each link, and the host's part in them. A stage's time
-    is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its activations
-    were there, whichever came last. It includes the worker's work between two plans."""
+def _measured_steps(
+    record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int
+) -> list[MeasuredStep]:
+    """Times of these plans of one layout, on each stage and on each link, and the host's part in
+    them. A stage's time is the simulator's: it begins when the plan before was computed, its own
+    inputs were prepared and its activations were there, whichever came last. It includes the
+    worker's work between two plans."""
     of_plans = {plan.step for plan in plans}
-    parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
+    parts_of = (
+        [times for times in stage if times.step in of_plans]
+        for stage in record.stages(tensor_parallel)
+    )
     stages = [stage for stage in parts_of if stage]
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
     began, prepared, steps = _could_be_made(record, stages[-1]), 0.0, []
@@ -161,23 +185,28 @@ def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_paralle
 
 
 def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> list[float]:
-    """How long each plan's activations were on their way from one stage to the next. That is seen where the next stage
-    waited for them from the beginning. Elsewhere the way took at least the rest of the wait, and most likely the median
-    of the ways that were seen."""
+    """How long each plan's activations were on their way from one stage to the next. That is seen
+    where the next stage waited for them from the beginning. Elsewhere the way took at least the
+    rest of the wait, and most likely the median of the ways that were seen."""
     both = list(zip(before, after, strict=True))
     seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
     likely = 0.0
     if seen:
         likely = median(seen)
-    return [max(0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both]
+    return [
+        max(0, min(late.arrived - early.computed, max(likely, late.arrived - late.began)))
+        for early, late in both
+    ]
 
 
 def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int, float]:
-    """For each plan, when the simulator could make it: as soon as the last stage had computed another one. What the
-    real engine does from then on counts as the host's part. A plan that waited for no result could be made when a
-    request came."""
+    """For each plan, when the simulator could make it: as soon as the last stage had computed
+    another one. What the real engine does from then on counts as the host's part. A plan that
+    waited for no result could be made when a request came."""
     ended_at: dict[float, float] = {}
     for times in last_stage:
         known = record.known[times.step]
         ended_at[known] = max(ended_at.get(known, 0.0), times.computed)
-    return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}
+    return {
+        step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()
+    }

@@ -1,1 +1,2 @@
-"""Load for an OpenAI-compatible server: arrival times, requests, and metrics of the answers. No torch."""
+"""Load for an OpenAI-compatible server: arrival times, requests, and metrics of the answers. No
+torch."""

@@ -1,4 +1,5 @@
-"""``nanoserve serve`` as a process that a benchmark starts, and that ends with it whatever happens."""
+"""``nanoserve serve`` as a process that a benchmark starts, and that ends with it whatever
+happens."""
 
 import os
 import signal
@@ -21,13 +22,16 @@ _FOR_OTHERS = ("NANOSERVE_API_KEY", "NANOSERVE_SERVED_MODEL_NAME")
 
 
 class OwnServer:
-    """A server on a free port of this machine, with these flags of ``nanoserve serve`` beside host and port. Raises
-    RuntimeFailure in its own words, if it does not come up."""
+    """A server on a free port of this machine, with these flags of ``nanoserve serve`` beside host
+    and port. Raises RuntimeFailure in its own words, if it does not come up."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         words = ("serve", "--host", "127.0.0.1", "--port", "0", *flags)
         environment = {name: value for name, value in os.environ.items() if name not in _FOR_OTHERS}
-        program = f"import runpy; sys.argv[1:] = sys.argv[3:]; runpy.run_module({_COMMAND!r}, None, '__main__', True)"
+        program = (
+            f"import runpy; sys.argv[1:] = sys.argv[3:]; runpy.run_module({_COMMAND!r}, None, "
+            "'__main__', True)"
+        )
         self._child = LoggedChild(program, *words, environment=environment)
         self.process_id = self._child.process.pid  # of its front end
         try:
@@ -45,7 +49,9 @@ class OwnServer:
                         client.ask(f"{client.address.root}/ready")
                         return client.address
             time.sleep(_POLL_SECONDS)
-        raise RuntimeFailure(f"the server did not start: {self._child.last_words().removeprefix(_PREFIX)}")
+        raise RuntimeFailure(
+            f"the server did not start: {self._child.last_words().removeprefix(_PREFIX)}"
+        )
 
     def close(self) -> None:
         """End the server, whatever it is doing: its answers are not needed any more."""

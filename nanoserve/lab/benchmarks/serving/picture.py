@@ -1,4 +1,5 @@
-"""The picture of a sweep of loads: latencies, output, the limits that were asked for, and the best load. No torch."""
+"""The picture of a sweep of loads: latencies, output, the limits that were asked for, and the best
+load. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ _FAR_APART = 8.0  # ratio of values beyond which an axis is logarithmic
 
 
 def load_of(row: Mapping[str, Any]) -> float:
-    """How much a row's load asks for: clients, or requests per second; those of a trace as it is, to three digits."""
+    """How much a row's load asks for: clients, or requests per second; those of a trace as it is,
+    to three digits."""
     if row["tick"] == TRACE_TICK:
         return float(f"{row['offered_requests_per_s'] or math.inf:.3g}")
     return float(row["tick"])
@@ -33,8 +35,15 @@ class _Sweep:
     mark: float | None
     mark_name: str
 
-    def panel(self, title: str, unit: str, lines: Mapping[str, Sequence[float]], limit: float | None = None) -> Panel:
-        """Lines over the loads and the ``limit`` they are to keep; axes are logarithmic if values lie far apart."""
+    def panel(
+        self,
+        title: str,
+        unit: str,
+        lines: Mapping[str, Sequence[float]],
+        limit: float | None = None,
+    ) -> Panel:
+        """Lines over the loads and the ``limit`` they are to keep; axes are logarithmic if values
+        lie far apart."""
         heights = [value for ys in lines.values() for value in ys if value > 0]
         marks, notes = [], []
         if limit is not None:
@@ -67,10 +76,12 @@ def _are_far_apart(values: Sequence[float]) -> bool:
 
 
 def load_chart(report: Report, title: str) -> Chart:
-    """Percentiles of latencies, and the output, over the loads; lines mark the limits of --slo and the best load."""
+    """Percentiles of latencies, and the output, over the loads; lines mark the limits of --slo and
+    the best load."""
     rows = sorted(report.rows, key=load_of)
     finite = [row for row in rows if load_of(row) < math.inf]
-    rows = finite or rows[:1]  # requests that come all at once have no place on the axis, but for a lone point
+    # requests that come all at once have no place on the axis, but for a lone point
+    rows = finite or rows[:1]
     sweep = _sweep(report, rows)
     slo: Mapping[str, float] = {}
     if rows[0]["goodput"]:
@@ -81,7 +92,9 @@ def load_chart(report: Report, title: str) -> Chart:
         lines = {percentile: ys for percentile, ys in lines.items() if not all(map(math.isnan, ys))}
         if lines:
             panels.append(sweep.panel(label, "ms", lines, slo.get(name)))
-    panels.append(sweep.panel("output", "tokens/s", {"": [row["output_tokens_per_s"] for row in rows]}))
+    panels.append(
+        sweep.panel("output", "tokens/s", {"": [row["output_tokens_per_s"] for row in rows]})
+    )
     return Chart(report.titled(title), panels, columns=2)
 
 

@@ -1,4 +1,5 @@
-"""Records of requests, the metrics that follow from them, and warnings about anything that weakens the metrics."""
+"""Records of requests, the metrics that follow from them, and warnings about anything that weakens
+the metrics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,11 @@ from nanoserve.server.client.events import ServerUsage
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """Record of one request, filled in as its answer comes; times are seconds since the beginning of the run."""
+    """Record of one request, filled in as its answer comes; times are seconds since the beginning
+    of the run."""
 
-    scheduled: float  # when it was to be sent; latencies count from here, however late the client was
+    # when it was to be sent; latencies count from here, however late the client was
+    scheduled: float
     started: float  # when it was sent
     ended: float = 0.0  # when its last token came, or when it failed
     text_times: list[float] = []  # when the pieces of its answer came; pieces without text are none
@@ -31,10 +34,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     counted: bool = True
-    """Whether the server did count; if not, output_tokens are pieces and input_tokens what was sent."""
+    """Whether the server did count; if not, output_tokens are pieces and input_tokens what was
+    sent."""
     wanted_tokens: int = 0  # how many output tokens were asked for
     failure: str | None = None
-    """Reason of a failure, named so that equal failures can be counted; None for a complete answer."""
+    """Reason of a failure, named so that equal failures can be counted; None for a complete
+    answer."""
 
     def count(self, usage: ServerUsage) -> None:
         """Take the server's counts of tokens, as far as it has any."""
@@ -67,15 +72,19 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def itls(self) -> tuple[float, ...]:
         """Gaps between pieces of text; pieces that came together, in one read, are one."""
-        return tuple(after - before for before, after in pairwise(self.text_times) if after > before)
+        return tuple(
+            after - before for before, after in pairwise(self.text_times) if after > before
+        )
 
 
 class LoadRun(msgspec.Struct):
     """The requests of one run of a load, filled in as they end."""
 
     records: list[RequestRecord] = []
-    seconds: float = 0.0  # time from the start of the schedule until the last request, or the run, ended
-    unfinished: int = 0  # requests that were on their way, or had not yet come, when the run was ended
+    # time from the start of the schedule until the last request, or the run, ended
+    seconds: float = 0.0
+    # requests that were on their way, or had not yet come, when the run was ended
+    unfinished: int = 0
 
     @property
     def complete(self) -> list[RequestRecord]:
@@ -88,7 +97,10 @@ class LoadRun(msgspec.Struct):
     @property
     def answers(self) -> list[TimedAnswer]:
         """The complete answers, for a look at whether a queue grows."""
-        return [TimedAnswer(one.scheduled, one.ttft, one.tpot, one.output_tokens) for one in self.complete]
+        return [
+            TimedAnswer(one.scheduled, one.ttft, one.tpot, one.output_tokens)
+            for one in self.complete
+        ]
 
     @property
     def growth(self) -> float | None:
@@ -113,16 +125,20 @@ class DoneRun(MeasuredRound, frozen=True, kw_only=True):
 
 
 def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
-    """A report's row: latencies over the requests of all runs, rates as means over the runs. Failed requests have no
-    latencies; they are counted by their names. Nothing is left out of the attainment. The samples, for ``bench diff``,
-    are the metrics of each whole run in which an answer came."""
+    """A report's row: latencies over the requests of all runs, rates as means over the runs. Failed
+    requests have no latencies; they are counted by their names. Nothing is left out of the
+    attainment. The samples, for ``bench diff``, are the metrics of each whole run in which an
+    answer came."""
     records = [record for run in runs for record in run.records]
     complete = [record for run in runs for record in run.complete]
     failures = Counter(record.failure for record in records if record.failure is not None)
     rates = [run.rates for run in runs]
     whole = [run for run in runs if run.complete and not run.unfinished]
     samples = {
-        f"{name}_ms": [MILLISECONDS * mean_of_known(getattr(one, name) for one in run.complete) for run in whole]
+        f"{name}_ms": [
+            MILLISECONDS * mean_of_known(getattr(one, name) for one in run.complete)
+            for run in whole
+        ]
         for name in SLO_NAMES
     }
     samples["output_tokens_per_s"] = [run.rates["output_tokens_per_s"] for run in whole]
@@ -161,8 +177,11 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """The most requests that were on their way at one time; one that ends as another starts makes room for it."""
-    changes = sorted([(record.started, 1) for record in records] + [(record.ended, -1) for record in records])
+    """The most requests that were on their way at one time; one that ends as another starts makes
+    room for it."""
+    changes = sorted(
+        [(record.started, 1) for record in records] + [(record.ended, -1) for record in records]
+    )
     running = peak = 0
     for _, change in changes:
         running += change
@@ -174,8 +193,9 @@ _FEWEST_LOADS = 3  # of which one may be a knee
 
 
 def knee(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of the load at which output per second over mean latency is greatest (Kleinrock's power): beyond it,
-    latency grows faster than output. None among fewer than three loads with answers."""
+    """The row of the load at which output per second over mean latency is greatest (Kleinrock's
+    power): beyond it, latency grows faster than output. None among fewer than three loads with
+    answers."""
     answered = [row for row in rows if row["completed"]]
     if len(answered) < _FEWEST_LOADS:
         return None
@@ -200,5 +220,7 @@ def warnings(row: Mapping[str, Any]) -> list[str]:
         lines.append(f"{share:.1%} of the prompt tokens came from the server's prefix cache")
     delay = row["send_delay_ms"]
     if delay is not None and delay["p99"] > _LATE_MS:
-        lines.append(f"the client was late itself: by {delay['p99']:,.0f} ms in the 99th percentile")
+        lines.append(
+            f"the client was late itself: by {delay['p99']:,.0f} ms in the 99th percentile"
+        )
     return lines

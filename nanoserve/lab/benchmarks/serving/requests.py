@@ -1,4 +1,5 @@
-"""Requests to a server: lengths, bodies with prompts that no server has seen before, and arrival times."""
+"""Requests to a server: lengths, bodies with prompts that no server has seen before, and arrival
+times."""
 
 import json
 import math
@@ -13,7 +14,8 @@ from nanoserve.errors import UsageError, shown
 from nanoserve.models.hub import DUMMY_PREFIX
 from nanoserve.request import RequestShape
 
-_TOKENS = range(300, 4000)  # ids that nearly every vocabulary has, and that are text there, not control tokens
+# ids that nearly every vocabulary has, and that are text there, not control tokens
+_TOKENS = range(300, 4000)
 _TEXT = (
     "the and that have for not with you this but his from they say her "
     "will one all would there their what out about who get which when make "
@@ -40,9 +42,11 @@ class Work(NamedTuple):
 
 class Point(msgspec.Struct, frozen=True):
     concurrency: int | None = None  # number of clients of a closed loop; None means an open loop
-    rate: float | None = None  # requests per second of an open loop; None takes the times of a trace as they are
+    # requests per second of an open loop; None takes the times of a trace as they are
+    rate: float | None = None
     traced: bool = False  # whether the open loop follows a trace, and not a Poisson process
-    exact: bool = False  # whether arrivals of a Poisson process are stretched to the rate, which else is a mean of many
+    # whether arrivals of a Poisson process are stretched to the rate, which else is a mean of many
+    exact: bool = False
 
     @property
     def name(self) -> str:
@@ -65,7 +69,8 @@ class Point(msgspec.Struct, frozen=True):
         return f"{self.rate:g}"
 
     def arrivals(self, work: Work, seed: int) -> list[float]:
-        """When the requests of an open loop come; the times of a trace are the same for every seed."""
+        """When the requests of an open loop come; the times of a trace are the same for every
+        seed."""
         if self.traced:
             return stretched_arrivals(work.times or (0.0,), self.rate)
         if self.rate is None:
@@ -85,8 +90,10 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are put."""
 
     model: str  # name of the model on the server
-    endpoint: str = "completions"  # completions sends token ids; chat sends words, about as many as tokens are wanted
-    ignore_eos: bool = True  # answers have the whole length that is asked for; an extra which not every server takes
+    # completions sends token ids; chat sends words, about as many as tokens are wanted
+    endpoint: str = "completions"
+    # answers have the whole length that is asked for; an extra which not every server takes
+    ignore_eos: bool = True
 
     @property
     def path(self) -> str:
@@ -95,7 +102,8 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
         return "/completions"
 
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
-        """Requests of these lengths. Equal salts give equal prompts, and different salts different ones."""
+        """Requests of these lengths. Equal salts give equal prompts, and different salts different
+        ones."""
         generator = random.Random(salt)
         requests = []
         for shape in shapes:
@@ -103,7 +111,9 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
                 text = " ".join(generator.choices(_WORDS, k=shape.input_tokens))
                 requests.append(self._request(shape, messages=[{"role": "user", "content": text}]))
             else:
-                requests.append(self._request(shape, prompt=generator.choices(_TOKENS, k=shape.input_tokens)))
+                requests.append(
+                    self._request(shape, prompt=generator.choices(_TOKENS, k=shape.input_tokens))
+                )
         return requests
 
     def completion(self, prompt: Sequence[int], output_tokens: int) -> PreparedRequest:
@@ -117,7 +127,8 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.model.startswith(DUMMY_PREFIX):
-            # A dummy has more tokens than its tokenizer knows, and what cannot be read is not streamed.
+            # A dummy has more tokens than its tokenizer knows, and what cannot be read is not
+            # streamed.
             body["logit_bias"] = {str(token): _STRONGEST_BIAS for token in _BIASED_TOKENS}
         return PreparedRequest(json.dumps(body).encode(), shape)
 
@@ -126,7 +137,8 @@ _HIGHEST_RATE = 1e6
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """The first arrivals of a Poisson process; with an infinite rate, all of them come at once, at zero."""
+    """The first arrivals of a Poisson process; with an infinite rate, all of them come at once, at
+    zero."""
     if math.isinf(rate):
         return [0.0] * count
     generator = random.Random(seed)
@@ -134,8 +146,9 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def stretched_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
-    """Times, of a trace say, from the first on, evenly stretched to a mean rate if one is given. The mean rate of n
-    arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero."""
+    """Times, of a trace say, from the first on, evenly stretched to a mean rate if one is given.
+    The mean rate of n arrivals is n - 1 over the time from the first to the last. Raises UsageError
+    if that is zero."""
     first = min(times)
     offsets = [time - first for time in times]
     if rate is None:
@@ -144,7 +157,9 @@ def stretched_arrivals(times: Sequence[float], rate: float | None = None) -> lis
         return [0.0] * len(offsets)
     duration = max(offsets)
     if duration == 0:
-        raise UsageError("the trace's requests come all at once: there is no rate to change, leave --rate away")
+        raise UsageError(
+            "the trace's requests come all at once: there is no rate to change, leave --rate away"
+        )
     stretch = (len(offsets) - 1) / rate / duration
     return [offset * stretch for offset in offsets]
 
@@ -158,7 +173,8 @@ def offered_rate(arrivals: Sequence[float]) -> float | None:
 
 
 def parse_rates(text: str, flag: str) -> tuple[float, ...]:
-    """Requests per second above 0, or inf, separated by commas: "0.5,2,inf". A UsageError names the flag."""
+    """Requests per second above 0, or inf, separated by commas: "0.5,2,inf". A UsageError names the
+    flag."""
     rates = []
     for part in text.split(","):
         try:
@@ -166,6 +182,8 @@ def parse_rates(text: str, flag: str) -> tuple[float, ...]:
         except ValueError:
             rate = math.nan
         if not (0 < rate <= _HIGHEST_RATE or rate == math.inf):
-            raise UsageError(f"{flag} takes requests per second such as 0.5,2,inf, not {shown(text)}")
+            raise UsageError(
+                f"{flag} takes requests per second such as 0.5,2,inf, not {shown(text)}"
+            )
         rates.append(rate)
     return tuple(dict.fromkeys(rates))

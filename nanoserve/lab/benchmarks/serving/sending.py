@@ -1,7 +1,9 @@
-"""Streamed requests on asyncio and h11: little work for each piece, as client and server share the machine.
+"""Streamed requests on asyncio and h11: little work for each piece, as client and server share the
+machine.
 
-Every request has a connection of its own; opening it counts. A request that goes wrong becomes a record with a failure,
-never an exception: a benchmark that drops its failures reports only the good requests.
+Every request has a connection of its own; opening it counts. A request that goes wrong becomes a
+record with a failure, never an exception: a benchmark that drops its failures reports only the good
+requests.
 """
 
 import asyncio
@@ -20,7 +22,13 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.lab.benchmarks.machine import ForeignLoad
 from nanoserve.lab.benchmarks.rounds import Repeating, most_known, shown_rounds
 from nanoserve.lab.benchmarks.serving.records import DoneRun, LoadRun, RequestRecord, figures
-from nanoserve.lab.benchmarks.serving.requests import Point, PreparedRequest, RequestStyle, Work, offered_rate
+from nanoserve.lab.benchmarks.serving.requests import (
+    Point,
+    PreparedRequest,
+    RequestStyle,
+    Work,
+    offered_rate,
+)
 from nanoserve.record.metrics import Slo
 from nanoserve.request import RequestShape
 from nanoserve.server.client.connection import ApiClient
@@ -47,7 +55,8 @@ class _Failed(Exception):
 
 
 class Sender:
-    """Sends requests to one path of a client's server, with ``timeout`` seconds for a whole answer."""
+    """Sends requests to one path of a client's server, with ``timeout`` seconds for a whole
+    answer."""
 
     def __init__(self, client: ApiClient, path: str, *, timeout: float) -> None:
         self._address = address = client.address
@@ -66,7 +75,9 @@ class Sender:
     async def send(self, request: PreparedRequest, scheduled: float, now: Clock) -> RequestRecord:
         """Send it now and wait for the end of its answer."""
         shape = request.shape
-        record = RequestRecord(scheduled=scheduled, started=now(), wanted_tokens=shape.output_tokens)
+        record = RequestRecord(
+            scheduled=scheduled, started=now(), wanted_tokens=shape.output_tokens
+        )
         record.input_tokens = shape.input_tokens
         try:
             async with asyncio.timeout(self._timeout):
@@ -94,14 +105,22 @@ class Sender:
             http = h11.Connection(h11.CLIENT)
             headers = self._headers | {"content-length": str(len(body))}
             request = h11.Request(method="POST", target=self._target, headers=list(headers.items()))
-            writer.write(b"".join(http.send(one) or b"" for one in (request, h11.Data(data=body), h11.EndOfMessage())))
+            writer.write(
+                b"".join(
+                    http.send(one) or b""
+                    for one in (request, h11.Data(data=body), h11.EndOfMessage())
+                )
+            )
             await _receive(http, reader, record, now)
         finally:
             writer.transport.abort()  # the server notices at once when a request is cancelled
 
 
-async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: RequestRecord, now: Clock) -> None:
-    """Read the answer to its end, into the record. Raises _Failed for an error, no proper end, or no token."""
+async def _receive(
+    http: h11.Connection, reader: asyncio.StreamReader, record: RequestRecord, now: Clock
+) -> None:
+    """Read the answer to its end, into the record. Raises _Failed for an error, no proper end, or
+    no token."""
     events, usage, status, refusal = EventReader(), ServerUsage(), 0, b""
     moment, finished = 0.0, False
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
@@ -117,7 +136,10 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
         elif isinstance(event, h11.Data):
             for chunk in events.push(event.data):
                 if chunk.error is not None:
-                    raise _Failed(f"an error within the stream: {_words_of(error_facts(chunk.error), 'unknown')}")
+                    raise _Failed(
+                        "an error within the stream: "
+                        f"{_words_of(error_facts(chunk.error), 'unknown')}"
+                    )
                 usage = chunk.usage or usage
                 for choice in chunk.choices or ():
                     if choice.answer or choice.thinking:
@@ -153,9 +175,10 @@ async def send_all(
     clients: int | None = None,
     answered: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send each request when its time has come, in seconds from now, whatever became of those before it. With
-    ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends. ``run``
-    gets every record as soon as it is complete, and keeps what it has if this is cancelled."""
+    """Send each request when its time has come, in seconds from now, whatever became of those
+    before it. With ``clients``, a closed loop: no more requests are on their way, and the next
+    one's time comes when one ends. ``run`` gets every record as soon as it is complete, and keeps
+    what it has if this is cancelled."""
     began, run.unfinished = time.perf_counter(), len(requests)
     free = asyncio.Semaphore(clients or len(requests))
 
@@ -169,7 +192,9 @@ async def send_all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for arrival, request in sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0]):
+            for arrival, request in sorted(
+                zip(arrivals, requests, strict=True), key=lambda pair: pair[0]
+            ):
                 if (early := arrival - now()) > 0:
                     await asyncio.sleep(early)
                 await free.acquire()
@@ -185,7 +210,8 @@ async def send_all(
 
 
 def send_at_once(sender: Sender, requests: Sequence[PreparedRequest], name: str) -> LoadRun:
-    """Send all requests now. Raises RuntimeFailure, which calls them by this name, if one of them fails."""
+    """Send all requests now. Raises RuntimeFailure, which calls them by this name, if one of them
+    fails."""
     run = LoadRun()
     asyncio.run(send_all(sender, requests, [0.0] * len(requests), run))
     if failures := [record.failure for record in run.records if record.failure is not None]:
@@ -200,26 +226,38 @@ class ServeBench:
     work: Work
     seed: int  # seed of the Poisson arrivals. Prompts are never repeated, whatever the seed
     slo: Slo | None  # what a good answer keeps to
-    foreign: ForeignLoad | None  # measures the load of other processes; None if the server's own process is unknown
+    # measures the load of other processes; None if the server's own process is unknown
+    foreign: ForeignLoad | None
     repeating: Repeating
     done: list[DoneRun] = field(default_factory=list)  # the runs of all loads that have ended
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def warm_up(self, count: int) -> None:
-        """Send the first requests at once, with short answers, and forget the times. Raises RuntimeFailure if one of
-        them fails: measuring would be in vain."""
+        """Send the first requests at once, with short answers, and forget the times. Raises
+        RuntimeFailure if one of them fails: measuring would be in vain."""
         first = self.work.shapes[:count]
-        shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
-        send_at_once(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"), "requests of the warm-up")
+        shapes = [
+            RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first
+        ]
+        send_at_once(
+            self.sender,
+            self.style.prepare(shapes, f"{self.salt}/warm-up"),
+            "requests of the warm-up",
+        )
 
     def measure(
-        self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
+        self,
+        point: Point,
+        repeats: int,
+        keep: Callable[[dict[str, Any]], None],
+        answered: Callable[[], None],
     ) -> list[LoadRun]:
-        """Run the work at this load until ``repeats`` runs count, or the time for repeating disturbed ones is spent.
+        """Run the work at this load until ``repeats`` runs count, or the time for repeating
+        disturbed ones is spent.
 
-        ``keep`` gets the row, also of a run that is interrupted; it is of the runs that count or, where none does, of
-        all. They are returned. ``answered`` is called after every request. Every run has its own prompts and Poisson
-        arrivals.
+        ``keep`` gets the row, also of a run that is interrupted; it is of the runs that count or,
+        where none does, of all. They are returned. ``answered`` is called after every request.
+        Every run has its own prompts and Poisson arrivals.
         """
         runs: list[LoadRun] = []
         ended: list[DoneRun] = []
@@ -229,7 +267,9 @@ class ServeBench:
             requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{number}")
             runs.append(LoadRun())
             self._foreign_cores()
-            asyncio.run(send_all(self.sender, requests, arrivals, runs[-1], point.concurrency, answered))
+            asyncio.run(
+                send_all(self.sender, requests, arrivals, runs[-1], point.concurrency, answered)
+            )
             return DoneRun(foreign_cores=self._foreign_cores(), run=runs[-1])
 
         shown: list[LoadRun] = []
@@ -241,12 +281,25 @@ class ServeBench:
             interrupted = [run for run in runs[len(ended) :] if run.records]
             shown = [one.run for one in shown_rounds(ended) if one.run.records] + interrupted
             if shown:
-                row: dict[str, Any] = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
+                row: dict[str, Any] = {
+                    "case": point.name,
+                    "tick": point.tick,
+                    "concurrency": point.concurrency,
+                }
                 row["offered_requests_per_s"] = None
                 if point.concurrency is None:
-                    row["offered_requests_per_s"] = offered_rate(point.arrivals(self.work, self.seed * 1000 + 1))
+                    row["offered_requests_per_s"] = offered_rate(
+                        point.arrivals(self.work, self.seed * 1000 + 1)
+                    )
                 foreign = most_known(one.foreign_cores for one in shown_rounds(ended))
-                keep({**row, "repeats": len(shown), **figures(shown, self.slo), "foreign_cores": foreign})
+                keep(
+                    {
+                        **row,
+                        "repeats": len(shown),
+                        **figures(shown, self.slo),
+                        "foreign_cores": foreign,
+                    }
+                )
         return shown
 
     def _foreign_cores(self) -> float | None:

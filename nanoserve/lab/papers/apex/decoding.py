@@ -1,7 +1,9 @@
-"""APEX, sections 2.4, 3.2 and 3.3, without prompts: how fast CPUs attend, and what that can gain at most.
+"""APEX, sections 2.4, 3.2 and 3.3, without prompts: how fast CPUs attend, and what that can gain at
+most.
 
-One step after another is run on the simulator's device and CPU (simulator/host_attention.py), for the number of host
-sequences that the policy itself decides on, and held against the closed forms of nanoserve/costs/closed_forms.py.
+One step after another is run on the simulator's device and CPU (simulator/host_attention.py), for
+the number of host sequences that the policy itself decides on, and held against the closed forms of
+nanoserve/costs/closed_forms.py.
 """
 
 from functools import partial
@@ -10,7 +12,11 @@ from itertools import product
 import msgspec
 
 from nanoserve.commands.tables import columns
-from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
+from nanoserve.costs.closed_forms import (
+    overlap_gain_bound,
+    pipelining_break_even,
+    pipelining_speedup_bound,
+)
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.lab.charts import Chart, panel
@@ -37,7 +43,8 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
     """Decodes on the device: B in the paper."""
     host_sequences: int  # sequences in host memory: C in the paper
     context: int  # keys of each
-    processor: float | None = None  # share of the CPUs' data sheet that attention reaches; None is the default
+    # share of the CPUs' data sheet that attention reaches; None is the default
+    processor: float | None = None
 
     def run(self) -> "DecodeOutcome":
         """Alone, pipelined and overlapped."""
@@ -47,16 +54,23 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         overlapped, steps = self._overlapped(costs)
         predictor = CostPredictor(costs)
         attention = predictor.attention_seconds(self.decodes * self.context)
-        # Unlike the predictor's, without what each row costs the engine: that is once in a step, as the head is.
+        # Unlike the predictor's, without what each row costs the engine: that is once in a step, as
+        # the head is.
         linear = costs.layers_seconds(self.decodes, 0) / costs.num_layers
         beside = step / costs.num_layers - linear - attention
-        host = predictor.host_attention_seconds(self.host_sequences, self.host_sequences * self.context)
+        host = predictor.host_attention_seconds(
+            self.host_sequences, self.host_sequences * self.context
+        )
         ratio = self.host_sequences / host * attention / self.decodes
         numbers = {"decodes": self.decodes, "host_sequences": self.host_sequences, "beside": beside}
-        gain = overlap_gain_bound(linear, attention, speed_ratio=ratio, layers=costs.num_layers, **numbers)
+        gain = overlap_gain_bound(
+            linear, attention, speed_ratio=ratio, layers=costs.num_layers, **numbers
+        )
         return DecodeOutcome(
             pipelined=self._pipelined(costs) * step / self.decodes,
-            pipelined_bound=pipelining_speedup_bound(linear, attention, speed_ratio=ratio, **numbers),
+            pipelined_bound=pipelining_speedup_bound(
+                linear, attention, speed_ratio=ratio, **numbers
+            ),
             overlapped=overlapped * step / self.decodes,
             overlapped_bound=1 + gain,
             steps_per_token=steps,
@@ -66,7 +80,10 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _host(self, first: int, count: int) -> dict[int, HostToken]:
-        return {number: HostToken(self.context, Answer(number)) for number in range(first, first + count)}
+        return {
+            number: HostToken(self.context, Answer(number))
+            for number in range(first, first + count)
+        }
 
     def _pipelined(self, costs: StepCosts) -> float:
         """Tokens per second of a step as NEO decides it: asymmetric, or the device alone."""
@@ -83,8 +100,12 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         return (self.decodes + first + second) / (passage.end - passage.start)
 
     def _overlapped(self, costs: StepCosts) -> tuple[float, float]:
-        """Tokens per second, and the steps that a host token takes, over some cohorts one after the other."""
-        attention, device = HostAttention(costs, Processor()), costs.work([self.context] * self.decodes)
+        """Tokens per second, and the steps that a host token takes, over some cohorts one after the
+        other."""
+        attention, device = (
+            HostAttention(costs, Processor()),
+            costs.work([self.context] * self.decodes),
+        )
         now, steps, tokens = 0.0, 0, 0
         while tokens < _CYCLES * self.host_sequences:
             beginning: dict[int, HostToken] = {}
@@ -119,7 +140,8 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Throughput over that of the device alone, the most that closed forms allow, and what these are made of."""
+    """Throughput over that of the device alone, the most that closed forms allow, and what these
+    are made of."""
 
     pipelined: float
     pipelined_bound: float
@@ -134,13 +156,16 @@ class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _cases() -> list[DecodeCase]:
-    """The device full, and up to 30 times as many host sequences: fast CPUs, and those of the paper."""
+    """The device full, and up to 30 times as many host sequences: fast CPUs, and those of the
+    paper."""
     cases = []
     platforms = ((A10, 500), (A10, 1000), (A10, 2000), (T4, 250), (T4, 500))
     processors = ((None, (1, 4, 16)), (PAPERS_SHARE, (4, 10, 30)))
     for (platform, context), (processor, hosts) in product(platforms, processors):
         decodes = platform.costs().memory.kv_blocks(1) // context
-        shared = partial(DecodeCase, platform=platform, decodes=decodes, context=context, processor=processor)
+        shared = partial(
+            DecodeCase, platform=platform, decodes=decodes, context=context, processor=processor
+        )
         cases += [shared(host_sequences=host * decodes) for host in hosts]
     return cases
 
@@ -165,12 +190,20 @@ def bounds(scale: Scale, run: Run) -> Finding:
         "bounds asymmetric": max(one.pipelined / max(1.0, one.pipelined_bound) for one in every),
         "bounds overlap": max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in every),
         "bounds steps": Spread.of(
-            one.steps_per_token - one.layers for case, one in outcomes.items() if case.processor is None
+            one.steps_per_token - one.layers
+            for case, one in outcomes.items()
+            if case.processor is None
         ),
     }
     for platform in (A10, T4):
-        slow = [one for case, one in outcomes.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
-        ours[f"bounds {platform.name}"] = Spread.of(one.speed_ratio / one.break_even for one in slow)
+        slow = [
+            one
+            for case, one in outcomes.items()
+            if (case.platform, case.processor) == (platform, PAPERS_SHARE)
+        ]
+        ours[f"bounds {platform.name}"] = Spread.of(
+            one.speed_ratio / one.break_even for one in slow
+        )
     return Finding(claims("apex", ours), None, rows)
 
 
@@ -196,8 +229,13 @@ def processor_speed(scale: Scale, run: Run) -> Finding:
     panels, rows = [], []
     for platform in (A10, T4):
         predictor = CostPredictor(platform.costs())
-        device = [1e6 * predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
-        cpu = [1e6 * predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
+        device = [
+            1e6 * predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES
+        ]
+        cpu = [
+            1e6 * predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B)
+            for batch in _BATCHES
+        ]
         rows += [
             {"platform": platform.name, "batch": batch, "device_us": one, "cpu_us": other}
             for batch, one, other in zip(_BATCHES, device, cpu, strict=True)

@@ -1,7 +1,8 @@
-"""Goals of the policies beside the paper's figures: the fixed list for ours, and latency over rates (figure 6).
+"""Goals of the policies beside the paper's figures: the fixed list for ours, and latency over rates
+(figure 6).
 
-The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half of what the device alone can serve, a
-fifth more than it can, and everything at once.
+The fixed list: both platforms, mean outputs from 50 to 1000, three loads: half of what the device
+alone can serve, a fifth more than it can, and everything at once.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,15 @@ from nanoserve.lab.papers.apex.settings import (
     mean_lengths,
 )
 from nanoserve.lab.papers.apex.throughput import backlogs
-from nanoserve.lab.papers.cases import Case, Outcome, Runs, over_seeds, throughput, tuned, with_budget
+from nanoserve.lab.papers.cases import (
+    Case,
+    Outcome,
+    Runs,
+    over_seeds,
+    throughput,
+    tuned,
+    with_budget,
+)
 from nanoserve.lab.papers.claims import Ours, claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
 from nanoserve.record.metrics import Spread
@@ -43,10 +52,18 @@ Loads = Runs[tuple[HostBacklog, float | None, str]]
 
 
 def fixed_list(scale: Scale, run: Run) -> Finding:
-    """HybridByPrediction beside the four that it chooses among; and all of them where memory is no constraint."""
+    """HybridByPrediction beside the four that it chooses among; and all of them where memory is no
+    constraint."""
     outputs = scale.pick(OUTPUTS, ALL_OUTPUTS)
-    lengths = [(A10, f"1000:{output}") for output in outputs] + [(T4, f"osc:{output}") for output in outputs]
-    runs = _loads([_small_backlog(platform, name, scale) for platform, name in lengths], (BELOW, ABOVE), scale, run)
+    lengths = [(A10, f"1000:{output}") for output in outputs] + [
+        (T4, f"osc:{output}") for output in outputs
+    ]
+    runs = _loads(
+        [_small_backlog(platform, name, scale) for platform, name in lengths],
+        (BELOW, ABOVE),
+        scale,
+        run,
+    )
     rows: list[dict[str, Any]] = []
     for setting, load, label in runs.cases:
         words = "all at once"
@@ -58,7 +75,9 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
             "load": words,
             "system": label,
             "throughput": runs.mean((setting, load, label), throughput),
-            "ratio": runs.ratio((setting, load, HYBRID.label), (setting, load, label), throughput).mean,
+            "ratio": runs.ratio(
+                (setting, load, HYBRID.label), (setting, load, label), throughput
+            ).mean,
         }
         rows.append(row)
     others = [row for row in rows if row["system"] != HYBRID.label]
@@ -96,11 +115,14 @@ def _small_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklo
     return HostBacklog(platform, lengths, number * scale.pick(1, _LONGER))
 
 
-def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale, run: Run) -> Loads:
+def _loads(
+    settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale, run: Run
+) -> Loads:
     """Each backlog, and the same requests with Poisson arrivals at shares of the device's capacity.
 
-    Every system is tuned with the first seed at the highest rate, and keeps that budget at the lower ones: there any
-    budget serves all requests, and unlike budgets would show in latency as unlike policies.
+    Every system is tuned with the first seed at the highest rate, and keeps that budget at the
+    lower ones: there any budget serves all requests, and unlike budgets would show in latency as
+    unlike policies.
     """
     full = backlogs(settings, scale, run)
     wanted: dict[tuple[HostBacklog, float | None, str], Case] = {}
@@ -110,10 +132,20 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
             wanted[setting, rate, label] = replace(backlog[0], rate=rate * capacity)
     seeds = scale.seeds[: scale.pick(1, len(scale.seeds))]
     pairs = list(full.cases)
-    highest = tuned([wanted[setting, max(rates), label] for setting, label in pairs], run, throughput, TOKEN_BUDGETS)
+    highest = tuned(
+        [wanted[setting, max(rates), label] for setting, label in pairs],
+        run,
+        throughput,
+        TOKEN_BUDGETS,
+    )
     budgets = {pair: case.system.token_budget for pair, case in zip(pairs, highest, strict=True)}
-    jobs = {key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds) for key, case in wanted.items()}
-    jobs |= {(setting, None, label): list(backlog) for (setting, label), backlog in full.cases.items()}
+    jobs = {
+        key: over_seeds(with_budget(case, budgets[key[0], key[2]]), seeds)
+        for key, case in wanted.items()
+    }
+    jobs |= {
+        (setting, None, label): list(backlog) for (setting, label), backlog in full.cases.items()
+    }
     return Runs(run, jobs)
 
 
@@ -129,7 +161,8 @@ LATENCY_COLUMNS = columns(
 
 
 def latency(scale: Scale, run: Run) -> Finding:
-    """Figure 6: latency per token, the whole latency of a request over its output tokens, against the rate."""
+    """Figure 6: latency per token, the whole latency of a request over its output tokens, against
+    the rate."""
     places = [_small_backlog(platform, name, scale) for platform, name in _LATENCIES.items()]
     runs = _loads(places, _RATES, scale, run)
     rows = [
@@ -143,13 +176,18 @@ def latency(scale: Scale, run: Run) -> Finding:
         if load is not None
     ]
     ours = {
-        f"6 {one.platform.name}": runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency)
+        f"6 {one.platform.name}": runs.ratio(
+            (one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency
+        )
         for one in places
     }
     panels = []
     for one in places:
         rates = [runs.cases[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES]
-        heights = {each.label: [runs.mean((one, rate, each.label), _latency) for rate in _RATES] for each in SYSTEMS}
+        heights = {
+            each.label: [runs.mean((one, rate, each.label), _latency) for rate in _RATES]
+            for each in SYSTEMS
+        }
         title = f"{one.platform.name}, {one.lengths}"
         panels.append(panel(title, "request rate, 1/s", "latency per token, ms", rates, heights))
     chart = Chart("APEX, figure 6: latency per token", panels, columns=2)

@@ -1,8 +1,9 @@
-"""The platforms, workloads and systems of APEX, section 5.1, and one simulation of a device with host memory.
+"""The platforms, workloads and systems of APEX, section 5.1, and one simulation of a device with
+host memory.
 
-The paper states neither how requests arrive nor, but for figure 7's mean input, how long they are. Here throughput is
-that of a closed batch, several times what the device's memory holds, over all of its time; latency is measured with
-Poisson arrivals.
+The paper states neither how requests arrive nor, but for figure 7's mean input, how long they are.
+Here throughput is that of a closed batch, several times what the device's memory holds, over all of
+its time; latency is measured with Poisson arrivals.
 """
 
 from dataclasses import dataclass
@@ -16,22 +17,27 @@ from nanoserve.lab.papers.cases import BLOCK_SIZE, Case, System, draw_lengths
 from nanoserve.lab.papers.framework import Scale
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
-"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and nanoserve's own reserve."""
+"""vLLM and SwiftLLM: Sarathi-Serve's policy on the same runtime, without host memory and
+nanoserve's own reserve."""
 NEO = System(label="NEO", policy="neo")
 OVERLAP = System(label="overlap", policy="overlap")
 APEX = System(label="APEX", policy="apex", parameters=(("minimum_ratio", 0.0),))
-"""Algorithm 1. Nothing has to be amortised here: starting the simulated CPU thread costs nothing."""
+"""Algorithm 1. Nothing has to be amortised here: starting the simulated CPU thread costs
+nothing."""
 APEX_8 = System(label="APEX, from 8x", policy="apex")
 """APEX with section 4.2's threshold: eight times as many host sequences as device decodes."""
 HYBRID = System(label="hybrid (ours)", policy="hybrid")
 SYSTEMS = (DEVICE, NEO, OVERLAP, APEX, HYBRID)
 
 PAPERS_SHARE = 0.1
-"""Share of the CPUs' data sheet at which they attend a tenth as fast as the device: "less than 10 %" in section 2.4."""
+"""Share of the CPUs' data sheet at which they attend a tenth as fast as the device: "less than 10
+%" in section 2.4."""
 NEO_KERNEL = System(label="NEO, its kernel", policy="neo")
-"""With half of the others' share: in large batches APEX's kernel is "up to twice" as fast as NEO's (section 4.1)."""
+"""With half of the others' share: in large batches APEX's kernel is "up to twice" as fast as NEO's
+(section 4.1)."""
 
-TOKEN_BUDGETS = (256, 1024)  # tokens of a step: every system is tuned over these, in every backlog again
+# tokens of a step: every system is tuned over these, in every backlog again
+TOKEN_BUDGETS = (256, 1024)
 
 OUTPUTS = (50, 200, 500, 1000)
 ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)
@@ -76,7 +82,8 @@ class HostBacklog:
     systems: tuple[System, ...] = SYSTEMS  # systems that are compared
 
     def case(self, system: System, seed: int = 0) -> Case:
-        """One system's. Requests that the device's memory cannot hold are left out, for all budgets alike."""
+        """One system's. Requests that the device's memory cannot hold are left out, for all budgets
+        alike."""
         processor = self.processor
         if system is DEVICE:
             processor = None
@@ -96,7 +103,8 @@ class HostBacklog:
 
 
 def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
-    """Where the CPUs are as slow as in the paper: 30 times what an A10 holds, or 100 times what a T4 does."""
+    """Where the CPUs are as slow as in the paper: 30 times what an A10 holds, or 100 times what a
+    T4 does."""
     requests = scale.pick(300, 1000)
     if platform == A10:
         requests = scale.pick(1000, 3000)
@@ -106,4 +114,6 @@ def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog
 def mean_lengths(name: str) -> tuple[float, float]:
     """Mean tokens in and out of a name's lengths."""
     shapes = list(islice(draw_lengths(name, 0), 2000))
-    return fmean(shape.input_tokens for shape in shapes), fmean(shape.output_tokens for shape in shapes)
+    return fmean(shape.input_tokens for shape in shapes), fmean(
+        shape.output_tokens for shape in shapes
+    )

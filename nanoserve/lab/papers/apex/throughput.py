@@ -1,4 +1,5 @@
-"""APEX, sections 5.2 and 5.4: throughput in a backlog (figures 5 and 7), and what the order of systems depends on."""
+"""APEX, sections 5.2 and 5.4: throughput in a backlog (figures 5 and 7), and what the order of
+systems depends on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,14 +33,19 @@ _WORKLOADS = ("livebench", "azure-conv", "dolphin-r1")
 _ABSOLUTE, _RELATIVE = "tokens/s", "throughput over the device alone"
 
 Backlogs = Runs[tuple[HostBacklog, str]]
-"""Runs by backlog and label of the system: one case for each seed, with the system's best token budget."""
+"""Runs by backlog and label of the system: one case for each seed, with the system's best token
+budget."""
 
 
 def backlogs(
     settings: Sequence[HostBacklog], scale: Scale, run: Run, budgets: Sequence[int] = TOKEN_BUDGETS
 ) -> Backlogs:
     """Every system in every backlog, tuned with the first seed, then run with all."""
-    cases = {(one, system.label): one.case(system, scale.seeds[0]) for one in settings for system in one.systems}
+    cases = {
+        (one, system.label): one.case(system, scale.seeds[0])
+        for one in settings
+        for system in one.systems
+    }
     found = zip(cases, tuned(list(cases.values()), run, throughput, budgets), strict=True)
     return Runs(run, {key: over_seeds(case, scale.seeds) for key, case in found})
 
@@ -56,15 +62,24 @@ def _budgets(scale: Scale) -> Sequence[int]:
 def _said_budgets(scale: Scale) -> str:
     """How the claims name the token budgets that were tried."""
     several = " and ".join(map(str, _budgets(scale)))
-    return scale.pick(f"every system with a token budget of {several}", f"every system with the better of {several}")
+    return scale.pick(
+        f"every system with a token budget of {several}",
+        f"every system with the better of {several}",
+    )
 
 
 def throughput_figure(scale: Scale, run: Run) -> Finding:
-    """Figure 5: (a) T4 with OSC's inputs and outputs of varied length, (b) A10 with three workloads."""
-    on_t4 = [large_backlog(T4, f"osc:{output}", scale) for output in scale.pick(OUTPUTS[:3], ALL_OUTPUTS)]
+    """Figure 5: (a) T4 with OSC's inputs and outputs of varied length, (b) A10 with three
+    workloads."""
+    on_t4 = [
+        large_backlog(T4, f"osc:{output}", scale) for output in scale.pick(OUTPUTS[:3], ALL_OUTPUTS)
+    ]
     on_a10 = [large_backlog(A10, name, scale) for name in _WORKLOADS]
     runs = _large_backlogs(on_t4 + on_a10, scale, run)
-    heights = {one.label: [runs.spread((place, one.label), throughput) for place in on_a10] for one in COMPARED}
+    heights = {
+        one.label: [runs.spread((place, one.label), throughput) for place in on_a10]
+        for one in COMPARED
+    }
     panels = [
         _over_outputs("(a) T4, LLaMA-2-7B, OSC", on_t4, runs, relative=False),
         panel("(b) A10, LLaMA-3.1-8B", "workload", _ABSOLUTE, _WORKLOADS, heights, kind="bar"),
@@ -88,14 +103,19 @@ def _over(above: System, below: System, setting: HostBacklog, runs: Backlogs) ->
 
 
 def output_lengths(scale: Scale, run: Run) -> Finding:
-    """Figure 7: A10, mean input 1000, outputs from 50 to 1000; throughput over the device-only one."""
-    settings = [large_backlog(A10, f"1000:{output}", scale) for output in scale.pick(OUTPUTS, ALL_OUTPUTS)]
+    """Figure 7: A10, mean input 1000, outputs from 50 to 1000; throughput over the device-only
+    one."""
+    settings = [
+        large_backlog(A10, f"1000:{output}", scale) for output in scale.pick(OUTPUTS, ALL_OUTPUTS)
+    ]
     runs = _large_backlogs(settings, scale, run)
     by_output = {int(one.lengths.partition(":")[2]): one for one in settings}
     compared = [(output, APEX, neo) for output in OUTPUTS for neo in (NEO, NEO_KERNEL)]
     compared += [(1000, OVERLAP, NEO), (1000, OVERLAP, DEVICE), (1000, APEX, DEVICE)]
     ours: Ours = {
-        f"7 {output}: {above.label} over {below.label}": _over(above, below, by_output[output], runs)
+        f"7 {output}: {above.label} over {below.label}": _over(
+            above, below, by_output[output], runs
+        )
         for output, above, below in compared
     }
     ours["7 grows"] = _over(HYBRID, DEVICE, by_output[1000], runs)
@@ -154,21 +174,36 @@ def _mean(found: Distribution | None) -> float | None:
     return found.mean
 
 
-def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *, relative: bool) -> Panel:
+def _over_outputs(
+    title: str, settings: Sequence[HostBacklog], runs: Backlogs, *, relative: bool
+) -> Panel:
     """Throughput against the mean output, or its ratio to that of the device alone."""
     outputs = [float(one.lengths.partition(":")[2]) for one in settings]
     x = "mean output, tokens"
     if relative:
-        ratios = {system.label: [_over(system, DEVICE, one, runs) for one in settings] for system in COMPARED}
+        ratios = {
+            system.label: [_over(system, DEVICE, one, runs) for one in settings]
+            for system in COMPARED
+        }
         return panel(title, x, _RELATIVE, outputs, ratios)
-    heights = {system.label: [runs.spread((one, system.label), throughput) for one in settings] for system in COMPARED}
+    heights = {
+        system.label: [runs.spread((one, system.label), throughput) for one in settings]
+        for system in COMPARED
+    }
     return panel(title, x, _ABSOLUTE, outputs, heights)
 
 
 _SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
 _OVER_SHARES = (NEO, OVERLAP, APEX, APEX_8, HYBRID)
 _PLACES = ((A10, "1000:300"), (T4, "osc:200"))
-_WITH_SLOW_CPUS = ((OVERLAP, NEO), (APEX, NEO), (HYBRID, NEO), (APEX, NEO_KERNEL), (OVERLAP, DEVICE), (HYBRID, DEVICE))
+_WITH_SLOW_CPUS = (
+    (OVERLAP, NEO),
+    (APEX, NEO),
+    (HYBRID, NEO),
+    (APEX, NEO_KERNEL),
+    (OVERLAP, DEVICE),
+    (HYBRID, DEVICE),
+)
 """Pairs of systems that are compared where the CPUs are a tenth as fast as the device."""
 
 
@@ -184,9 +219,14 @@ PROCESSOR_COLUMNS = columns(
 
 
 def processors(scale: Scale, run: Run) -> Finding:
-    """No figure of the paper: throughput by the share of the CPUs' data sheet that attention reaches."""
+    """No figure of the paper: throughput by the share of the CPUs' data sheet that attention
+    reaches."""
     settings = [
-        replace(large_backlog(platform, lengths, scale), processor=share, systems=(DEVICE,) + _OVER_SHARES)
+        replace(
+            large_backlog(platform, lengths, scale),
+            processor=share,
+            systems=(DEVICE,) + _OVER_SHARES,
+        )
         for platform, lengths in _PLACES
         for share in _SHARES
     ]
@@ -197,11 +237,16 @@ def processors(scale: Scale, run: Run) -> Finding:
     panels = []
     for platform, lengths in _PLACES:
         here = [one for one in settings if one.platform == platform]
-        heights = {system.label: [_over(system, DEVICE, one, runs).mean for one in here] for system in _OVER_SHARES}
+        heights = {
+            system.label: [_over(system, DEVICE, one, runs).mean for one in here]
+            for system in _OVER_SHARES
+        }
         title = f"{platform.name}, {platform.model}, {lengths}"
         x = "share of the CPUs' data sheet, %"
         shares = [100 * share for share in _SHARES]
-        panels.append(panel(title, x, _RELATIVE, shares, heights, log_x=True, log_y=True, marks=(1.0,)))
+        panels.append(
+            panel(title, x, _RELATIVE, shares, heights, log_x=True, log_y=True, marks=(1.0,))
+        )
     chart = Chart("How fast the CPUs attend", panels, columns=2)
     return Finding(claims("apex", _with_slow_cpus(settings, runs)), chart, rows)
 
@@ -215,6 +260,11 @@ def _with_slow_cpus(settings: Sequence[HostBacklog], runs: Backlogs) -> Ours:
             share, other = PAPERS_SHARE, below
             if below is NEO_KERNEL:
                 share, other = PAPERS_SHARE / 2, NEO
-            mine, theirs = (places[platform, PAPERS_SHARE], above.label), (places[platform, share], other.label)
-            ours[f"cpu {platform.name}: {above.label} over {below.label}"] = runs.ratio(mine, theirs, throughput)
+            mine, theirs = (
+                (places[platform, PAPERS_SHARE], above.label),
+                (places[platform, share], other.label),
+            )
+            ours[f"cpu {platform.name}: {above.label} over {below.label}"] = runs.ratio(
+                mine, theirs, throughput
+            )
     return ours

@@ -1,4 +1,5 @@
-"""gLLM, sections 4.5 and 4.6: what each part of Token Throttling does (figure 15), and its parameters (figure 16)."""
+"""gLLM, sections 4.5 and 4.6: what each part of Token Throttling does (figure 15), and its
+parameters (figure 16)."""
 
 from collections.abc import Sequence
 
@@ -25,7 +26,8 @@ from nanoserve.lab.papers.gllm.systems import (
 from nanoserve.scheduler.policies import POLICIES
 
 _BELOW = 2.5
-"""Requests per second, about a sixth of what the machine can do: where the throttling of waiting tokens acts."""
+"""Requests per second, about a sixth of what the machine can do: where the throttling of waiting
+tokens acts."""
 _LOW, _DEEP = f"{_BELOW:g} requests a second", "deep backlog"
 _HIGHER = {f"{rate:g} requests a second": rate for rate in (5.0, 10.0)}
 """Where prompts meet one another: without WT they stall the stages, and TTFT grows too."""
@@ -41,7 +43,10 @@ def ablation(scale: Scale, run: Run) -> Finding:
     seconds, shorter = scale.pick((150.0, 60.0), (600.0, 300.0))
     jobs = {(_LOW, one.label): at_rate(one, _BELOW, seconds, scale.seeds) for one in low}
     for load, rate in _HIGHER.items():
-        jobs |= {(load, one.label): at_rate(one, rate, shorter, scale.seeds) for one in (GLLM, WITHOUT_WT)}
+        jobs |= {
+            (load, one.label): at_rate(one, rate, shorter, scale.seeds)
+            for one in (GLLM, WITHOUT_WT)
+        }
     jobs |= {(_DEEP, one.label): deep_backlog(scale, one) for one in deep}
     runs = Runs(run, jobs)
     compared = [(_LOW, WITHOUT_WT, GLLM, metric) for metric in METRICS]
@@ -51,16 +56,31 @@ def ablation(scale: Scale, run: Run) -> Finding:
     compared += [(_DEEP, WITH_CK, VLLM, metric) for metric in ("throughput", "E2EL")]
     compared.append((_DEEP, WITH_CK_AND_RESERVE, WITH_CK, "throughput"))
     ours = {
-        f"15 {load}: {metric} of {above.label}": runs.ratio((load, above.label), (load, below.label), METRICS[metric])
+        f"15 {load}: {metric} of {above.label}": runs.ratio(
+            (load, above.label), (load, below.label), METRICS[metric]
+        )
         for load, above, below, metric in compared
     }
-    table = [{"load": load, "system": label, **runs.means((load, label), METRICS)} for load, label in jobs]
+    table = [
+        {"load": load, "system": label, **runs.means((load, label), METRICS)}
+        for load, label in jobs
+    ]
     panels = []
     for load, systems in ((_LOW, low), (_DEEP, deep)):
         names = [one.label.removeprefix("gLLM ") for one in systems]
         for metric, unit in UNITS.items():
             heights = [runs.mean((load, system.label), METRICS[metric]) for system in systems]
-            panels.append(panel(load, "", f"{metric}, {unit}", names, {"": heights}, kind="bar", marks=(heights[0],)))
+            panels.append(
+                panel(
+                    load,
+                    "",
+                    f"{metric}, {unit}",
+                    names,
+                    {"": heights},
+                    kind="bar",
+                    marks=(heights[0],),
+                )
+            )
     chart = Chart("gLLM, figure 15: ablation (dotted: gLLM)", panels, columns=4)
     return Finding(claims("gllm", ours), chart, table)
 
@@ -94,7 +114,8 @@ _CLAIMED: list[tuple[str, str, float, float, str]] = [
 
 
 def sensitivity(scale: Scale, run: Run) -> Finding:
-    """Figure 16: T where prompts wait, MaxP and the threshold in a backlog, for they need full memory to act."""
+    """Figure 16: T where prompts wait, MaxP and the threshold in a backlog, for they need full
+    memory to act."""
     bases = {
         _LOW: at_rate(GLLM, _BELOW, scale.pick(150.0, 600.0), scale.seeds),
         _MODERATE: at_rate(GLLM, _BUSY, scale.pick(60.0, 300.0), scale.seeds),
@@ -116,11 +137,16 @@ def sensitivity(scale: Scale, run: Run) -> Finding:
     def over_default(name: str, load: str, metric: str) -> list[float]:
         """Each metric over its value at the parameter's default, as in the paper."""
         default = (name, load, _DEFAULTS[name])
-        return [runs.ratio((name, load, value), default, METRICS[metric]).mean for value in _SWEEPS[name, load]]
+        return [
+            runs.ratio((name, load, value), default, METRICS[metric]).mean
+            for value in _SWEEPS[name, load]
+        ]
 
     def most_moved(name: str, load: str) -> float:
         """By how many per cent a parameter moves any metric, at most."""
-        return 100 * max(abs(ratio - 1) for metric in METRICS for ratio in over_default(name, load, metric))
+        return 100 * max(
+            abs(ratio - 1) for metric in METRICS for ratio in over_default(name, load, metric)
+        )
 
     for load in (_MODERATE, _DEEP):
         ours[f"16 {load}: MinP"] = most_moved("MinP", load)
@@ -133,12 +159,19 @@ def sensitivity(scale: Scale, run: Run) -> Finding:
         heights = {metric: over_default(name, load, metric) for metric in METRICS}
         title = f"{name}, {load}:\nmetrics move by up to {most_moved(name, load):.1f} %"
         y, is_log = f"over its value at {name} = {_DEFAULTS[name]:g}", name != "threshold"
-        panels.append(panel(title, name, y, values, heights, styles=_METRIC_STYLES, log_x=is_log, marks=(1.0,)))
-    return Finding(claims("gllm", ours), Chart("gLLM, figure 16: sensitivity", panels, columns=3), table)
+        panels.append(
+            panel(
+                title, name, y, values, heights, styles=_METRIC_STYLES, log_x=is_log, marks=(1.0,)
+            )
+        )
+    return Finding(
+        claims("gllm", ours), Chart("gLLM, figure 16: sensitivity", panels, columns=3), table
+    )
 
 
 def _set(cases: Sequence[Case], name: str, value: float) -> list[Case]:
-    """The cases with that parameter; at its default they are the cases that other figures run too."""
+    """The cases with that parameter; at its default they are the cases that other figures run
+    too."""
     if name == "MaxP":
         return [with_budget(case, int(value)) for case in cases]
     if (name, value) == ("T", 1):  # all waiting tokens at once is what WT prevents

@@ -17,10 +17,18 @@ from nanoserve.lab.papers.framework import Finding, Run, Scale
 ROOT = Path(nanoserve.__file__).parent.parent  # where the packages lie, installed or checked out
 PACKAGES = ("nanoserve", "triton_ops")
 LABORATORY = "nanoserve/lab"
-"""The room that measures, simulates and draws. All others count as engine, commands and the cost model among them."""
+"""The room that measures, simulates and draws. All others count as engine, commands and the cost
+model among them."""
 PAPER_LINES = {"gLLM": 3_874, "SGLang": 65_097, "vLLM": 226_874}
 _ENGINE, _WHOLE = "the engine without its laboratory", "all of nanoserve"
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 class Room(NamedTuple):
@@ -62,13 +70,18 @@ def code_lines(source: str) -> int:
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 
 CODE_COLUMNS = columns(
-    ("", "code_of"), (",d", "files", "lines", ("without comments, docstrings and blank lines", "code"))
+    ("", "code_of"),
+    (",d", "files", "lines", ("without comments, docstrings and blank lines", "code")),
 )
 
 
@@ -80,10 +93,20 @@ def lines_of_code(scale: Scale, run: Run) -> Finding:
         _WHOLE: together(by_room.values()),
     }
     rows = [{"code_of": name, **size._asdict()} for name, size in {**by_room, **totals}.items()]
-    rows += [{"code_of": f"{name} (paper)", "files": None, "lines": n, "code": None} for name, n in PAPER_LINES.items()]
-    bars = {**PAPER_LINES, "nanoserve,\nengine": totals[_ENGINE].code, "nanoserve,\nall": totals[_WHOLE].code}
-    chart = panel("section 4.7", "", "lines of code", list(bars), {"": list(bars.values())}, kind="bar")
-    ours = {  # lines without comments, docstrings and blank ones; the paper does not say how it counts
+    rows += [
+        {"code_of": f"{name} (paper)", "files": None, "lines": n, "code": None}
+        for name, n in PAPER_LINES.items()
+    ]
+    bars = {
+        **PAPER_LINES,
+        "nanoserve,\nengine": totals[_ENGINE].code,
+        "nanoserve,\nall": totals[_WHOLE].code,
+    }
+    chart = panel(
+        "section 4.7", "", "lines of code", list(bars), {"": list(bars.values())}, kind="bar"
+    )
+    # lines without comments, docstrings and blank ones; the paper does not say how it counts
+    ours = {
         "table 1 engine, gLLM": totals[_ENGINE].code,
         "table 1 engine, SGLang": totals[_ENGINE].code,
         "table 1 all, SGLang": totals[_WHOLE].code,

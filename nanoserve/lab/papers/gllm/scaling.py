@@ -1,4 +1,5 @@
-"""gLLM, section 4.3: maximum throughput on one, two and four devices, within a node and across nodes (figure 12)."""
+"""gLLM, section 4.3: maximum throughput on one, two and four devices, within a node and across
+nodes (figure 12)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +10,23 @@ from nanoserve.lab.charts import Chart, panel
 from nanoserve.lab.papers.cases import TOKEN_BUDGETS, Case, Runs, System, over_seeds, tuned
 from nanoserve.lab.papers.claims import claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
-from nanoserve.lab.papers.gllm.systems import A100, GLLM, L20, QWEN_14B, QWEN_32B, SGLANG, VLLM, on_devices, throughput
+from nanoserve.lab.papers.gllm.systems import (
+    A100,
+    GLLM,
+    L20,
+    QWEN_14B,
+    QWEN_32B,
+    SGLANG,
+    VLLM,
+    on_devices,
+    throughput,
+)
 
 _Key = tuple[str, str, str, int]
 _PLACES = {L20: "within a node, L20", A100: "across nodes, A100"}
 _REQUESTS_PER_DEVICE = 1000
-"""More devices hold more running answers, and it takes more requests until these fill the memory."""
+"""More devices hold more running answers, and it takes more requests until these fill the
+memory."""
 _SYSTEMS = (VLLM, SGLANG, GLLM)
 _OF_FOUR = [(machine, system, 4) for system in (SGLANG, VLLM) for machine in _PLACES]
 _CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4)] + _OF_FOUR
@@ -62,7 +74,9 @@ def scaling(scale: Scale, run: Run) -> Finding:
     ]
     over_one = {
         f"12 {machine} {system.label} {devices}": runs.ratio(
-            (QWEN_14B, machine, system.label, devices), (QWEN_14B, machine, system.label, 1), throughput
+            (QWEN_14B, machine, system.label, devices),
+            (QWEN_14B, machine, system.label, 1),
+            throughput,
         )
         for machine, system, devices in _CLAIMED
     }
@@ -93,6 +107,12 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
 
 def _tuned(cases: Mapping[_Key, Case], scale: Scale, run: Run) -> dict[_Key, Case]:
     """With the budget that is best for the first seed; throttling keeps the paper's MaxP."""
-    searched = {key: replace(case, seed=scale.seeds[0]) for key, case in cases.items() if case.system is not GLLM}
-    found = tuned(list(searched.values()), run, throughput, scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS))
+    searched = {
+        key: replace(case, seed=scale.seeds[0])
+        for key, case in cases.items()
+        if case.system is not GLLM
+    }
+    found = tuned(
+        list(searched.values()), run, throughput, scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS)
+    )
     return {**cases, **dict(zip(searched, found, strict=True))}

@@ -1,4 +1,5 @@
-"""gLLM, sections 4.2 and 4.4: latency, throughput and SLO attainment against request rates (figures 10, 13, 14)."""
+"""gLLM, sections 4.2 and 4.4: latency, throughput and SLO attainment against request rates (figures
+10, 13, 14)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -9,7 +10,16 @@ from msgspec.structs import replace
 
 from nanoserve.commands.tables import columns
 from nanoserve.lab.charts import Chart, Panel, panel
-from nanoserve.lab.papers.cases import TOKEN_BUDGETS, Case, Metric, Outcome, Runs, System, over_seeds, tuned
+from nanoserve.lab.papers.cases import (
+    TOKEN_BUDGETS,
+    Case,
+    Metric,
+    Outcome,
+    Runs,
+    System,
+    over_seeds,
+    tuned,
+)
 from nanoserve.lab.papers.claims import Ours, claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
 from nanoserve.lab.papers.gllm.systems import (
@@ -41,7 +51,9 @@ SYSTEMS = (VLLM, SGLANG, GLLM)
 _FEWEST = 200
 """Requests of a run, at least."""
 _TURNING_SECONDS = 1.0  # a mean TTFT that says that requests with ShareGPT's prompts queue
-_PATIENCE = 5  # the paper does not state its SLOs: they are taken as this many times what a mean request takes alone
+# the paper does not state its SLOs: they are taken as this many times what a mean request takes
+# alone
+_PATIENCE = 5
 _RATE = "request rate, req/s"
 
 
@@ -66,12 +78,19 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
         """Cases by rate, one for each seed: requests arrive for equally long at all rates."""
         seconds = scale.pick(60, 90)
         base = on_devices(
-            system, model=self.model, machine=self.machine, lengths=self.lengths, requests=_FEWEST, steady=(0.3, 0.9)
+            system,
+            model=self.model,
+            machine=self.machine,
+            lengths=self.lengths,
+            requests=_FEWEST,
+            steady=(0.3, 0.9),
         )
         if self.with_limits:
             base = replace(base, slo=lone_request_limits(base))
         return {
-            rate: over_seeds(replace(base, rate=rate, requests=max(_FEWEST, round(rate * seconds))), scale.seeds)
+            rate: over_seeds(
+                replace(base, rate=rate, requests=max(_FEWEST, round(rate * seconds))), scale.seeds
+            )
             for rate in self.rates
         }
 
@@ -91,7 +110,9 @@ INTRA_NODE = (
     RateSweep(model=QWEN_14B, machine=L20, lengths=SHAREGPT, rates=(2, 5, 10, 20, 30, 40)),
     RateSweep(model=QWEN_14B, machine=L20, lengths=AZURE, rates=(1, 2, 4, 6, 8, 10)),
 )
-LLAMA_AZURE = RateSweep(model=LLAMA_100B, machine=A800, lengths=AZURE, rates=(0.5, 1, 2, 3, 4), with_limits=True)
+LLAMA_AZURE = RateSweep(
+    model=LLAMA_100B, machine=A800, lengths=AZURE, rates=(0.5, 1, 2, 3, 4), with_limits=True
+)
 CROSS_NODE = (
     LLAMA_AZURE,
     RateSweep(model=LLAMA_100B, machine=A800, lengths=SHAREGPT, rates=(1, 2, 4, 8, 12, 16)),
@@ -102,7 +123,8 @@ CROSS_NODE = (
 )
 
 Sweeps = Runs[tuple[str, str, float]]
-"""Runs by title of the sweep, label of the system and rate; the deep backlogs have the title ``_DEEP`` and no rate."""
+"""Runs by title of the sweep, label of the system and rate; the deep backlogs have the title
+``_DEEP`` and no rate."""
 _DEEP = "deep backlog"
 
 
@@ -117,17 +139,25 @@ def _jobs(
     }
 
 
-RATE_COLUMNS = [*columns(("", "setting"), ("<", "system"), ("g", ("req/s", "rate"))), *metric_columns(str.lower)]
+RATE_COLUMNS = [
+    *columns(("", "setting"), ("<", "system"), ("g", ("req/s", "rate"))),
+    *metric_columns(str.lower),
+]
 
 
-def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, **words: object) -> Finding:
+def _finding(
+    title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, **words: object
+) -> Finding:
     """The four metrics against the rate, by setting and system."""
     table = [
         {
             "setting": sweep.title,
             "system": system.label,
             "rate": rate,
-            **{name.lower(): value for name, value in runs.means((sweep.title, system.label, rate), METRICS).items()},
+            **{
+                name.lower(): value
+                for name, value in runs.means((sweep.title, system.label, rate), METRICS).items()
+            },
         }
         for sweep in sweeps
         for system in SYSTEMS
@@ -142,10 +172,16 @@ def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, 
 
 
 def _over_rates(
-    sweep: RateSweep, systems: Sequence[System], runs: Sweeps, y: str, metric: Metric, marks: tuple[float, ...] = ()
+    sweep: RateSweep,
+    systems: Sequence[System],
+    runs: Sweeps,
+    y: str,
+    metric: Metric,
+    marks: tuple[float, ...] = (),
 ) -> Panel:
     heights = {
-        one.label: [runs.spread((sweep.title, one.label, rate), metric) for rate in sweep.rates] for one in systems
+        one.label: [runs.spread((sweep.title, one.label, rate), metric) for rate in sweep.rates]
+        for one in systems
     }
     return panel(sweep.title, _RATE, y, sweep.rates, heights, marks=marks)
 
@@ -153,15 +189,20 @@ def _over_rates(
 def intra_node(scale: Scale, run: Run) -> Finding:
     """Figure 10: 4 x L20 in one node."""
     sweeps = scale.pick(INTRA_NODE[:1], INTRA_NODE)
-    backlogs = {(_DEEP, system.label, 0.0): deep_backlog(scale, system) for system in (GLLM, WITH_CK, VLLM)}
-    backlogs[_DEEP, SGLANG.label, 0.0] = deep_backlog(scale, SGLANG, ends_steady=True)  # no other figure has it
+    backlogs = {
+        (_DEEP, system.label, 0.0): deep_backlog(scale, system) for system in (GLLM, WITH_CK, VLLM)
+    }
+    # no other figure has it
+    backlogs[_DEEP, SGLANG.label, 0.0] = deep_backlog(scale, SGLANG, ends_steady=True)
     runs = Runs(run, _jobs(sweeps, SYSTEMS, scale) | backlogs)
     first = sweeps[0]
     ours = _turning_points(first, runs)
     above, below = ((first.title, one.label, min(first.rates)) for one in (SGLANG, GLLM))
     ours["10 lowest rate"] = runs.ratio(above, below, e2el)
     for other in (WITH_CK, VLLM, SGLANG):
-        ours[f"10 most {other.label}"] = runs.ratio((_DEEP, GLLM.label, 0.0), (_DEEP, other.label, 0.0), throughput)
+        ours[f"10 most {other.label}"] = runs.ratio(
+            (_DEEP, GLLM.label, 0.0), (_DEEP, other.label, 0.0), throughput
+        )
     budgets = scale.pick((512, 2048), TOKEN_BUDGETS)
     best = _tuned_backlogs(budgets, scale, run)
     for other in (WITH_CK, VLLM):
@@ -182,13 +223,17 @@ def cross_node(scale: Scale, run: Run) -> Finding:
     sweeps = scale.pick(CROSS_NODE[:1], CROSS_NODE)
     runs = Runs(run, _jobs(sweeps, SYSTEMS, scale))
     highest = {one: (LLAMA_AZURE.title, one.label, LLAMA_AZURE.rates[-1]) for one in SYSTEMS}
-    ours: Ours = {f"13 {one.label}": runs.ratio(highest[GLLM], highest[one], throughput) for one in (VLLM, SGLANG)}
+    ours: Ours = {
+        f"13 {one.label}": runs.ratio(highest[GLLM], highest[one], throughput)
+        for one in (VLLM, SGLANG)
+    }
     return _finding("gLLM, figure 13: four nodes", ours, sweeps, runs)
 
 
 def _turning_points(sweep: RateSweep, runs: Sweeps) -> Ours:
     turning = {
-        one: _by_seed(sweep, one, runs, ttft, lambda points: _passes(points, _TURNING_SECONDS, 0.0)) for one in SYSTEMS
+        one: _by_seed(sweep, one, runs, ttft, lambda points: _passes(points, _TURNING_SECONDS, 0.0))
+        for one in SYSTEMS
     }
     slopes = {one: _by_seed(sweep, one, runs, e2el, _slope) for one in SYSTEMS}
     ours: Ours = {}
@@ -199,21 +244,36 @@ def _turning_points(sweep: RateSweep, runs: Sweeps) -> Ours:
 
 
 def _tuned_backlogs(budgets: Sequence[int], scale: Scale, run: Run) -> Runs[str]:
-    """Runs by label of the system, with the budget of highest throughput, which the paper does not look for."""
+    """Runs by label of the system, with the budget of highest throughput, which the paper does not
+    look for."""
     systems = (GLLM, WITH_CK, VLLM)
-    best = tuned([case for one in systems for case in deep_backlog(scale.first_seed, one)], run, throughput, budgets)
-    return Runs(run, {one.label: [case for case in best if case.system.label == one.label] for one in systems})
+    best = tuned(
+        [case for one in systems for case in deep_backlog(scale.first_seed, one)],
+        run,
+        throughput,
+        budgets,
+    )
+    return Runs(
+        run,
+        {one.label: [case for case in best if case.system.label == one.label] for one in systems},
+    )
 
 
 Points = Sequence[tuple[float, float]]  # a metric against the rate
 
 
 def _by_seed(
-    sweep: RateSweep, system: System, runs: Sweeps, metric: Metric, number: Callable[[Points], float]
+    sweep: RateSweep,
+    system: System,
+    runs: Sweeps,
+    metric: Metric,
+    number: Callable[[Points], float],
 ) -> list[float]:
     """A number of each seed's points."""
     by_rate = [runs.values((sweep.title, system.label, rate), metric) for rate in sweep.rates]
-    return [number(list(zip(sweep.rates, values, strict=True))) for values in zip(*by_rate, strict=True)]
+    return [
+        number(list(zip(sweep.rates, values, strict=True))) for values in zip(*by_rate, strict=True)
+    ]
 
 
 def _over(above: Sequence[float], below: Sequence[float]) -> Spread:
@@ -221,7 +281,8 @@ def _over(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 
 def _passes(points: Points, limit: float, start: float) -> float:
-    """The rate at which a metric passes a limit, on a straight line between two rates; the last if it never does.
+    """The rate at which a metric passes a limit, on a straight line between two rates; the last if
+    it never does.
 
     ``start`` is the metric at rate 0. It lies above the limit if the metric falls.
     """
@@ -241,7 +302,9 @@ def _slope(points: Points) -> float:
 _GOAL = 80.0  # per cent of the requests
 
 
-ATTAINMENT_COLUMNS = columns(("", "system"), ("g", ("req/s", "rate")), (".0f", ("attainment %", "attainment")))
+ATTAINMENT_COLUMNS = columns(
+    ("", "system"), ("g", ("req/s", "rate")), (".0f", ("attainment %", "attainment"))
+)
 
 
 def slo_attainment(scale: Scale, run: Run) -> Finding:
@@ -263,7 +326,10 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
         "14 goal": over_vllm(lambda points: _passes(points, _GOAL, 100.0)),
         "14 lowest rate": least[0] - least[1],
     }
-    limits_in_words = {"ttft": f"{(limits.ttft or 0) / 1e3:.1f} s", "tpot": f"{limits.tpot or 0:.0f} ms"}
+    limits_in_words = {
+        "ttft": f"{(limits.ttft or 0) / 1e3:.1f} s",
+        "tpot": f"{limits.tpot or 0:.0f} ms",
+    }
     curves = _over_rates(sweep, systems, runs, "SLO attainment, %", attainment, marks=(_GOAL,))
     rows = [
         {"system": label, "rate": rate, "attainment": runs.mean((title, label, rate), attainment)}

@@ -8,7 +8,8 @@ from nanoserve.lab.papers.cases import Case, Metric, Outcome, System, mean_of, o
 from nanoserve.lab.papers.framework import Scale
 
 _AS_PUBLISHED = (("admission_reserve", False),)
-"""The reserve is nanoserve's own. Systems of the paper go without it, except SGLang, which has one like it."""
+"""The reserve is nanoserve's own. Systems of the paper go without it, except SGLang, which has one
+like it."""
 GLLM = System(label="gLLM", policy="throttling", parameters=_AS_PUBLISHED)
 WITH_CK = System(label="gLLM w/ CK", policy="sarathi", parameters=_AS_PUBLISHED)
 """Section 4.1: Sarathi-Serve's policy in gLLM's runtime."""
@@ -24,11 +25,12 @@ L20, A100, A800 = "gllm-l20", "gllm-a100", "gllm-a800"
 
 
 def deep_backlog(scale: Scale, system: System, **fields: Any) -> list[Case]:
-    """32B on 4 x L20, more requests at once than memory can hold at a time: the highest throughput of a system.
+    """32B on 4 x L20, more requests at once than memory can hold at a time: the highest throughput
+    of a system.
 
-    Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
-    state is looked at from there until all but 5 % of the requests have their first tokens. ``fields`` are other fields
-    of Case.
+    Memory is full of running answers only when their long tail has gathered, after some 2,500
+    requests; the steady state is looked at from there until all but 5 % of the requests have their
+    first tokens. ``fields`` are other fields of Case.
     """
     requests = scale.pick(5000, 10000)
     steady = (scale.pick(0.6, 0.4), 0.95)
@@ -43,7 +45,8 @@ def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -
 
 
 def on_devices(system: System, *, devices: int = 4, **fields: Any) -> Case:
-    """A model on some devices as the system spreads it; ``fields`` are other fields of Case, with defaults here."""
+    """A model on some devices as the system spreads it; ``fields`` are other fields of Case, with
+    defaults here."""
     defaults = {"model": QWEN_32B, "machine": L20, "lengths": SHAREGPT, "steady": (0.5, 0.95)}
     return Case(system=system, layouts=(system.layout(devices),), **{**defaults, **fields})
 
@@ -69,5 +72,7 @@ FORMS = {"TTFT": ",.2f", "TPOT": ",.0f", "E2EL": ",.1f"}
 
 def metric_columns(name: Callable[[str], str]) -> list[Column]:
     """Columns of the four metrics, ``name`` turning a metric into the field of a row."""
-    latencies = [Column(f"{metric} {UNITS[metric]}", name(metric), form) for metric, form in FORMS.items()]
+    latencies = [
+        Column(f"{metric} {UNITS[metric]}", name(metric), form) for metric, form in FORMS.items()
+    ]
     return latencies + [Column("tok/s", name("throughput"), ",.0f")]

@@ -1,8 +1,9 @@
-"""Seesaw's figures 1, 4 and 15: what the cost model alone says about layouts, with nothing simulated.
+"""Seesaw's figures 1, 4 and 15: what the cost model alone says about layouts, with nothing
+simulated.
 
-The paper states neither the lengths of figures 1 and 15 nor those of figure 4. Assumed are 1,024 tokens for the first
-two, and for figure 4 the longest requests of its own synthetic data (section 6.5): 3,000 tokens in and 0.3 times as
-many out.
+The paper states neither the lengths of figures 1 and 15 nor those of figure 4. Assumed are 1,024
+tokens for the first two, and for figure 4 the longest requests of its own synthetic data (section
+6.5): 3,000 tokens in and 0.3 times as many out.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,9 @@ def stage_parts(costs: StepCosts, work: StepWork, stage: int) -> Parts:
 def batch_parts(costs: StepCosts, work: StepWork) -> Parts:
     """The parts of all micro-batches of a full pipeline, each as ``work``, by its slowest stage."""
     stages = range(costs.num_stages)
-    return max((stage_parts(costs, work, stage) for stage in stages), key=lambda parts: parts.total).scaled(len(stages))
+    return max(
+        (stage_parts(costs, work, stage) for stage in stages), key=lambda parts: parts.total
+    ).scaled(len(stages))
 
 
 def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
@@ -78,7 +81,8 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
 _PARTS_AND_TOTAL = [*_PARTS, "total"]
 _FIELDS = [(phase, part) for phase in ("prefill", "decode") for part in _PARTS_AND_TOTAL]
 LAYOUT_COLUMNS = columns(
-    ("", "layout"), (",.1f", *((f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in _FIELDS))
+    ("", "layout"),
+    (",.1f", *((f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in _FIELDS)),
 )
 
 
@@ -87,7 +91,9 @@ def layouts(scale: Scale, run: Run) -> Finding:
     found = _breakdowns()
     rows: list[dict[str, Any]] = []
     for name, (prefill, decode) in found.items():
-        row: dict[str, Any] = {f"prefill_{part}_ms": 1e3 * getattr(prefill, part) for part in _PARTS_AND_TOTAL}
+        row: dict[str, Any] = {
+            f"prefill_{part}_ms": 1e3 * getattr(prefill, part) for part in _PARTS_AND_TOTAL
+        }
         row |= {f"decode_{part}_ms": 1e3 * getattr(decode, part) for part in _PARTS_AND_TOTAL}
         rows.append(row | {"layout": name})
     panels = []
@@ -99,7 +105,10 @@ def layouts(scale: Scale, run: Run) -> Finding:
         }
         panels.append(panel(title, "layout", "normalized time", list(found), heights, kind="stack"))
     pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
-    ours = {"1 prefill": tensor[0].total / pipeline[0].total, "1 decode": pipeline[1].total / tensor[1].total}
+    ours = {
+        "1 prefill": tensor[0].total / pipeline[0].total,
+        "1 decode": pipeline[1].total / tensor[1].total,
+    }
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
     return Finding(claims("seesaw", ours), chart, rows)
 
@@ -110,12 +119,15 @@ def prefill_rate(costs: StepCosts) -> float:
 
 
 def decode_rate(costs: StepCosts) -> float:
-    """Requests a second whose answers are decoded, with as many sequences as memory holds. Raises DoesNotFit."""
+    """Requests a second whose answers are decoded, with as many sequences as memory holds. Raises
+    DoesNotFit."""
     context = _INPUT + _OUTPUT // 2
     rows = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // context // costs.num_stages
     if not rows:
         return 0.0
-    return rows * costs.num_stages / batch_parts(costs, costs.work([context] * rows)).total / _OUTPUT
+    return (
+        rows * costs.num_stages / batch_parts(costs, costs.work([context] * rows)).total / _OUTPUT
+    )
 
 
 def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -> float:
@@ -130,21 +142,36 @@ def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -
 
 DISAGGREGATION_COLUMNS = columns(
     ("", "machine"),
-    (".2f", ("prefill on 4, req/s", "prefill_4"), ("decode on 4", "decode_4"), ("decode on 8", "decode_8")),
+    (
+        ".2f",
+        ("prefill on 4, req/s", "prefill_4"),
+        ("decode on 4", "decode_4"),
+        ("decode on 8", "decode_8"),
+    ),
 )
 
 
 def disaggregation(scale: Scale, run: Run) -> Finding:
     """Figure 4: 70B on devices of their own for prompts and answers."""
-    measured = {"prefill_4": (4, prefill_rate), "decode_4": (4, decode_rate), "decode_8": (8, decode_rate)}
+    measured = {
+        "prefill_4": (4, prefill_rate),
+        "decode_4": (4, decode_rate),
+        "decode_8": (8, decode_rate),
+    }
     rows: list[dict[str, Any]] = []
     ours: Ours = {}
     for machine in (PCIE, NVLINK):
-        rates = {name: _best_rate(machine, devices, rate) for name, (devices, rate) in measured.items()}
+        rates = {
+            name: _best_rate(machine, devices, rate) for name, (devices, rate) in measured.items()
+        }
         rows.append({"machine": machine, **rates})
         ours[f"4 prompts {machine}"] = rates["prefill_4"] / rates["decode_4"]
         ours[f"4 answers {machine}"] = 100 * rates["decode_4"] / rates["decode_8"]
-    labels = {"prefill (4 GPUs)": "prefill_4", "decode (4 GPUs)": "decode_4", "decode (8 GPUs)": "decode_8"}
+    labels = {
+        "prefill (4 GPUs)": "prefill_4",
+        "decode (4 GPUs)": "decode_4",
+        "decode (8 GPUs)": "decode_8",
+    }
     heights = {label: [row[name] for row in rows] for label, name in labels.items()}
     title = f"{_INPUT:,} tokens in, {_OUTPUT} out"
     machines = [row["machine"] for row in rows]
@@ -154,13 +181,16 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
 
 
 def _decoding(tensor: int) -> dict[str, Any]:
-    """LLaMA2-13B on eight L4 with the largest batch of all replicas; ms for a token of one request, 0 if none fits."""
+    """LLaMA2-13B on eight L4 with the largest batch of all replicas; ms for a token of one request,
+    0 if none fits."""
     layout = ParallelLayout(tensor_parallel=tensor, data_parallel=8 // tensor)
     costs = StepCosts(load_shape("llama-2-13b"), load_machine("seesaw-l4"), layout)
     each, parts = 0, Parts(0.0, 0.0, 0.0)
     with suppress(DoesNotFit):
         each = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // _LENGTH
-        parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(1e3 / (each * layout.data_parallel))
+        parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(
+            1e3 / (each * layout.data_parallel)
+        )
     batch = each * layout.data_parallel
     return {"layout": f"TP{tensor}DP{8 // tensor}", "batch": batch, **msgspec.structs.asdict(parts)}
 
@@ -168,7 +198,12 @@ def _decoding(tensor: int) -> dict[str, Any]:
 REPLICA_COLUMNS = columns(
     ("", "layout"),
     (",d", ("largest batch", "batch")),
-    (".2f", ("weights ms", "weights"), ("compute ms", "compute"), ("all-reduce ms", "communication")),
+    (
+        ".2f",
+        ("weights ms", "weights"),
+        ("compute ms", "compute"),
+        ("all-reduce ms", "communication"),
+    ),
 )
 
 
@@ -186,7 +221,14 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
     times = {label: [row[part] for row in rows] for label, part in parts.items()}
     batches = {"": [float(row["batch"]) for row in rows]}
     panels = [
-        panel("runtime per request and token (none: out of memory)", "layout", "ms", names, times, kind="stack"),
+        panel(
+            "runtime per request and token (none: out of memory)",
+            "layout",
+            "ms",
+            names,
+            times,
+            kind="stack",
+        ),
         panel("largest batch", "layout", "batch size", names, batches, kind="bar"),
     ]
     chart = Chart("Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels)

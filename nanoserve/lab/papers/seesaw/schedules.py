@@ -1,7 +1,9 @@
-"""Seesaw's figures 2 and 6: three ways to schedule changes of the layout, and both tiers of the KV cache over time.
+"""Seesaw's figures 2 and 6: three ways to schedule changes of the layout, and both tiers of the KV
+cache over time.
 
-With all of the paper's host memory, all prompts of its batches fit there and the layout changes once. Here the pool is
-smaller, so that it fills and empties several times: as it would with more requests.
+With all of the paper's host memory, all prompts of its batches fit there and the layout changes
+once. Here the pool is smaller, so that it fills and empties several times: as it would with more
+requests.
 """
 
 from operator import attrgetter
@@ -18,14 +20,19 @@ from nanoserve.lab.papers.seesaw.search import seconds
 from nanoserve.lab.papers.seesaw.settings import A10, RESHARDING, closed_batch
 from nanoserve.layout import ParallelLayout
 
-_POOL_BYTES_PER_DEVICE = 10 * GIBI  # an eighth of the paper's; still 1.7 times what the devices hold beside the weights
+# an eighth of the paper's; still 1.7 times what the devices hold beside the weights
+_POOL_BYTES_PER_DEVICE = 10 * GIBI
 _POLICIES = (RESHARDING.policy, FREQUENT, RARE)
 
 
 def _batches(scale: Scale, policy: str) -> list[Case]:
-    case = closed_batch("codellama-34b", A10, 4, "arxiv", scale.pick(250, 1000), host_bytes=_POOL_BYTES_PER_DEVICE)
+    case = closed_batch(
+        "codellama-34b", A10, 4, "arxiv", scale.pick(250, 1000), host_bytes=_POOL_BYTES_PER_DEVICE
+    )
     layouts = (ParallelLayout(pipeline_parallel=4), ParallelLayout(tensor_parallel=4))
-    return over_seeds(replace(case, layouts=layouts, system=replace(RESHARDING, policy=policy)), scale.seeds)
+    return over_seeds(
+        replace(case, layouts=layouts, system=replace(RESHARDING, policy=policy)), scale.seeds
+    )
 
 
 SCHEDULE_COLUMNS = columns(
@@ -43,7 +50,10 @@ def three_schedules(scale: Scale, run: Run) -> Finding:
         "2 transitions": runs.spread(seesaw, _transitions),
         **{f"2 share {policy}": runs.spread(policy, _share) for policy in _POLICIES},
         "2 answers": runs.ratio(seesaw, RARE, attrgetter("decodes")),
-        **{f"2 throughput {policy}": runs.ratio(policy, seesaw, seconds) for policy in (FREQUENT, RARE)},
+        **{
+            f"2 throughput {policy}": runs.ratio(policy, seesaw, seconds)
+            for policy in (FREQUENT, RARE)
+        },
     }
     metrics: dict[str, Metric] = {
         "seconds": seconds,
@@ -51,7 +61,11 @@ def three_schedules(scale: Scale, run: Run) -> Finding:
         "share": _share,
         "decodes": attrgetter("decodes"),
     }
-    titles = {FREQUENT: f"(a) {FREQUENT}", RARE: f"(b) {RARE}", seesaw: "(c) tiered, transition-minimizing"}
+    titles = {
+        FREQUENT: f"(a) {FREQUENT}",
+        RARE: f"(b) {RARE}",
+        seesaw: "(c) tiered, transition-minimizing",
+    }
     panels = [_schedule(title, runs.outcomes(policy)[0]) for policy, title in titles.items()]
     return Finding(
         claims("seesaw", ours),
@@ -72,7 +86,14 @@ def _schedule(title: str, one: Outcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
     times = [time for time, _, _, _ in one.result.tokens_series]
     answers = [decodes for _, _, decodes, _ in one.result.tokens_series]
-    return panel(f"{title}: {seconds(one):,.0f} s", "time (s)", "answers of a step", times, {"": answers}, styles="-")
+    return panel(
+        f"{title}: {seconds(one):,.0f} s",
+        "time (s)",
+        "answers of a step",
+        times,
+        {"": answers},
+        styles="-",
+    )
 
 
 TIER_COLUMNS = columns(("", "phase"), (",.1f", ("from s", "begin"), ("to s", "end")))
@@ -85,7 +106,9 @@ def tiers(scale: Scale, run: Run) -> Finding:
     result = outcome.result
     ours = {"6 pool": result.host_peak, "6 devices": result.kv_peak}
     curves = [
-        ChartCurve(f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-")
+        ChartCurve(
+            f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-"
+        )
         for tier, series in result.occupancies.items()
     ]
     times, layouts = [], []
@@ -93,9 +116,15 @@ def tiers(scale: Scale, run: Run) -> Finding:
         times += [begin, end]
         layouts += [float(layout)] * 2
     curves.append(ChartCurve("0: prefill, 1: decode", times, layouts, style="k:"))
-    title = f"{case.model} on {case.layouts[0].devices} of {case.machine}, {case.requests} of {case.lengths}"
+    title = (
+        f"{case.model} on {case.layouts[0].devices} of {case.machine}, {case.requests} of "
+        f"{case.lengths}"
+    )
     both = Panel(title=title, x="time (s)", y="share of blocks in use", curves=curves)
     rows = [
-        {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]} for begin, end, layout in outcome.phases
+        {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]}
+        for begin, end, layout in outcome.phases
     ]
-    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows)
+    return Finding(
+        claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows
+    )

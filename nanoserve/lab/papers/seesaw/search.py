@@ -1,10 +1,13 @@
-"""The best static configuration against the best pair of layouts, found in the same three rounds for both.
+"""The best static configuration against the best pair of layouts, found in the same three rounds
+for both.
 
-First an estimate makes a short list; then what is on it is simulated once; then the two best with every seed.
+First an estimate makes a short list; then what is on it is simulated once; then the two best with
+every seed.
 
-The estimate goes event by event instead of step by step: between two events (a prompt is computed, an answer ends) all
-steps are taken to be alike, the pipeline to be full and without bubbles, and memory to be shared without preemption.
-That is a hundred times faster than simulating, and says which configurations may be the best ones.
+The estimate goes event by event instead of step by step: between two events (a prompt is computed,
+an answer ends) all steps are taken to be alike, the pipeline to be full and without bubbles, and
+memory to be shared without preemption. That is a hundred times faster than simulating, and says
+which configurations may be the best ones.
 """
 
 import math
@@ -16,7 +19,15 @@ import msgspec
 from msgspec.structs import replace
 
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.lab.papers.cases import BLOCK_SIZE, TOKEN_BUDGETS, Case, Outcome, Runs, over_seeds, with_budget
+from nanoserve.lab.papers.cases import (
+    BLOCK_SIZE,
+    TOKEN_BUDGETS,
+    Case,
+    Outcome,
+    Runs,
+    over_seeds,
+    with_budget,
+)
 from nanoserve.lab.papers.framework import Run, Scale
 from nanoserve.lab.papers.seesaw.settings import RESHARDING, fitting_layouts
 from nanoserve.layout import ParallelLayout
@@ -34,7 +45,8 @@ def seconds(outcome: Outcome) -> float:
 
 
 def compare(settings: Sequence[Case], scale: Scale, run: Run) -> BestOfBoth:
-    """The best of both kinds in every setting; settings on which nothing can be re-sharded are left out."""
+    """The best of both kinds in every setting; settings on which nothing can be re-sharded are left
+    out."""
     lists = [Shortlist(setting=setting, candidates=scale.pick(3, 8)) for setting in settings]
     outcomes = run(lists)
     candidates = {
@@ -44,7 +56,10 @@ def compare(settings: Sequence[Case], scale: Scale, run: Run) -> BestOfBoth:
         for kind, cases in outcomes[one].items()
     }
     outcomes = run(case for several in candidates.values() for case in several)
-    best = {key: min(several, key=lambda case: seconds(outcomes[case])) for key, several in candidates.items()}
+    best = {
+        key: min(several, key=lambda case: seconds(outcomes[case]))
+        for key, several in candidates.items()
+    }
     return Runs(run, {key: over_seeds(case, scale.seeds) for key, case in best.items()})
 
 
@@ -54,13 +69,15 @@ def gains(runs: BestOfBoth, setting: Case) -> list[float]:
 
 
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
-    """A SimulationJob: the configurations worth simulating, the most promising first; the same search for everybody."""
+    """A SimulationJob: the configurations worth simulating, the most promising first; the same
+    search for everybody."""
 
     setting: Case  # what is to be run, on all devices of its first layout
     candidates: int  # number of candidates of each kind, static and re-sharding
 
     def run(self) -> dict[str, tuple[Case, ...]]:
-        """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget.
+        """Estimate every layout, and every pair of layouts of equal data parallelism, with every
+        token budget.
 
         A batch for which nothing can be re-sharded has no pairs.
         """
@@ -98,7 +115,8 @@ def ranked(cases: Sequence[Case]) -> list[Case]:
 def _few_budgets(cases: Sequence[Case]) -> Iterator[Case]:
     """Each configuration with its best budget and half of that.
 
-    The estimate knows no preemption, and of two chunks the larger one fills memory sooner with prompts.
+    The estimate knows no preemption, and of two chunks the larger one fills memory sooner with
+    prompts.
     """
     named: set[str] = set()
     for case in cases:
@@ -110,7 +128,8 @@ def _few_budgets(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 class Estimate:
-    """Estimates the time for the requests of a setting; parts that configurations have in common are computed once."""
+    """Estimates the time for the requests of a setting; parts that configurations have in common
+    are computed once."""
 
     def __init__(self, setting: Case) -> None:
         self._setting, self._shapes = setting, list(setting.shapes())
@@ -132,21 +151,28 @@ class Estimate:
         if layout not in self._decoding:
             costs = self._setting.costs(layout)
             reload = max(map(costs.reload_seconds, range(costs.num_stages)))
-            shares = [self._shapes[first :: layout.data_parallel] for first in range(layout.data_parallel)]
-            self._decoding[layout] = [reload + _Batch(costs, share).decode_seconds() for share in shares]
+            shares = [
+                self._shapes[first :: layout.data_parallel] for first in range(layout.data_parallel)
+            ]
+            self._decoding[layout] = [
+                reload + _Batch(costs, share).decode_seconds() for share in shares
+            ]
         return self._decoding[layout]
 
 
 def _prefill_seconds(costs: StepCosts, shapes: Sequence[RequestShape], token_budget: int) -> float:
-    """All prompts and nothing else, in chunks of the whole budget, each from the middle of a prompt."""
+    """All prompts and nothing else, in chunks of the whole budget, each from the middle of a
+    prompt."""
     tokens = sum(shape.input_tokens for shape in shapes)
     start = max(0, (tokens // len(shapes) - token_budget) // 2)
-    return tokens / token_budget * _slowest(costs, costs.work([], [(start, token_budget)], sampled=1))
+    return (
+        tokens / token_budget * _slowest(costs, costs.work([], [(start, token_budget)], sampled=1))
+    )
 
 
 def _slowest(costs: StepCosts, work: StepWork) -> float:
-    """Seconds between two micro-batches of a full pipeline: of the first stage, which has the embedding and layers left
-    over, or the last, which has the head.
+    """Seconds between two micro-batches of a full pipeline: of the first stage, which has the
+    embedding and layers left over, or the last, which has the head.
     """
     return max(costs.stage_seconds(work, stage) for stage in {0, costs.num_stages - 1})
 
@@ -154,8 +180,8 @@ def _slowest(costs: StepCosts, work: StepWork) -> float:
 class _Batch:
     """A replica's requests on their way, oldest first.
 
-    An answer gains a token in every round, in which each micro-batch of the pipeline has its turn; so all that must be
-    kept of one is the round in which it ends.
+    An answer gains a token in every round, in which each micro-batch of the pipeline has its turn;
+    so all that must be kept of one is the round in which it ends.
     """
 
     def __init__(self, costs: StepCosts, shapes: Sequence[RequestShape]) -> None:
@@ -178,7 +204,8 @@ class _Batch:
         return seconds
 
     def chunked_seconds(self, token_budget: int) -> float:
-        """Prompts and answers in one step: all answers, and as much of a prompt as the budget leaves."""
+        """Prompts and answers in one step: all answers, and as much of a prompt as the budget
+        leaves."""
         seconds = tokens = 0.0
         while self._waiting or self._ends:
             if not tokens and self._waiting and self._admits(self._waiting[-1]):
@@ -211,7 +238,10 @@ class _Batch:
         return max(1, self._held // max(1, len(self._ends)))
 
     def _admits(self, shape: RequestShape) -> bool:
-        return not self._ends or self._held + shape.input_tokens + shape.output_tokens // 2 <= self._free
+        return (
+            not self._ends
+            or self._held + shape.input_tokens + shape.output_tokens // 2 <= self._free
+        )
 
     def _begin(self, shape: RequestShape) -> None:
         held = shape.input_tokens + shape.output_tokens // 2
@@ -224,9 +254,13 @@ class _Batch:
             self._held -= heappop(self._ends)[1]
 
     def _round_seconds(self) -> float:
-        """Each micro-batch once; and if there are fewer than stages, the way of one of them through all stages."""
+        """Each micro-batch once; and if there are fewer than stages, the way of one of them through
+        all stages."""
         return self._stages * _slowest(self._costs, self._costs.work([self._context] * self._rows))
 
     def _pace(self, rows: int, chunk: int, prompt: int) -> float:
         start = max(0, (prompt - chunk) // 2)
-        return _slowest(self._costs, self._costs.work([self._context] * rows, [(start, chunk)], sampled=rows + 1))
+        return _slowest(
+            self._costs,
+            self._costs.work([self._context] * rows, [(start, chunk)], sampled=rows + 1),
+        )

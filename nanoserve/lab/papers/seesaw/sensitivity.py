@@ -1,4 +1,5 @@
-"""Seesaw's figures 12 to 14: where the time goes, and how the gain depends on answers and on the links."""
+"""Seesaw's figures 12 to 14: where the time goes, and how the gain depends on answers and on the
+links."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ def _with_layouts(case: Case, name: str) -> Case:
 
 
 _WHOLE_BUDGET = 4096
-"""The longest request in one step, as vLLM's default; systems that take whole prompts have no chunk to be tuned."""
+"""The longest request in one step, as vLLM's default; systems that take whole prompts have no chunk
+to be tuned."""
 _PARTS = Breakdown.__struct_fields__
 _TIMES = (
     ("total", "tensor", "seesaw"),
@@ -52,11 +54,15 @@ BREAKDOWN_COLUMNS = columns(
 
 def breakdown(scale: Scale, run: Run) -> Finding:
     """Figure 12: what the end-to-end time is made of."""
-    setting = closed_batch("codellama-34b", A10, 4, "arxiv", scale.pick(250, 500), seed=scale.seeds[0])
+    setting = closed_batch(
+        "codellama-34b", A10, 4, "arxiv", scale.pick(250, 500), seed=scale.seeds[0]
+    )
     whole = with_budget(replace(setting, system=WHOLE_PROMPTS), _WHOLE_BUDGET)
     tuned = [BestBudget(case=_with_layouts(setting, name)) for name in ("P4->T4", "T2P2")]
     found = run(tuned)
-    systems = {  # without chunked prefill, to show how long prompts and answers take each; Seesaw; the best static one
+    # without chunked prefill, to show how long prompts and answers take each; Seesaw; the best
+    # static one
+    systems = {
         "tensor": _with_layouts(whole, "T4"),
         "pipeline": _with_layouts(whole, "P4"),
         "seesaw": found[tuned[0]],
@@ -64,10 +70,15 @@ def breakdown(scale: Scale, run: Run) -> Finding:
     }
     runs = Runs(run, {name: over_seeds(case, scale.seeds) for name, case in systems.items()})
     parts: dict[str, Metric] = {part: attrgetter(f"breakdown.{part}") for part in _PARTS_AND_TOTAL}
-    ours = {f"12 {part} {above} {below}": runs.ratio(above, below, parts[part]) for part, above, below in _TIMES}
+    ours = {
+        f"12 {part} {above} {below}": runs.ratio(above, below, parts[part])
+        for part, above, below in _TIMES
+    }
     names = ["tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill"]
     heights = {part: [runs.mean(one, parts[part]) for one in systems] for part in _PARTS}
-    stacks = panel(f"{setting.requests} of arxiv", "", "end-to-end time (s)", names, heights, kind="stack")
+    stacks = panel(
+        f"{setting.requests} of arxiv", "", "end-to-end time (s)", names, heights, kind="stack"
+    )
     rows = [
         {"system": one.layout_name, "policy": one.system.policy, "budget": one.system.token_budget}
         | runs.means(name, parts)
@@ -93,11 +104,17 @@ OUTPUT_COLUMNS = columns(
 
 def output_length(scale: Scale, run: Run) -> Finding:
     """Figure 13: throughput against output over input length."""
-    outputs = scale.pick((1, 60, 150, 300, 600, 900), (1, 30, 75, 120, 150, 225, 300, 450, 600, 750, 900))
+    outputs = scale.pick(
+        (1, 60, 150, 300, 600, 900), (1, 30, 75, 120, 150, 225, 300, 450, 600, 750, 900)
+    )
     requests = scale.pick(80, 400)
-    settings = [closed_batch("llama-2-70b", A10, 8, f"{_INPUT}+{output}", requests) for output in outputs]
+    settings = [
+        closed_batch("llama-2-70b", A10, 8, f"{_INPUT}+{output}", requests) for output in outputs
+    ]
     grid = _grid(settings, list(_LAYOUTS.values()), run)
-    rates = [{name: requests / time for name, time in zip(_LAYOUTS, row, strict=True)} for row in grid]
+    rates = [
+        {name: requests / time for name, time in zip(_LAYOUTS, row, strict=True)} for row in grid
+    ]
     winners = [max(_STATIC, key=one.__getitem__) for one in rates]
     gains = [one[_PAIR] / one[winner] for one, winner in zip(rates, winners, strict=True)]
     top = max(max(one.values()) for one in rates)
@@ -127,7 +144,9 @@ def output_length(scale: Scale, run: Run) -> Finding:
 
 def _grid(settings: Sequence[Case], layouts: Sequence[str], run: Run) -> list[list[float]]:
     """Seconds with every layout or pair, each with its best budget, in every setting."""
-    jobs = [[BestBudget(case=_with_layouts(setting, name)) for name in layouts] for setting in settings]
+    jobs = [
+        [BestBudget(case=_with_layouts(setting, name)) for name in layouts] for setting in settings
+    ]
     tuned = run(job for row in jobs for job in row)
     cases = [[tuned[job] for job in row] for row in jobs]
     outcomes = run(case for row in cases for case in row)
@@ -175,8 +194,12 @@ class BandwidthPoint:
 
 
 def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
-    setting = closed_batch("codellama-34b", A10, 8, "arxiv", scale.pick(250, 500), seed=scale.seeds[0])
-    factors = scale.pick((0.1, 0.3, 1.0, 5.0, 50.0), (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0))
+    setting = closed_batch(
+        "codellama-34b", A10, 8, "arxiv", scale.pick(250, 500), seed=scale.seeds[0]
+    )
+    factors = scale.pick(
+        (0.1, 0.3, 1.0, 5.0, 50.0), (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+    )
     settings = [replace(setting, all_reduce_scale=factor) for factor in factors]
     grid = _grid(settings, [*ALL_STATIC.values(), *_PAIRS.values()], run)
     points = []
@@ -198,7 +221,9 @@ BANDWIDTH_COLUMNS = columns(
 def bandwidth(scale: Scale, run: Run) -> Finding:
     """Figure 14: throughput against the bandwidth of all-reduces."""
     points = _points(scale, run)
-    seconds = {name: [{**point.static, **point.pairs}[name] for point in points] for name in _OF_BANDWIDTH}
+    seconds = {
+        name: [{**point.static, **point.pairs}[name] for point in points] for name in _OF_BANDWIDTH
+    }
     fastest = min(min(each) for each in seconds.values())
     curves = panel(
         f"{scale.pick(250, 500)} of arxiv",
@@ -210,7 +235,13 @@ def bandwidth(scale: Scale, run: Run) -> Finding:
         log_x=True,
     )
     rows = [
-        {"factor": point.factor, "best": point.winner, "gain": point.gain, **point.static, **point.pairs}
+        {
+            "factor": point.factor,
+            "best": point.winner,
+            "gain": point.gain,
+            **point.static,
+            **point.pairs,
+        }
         for point in points
     ]
     upward = [point for point in points if point.factor >= 1]

@@ -1,4 +1,5 @@
-"""Seesaw's figures 10 and 11: end-to-end throughput against the best static configuration, with PCIe and NVLink."""
+"""Seesaw's figures 10 and 11: end-to-end throughput against the best static configuration, with
+PCIe and NVLink."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -9,11 +10,19 @@ from nanoserve.lab.charts import Chart, Panel, panel
 from nanoserve.lab.papers.cases import Case
 from nanoserve.lab.papers.claims import claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
-from nanoserve.lab.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestOfBoth, compare, gains, seconds
+from nanoserve.lab.papers.seesaw.search import (
+    RESHARDING_KIND,
+    STATIC_KIND,
+    BestOfBoth,
+    compare,
+    gains,
+    seconds,
+)
 from nanoserve.lab.papers.seesaw.settings import A10, L4, NVLINK, PCIE, closed_batch
 from nanoserve.record.metrics import Spread
 
-MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))  # models and the devices of each (section 6.2)
+# models and the devices of each (section 6.2)
+MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
 WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
 GAIN_COLUMNS = columns(
@@ -27,10 +36,14 @@ GAIN_COLUMNS = columns(
 )
 
 
-def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS) -> list[Case]:
+def _settings(
+    scale: Scale, machines: Iterable[str], models: Sequence[tuple[str, int]] = MODELS
+) -> list[Case]:
     """Every model with every workload on every machine."""
     return [
-        closed_batch(model, machine, devices, lengths, scale.pick(reduced, full), seed=scale.seeds[0])
+        closed_batch(
+            model, machine, devices, lengths, scale.pick(reduced, full), seed=scale.seeds[0]
+        )
         for machine in machines
         for lengths, reduced, full in WORKLOADS
         for model, devices in models
@@ -39,13 +52,21 @@ def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str,
 
 def _row(found: BestOfBoth, setting: Case) -> dict[str, object]:
     """The comparison in one setting as a row of a table."""
-    row: dict[str, object] = {"model": setting.model, "machine": setting.machine, "lengths": setting.lengths}
+    row: dict[str, object] = {
+        "model": setting.model,
+        "machine": setting.machine,
+        "lengths": setting.lengths,
+    }
     for name, kind in (("static", STATIC_KIND), ("seesaw", RESHARDING_KIND)):
         best = found.cases[setting, kind][0]
         row[name] = f"{best.layout_name} ({best.system.token_budget})"
-        row[f"{name}_requests_per_second"] = found.mean((setting, kind), attrgetter("result.requests_per_second"))
+        row[f"{name}_requests_per_second"] = found.mean(
+            (setting, kind), attrgetter("result.requests_per_second")
+        )
     gain = Spread.of(gains(found, setting))
-    row["transitions"] = max(one.result.transitions for one in found.outcomes((setting, RESHARDING_KIND)))
+    row["transitions"] = max(
+        one.result.transitions for one in found.outcomes((setting, RESHARDING_KIND))
+    )
     return row | {"gain": gain.mean, "gain_text": gain.text("{:.2f}x")}
 
 
@@ -59,8 +80,11 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
     every = _settings_of(found)
     places = {name: [one for one in every if one.machine == name] for name in (A10, L4)}
 
-    def over_settings(settings: Sequence[Case], which: Callable[[Iterable[float]], float]) -> list[float]:
-        """For each seed one number of the gains in all settings: the smallest, the largest or their mean."""
+    def over_settings(
+        settings: Sequence[Case], which: Callable[[Iterable[float]], float]
+    ) -> list[float]:
+        """For each seed one number of the gains in all settings: the smallest, the largest or their
+        mean."""
         of_settings = [gains(found, one) for one in settings]
         return [which(several) for several in zip(*of_settings, strict=True)]
 
@@ -70,7 +94,9 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
         "10 all": Spread.of(over_settings(every, geometric_mean)),
         "10 A10": Spread.of(on_a10),
         "10 L4": Spread.of(on_l4),
-        "10 A10 over L4": Spread.of(above / below for above, below in zip(on_a10, on_l4, strict=True)),
+        "10 A10 over L4": Spread.of(
+            above / below for above, below in zip(on_a10, on_l4, strict=True)
+        ),
         "10 largest A10": Spread.of(over_settings(places[A10], max)),
         "10 largest L4": Spread.of(over_settings(places[L4], max)),
     }
@@ -79,7 +105,9 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
         for name, settings in places.items()
         for lengths, _, _ in WORKLOADS
     ]
-    chart = Chart("Seesaw, figure 10: throughput over the best static configuration", panels, columns=2)
+    chart = Chart(
+        "Seesaw, figure 10: throughput over the best static configuration", panels, columns=2
+    )
     return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in every])
 
 
@@ -87,7 +115,9 @@ def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
     """Normalized to the static configuration, as in the paper; the configurations stand below."""
     names = []
     for one in settings:
-        static, pair = (found.cases[one, kind][0].layout_name for kind in (STATIC_KIND, RESHARDING_KIND))
+        static, pair = (
+            found.cases[one, kind][0].layout_name for kind in (STATIC_KIND, RESHARDING_KIND)
+        )
         names.append(f"{one.model.rpartition('-')[2]}\n{static}\n{pair}")
     heights: dict[str, Sequence[float] | Sequence[Spread]] = {
         "best static": [1.0] * len(settings),
@@ -101,7 +131,10 @@ def on_a100(scale: Scale, run: Run) -> Finding:
     found = compare(_settings(scale, (PCIE, NVLINK), MODELS[2:]), scale, run)
     places = {(one.machine, one.lengths): one for one in _settings_of(found)}
 
-    ours = {f"11 gain {machine} {lengths}": Spread.of(gains(found, one)) for (machine, lengths), one in places.items()}
+    ours = {
+        f"11 gain {machine} {lengths}": Spread.of(gains(found, one))
+        for (machine, lengths), one in places.items()
+    }
     names = [lengths for lengths, _, _ in WORKLOADS]
     best = {name: (places[NVLINK, name], STATIC_KIND) for name in names}
     for name in names:
@@ -110,7 +143,8 @@ def on_a100(scale: Scale, run: Run) -> Finding:
             ours[f"11 PCIe {name} {kind}"] = Spread.of(100 * ratio for ratio in over_best)
     heights = {
         f"{label} + {link}": [
-            sum(found.values(best[name], seconds)) / sum(found.values((places[machine, name], kind), seconds))
+            sum(found.values(best[name], seconds))
+            / sum(found.values((places[machine, name], kind), seconds))
             for name in names
         ]
         for machine, link in ((PCIE, "pcie"), (NVLINK, "nvlink"))

@@ -25,14 +25,17 @@ NAN = torch.nan
     ("found", "verdict"),
     [
         ([3.0, 4.0, 0.0, NAN], (True, 0)),
-        ([3.0, 4.06, 0.02, NAN], (True, 0)),  # 1 % of 4, and of the row's root mean square of 2.5, is 0.065
+        # 1 % of 4, and of the row's root mean square of 2.5, is 0.065
+        ([3.0, 4.06, 0.02, NAN], (True, 0)),
         ([3.0, 4.07, 0.0, NAN], (False, 0)),
         ([3.0, 4.0, 0.03, NAN], (False, 0)),
         ([3.0, NAN, 0.0, NAN], (False, 1)),
         ([3.0, 4.0, 0.0, 5.0], (False, 1)),
     ],
 )
-def test_numbers_agree_within_the_tolerance_and_nan_with_nan(found: list[float], verdict: tuple[bool, int]) -> None:
+def test_numbers_agree_within_the_tolerance_and_nan_with_nan(
+    found: list[float], verdict: tuple[bool, int]
+) -> None:
     fields = compared("it", torch.tensor([found]), torch.tensor([[3.0, 4.0, 0.0, NAN]]), 0.01)
     assert (fields["ok"], fields["unwanted_nans"]) == verdict
 
@@ -44,7 +47,9 @@ def test_what_only_moves_numbers_changes_none() -> None:
 
 
 @pytest.mark.slow
-def test_steps_can_be_overlapped_and_not_with_the_same_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_can_be_overlapped_and_not_with_the_same_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The CPU in a GPU's place: two plans in flight, then one."""
 
     monkeypatch.setattr("nanoserve.engine.assembly._overlaps_steps", lambda config, device: True)
@@ -60,7 +65,9 @@ class Engine:
     def __init__(self, facts: GpuStartReport | None, *, overlaps: bool, differing: bool) -> None:
         self.in_flight = 2 if overlaps else 1
         executor = SimpleNamespace(max_in_flight=self.in_flight)
-        self.llm = SimpleNamespace(built=SimpleNamespace(gpu=facts), engine=SimpleNamespace(executor=executor))
+        self.llm = SimpleNamespace(
+            built=SimpleNamespace(gpu=facts), engine=SimpleNamespace(executor=executor)
+        )
         self.driver, self._differing, self._runs = self, differing, 0
 
     def run(self, prompts: Sequence[object], lengths: Sequence[int]) -> SimpleNamespace:
@@ -73,7 +80,9 @@ def check_on_a_gpu(
     number: int, family: str, *, graphs: int = 5, overlaps: bool = True, differing: bool = False
 ) -> dict[str, Any]:
     """What the check of that number says of such an engine."""
-    engine = Engine(GpuStartReport(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing)
+    engine = Engine(
+        GpuStartReport(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing
+    )
     shelf: Any = SimpleNamespace(get=lambda model, **settings: engine)
     return list(engine_cases(shelf, [family]))[number].measure()
 
@@ -84,7 +93,11 @@ GRAPHS, OVERLAP = 0, 1
 def test_the_same_tokens_prove_nothing_of_graphs_that_were_not_captured() -> None:
     assert check_on_a_gpu(GRAPHS, "qwen3")["ok"]
     fields = check_on_a_gpu(GRAPHS, "qwen3", graphs=0)
-    assert (fields["ok"], fields["graphs"], fields["problem"]) == (False, 0, "no decode step was captured")
+    assert (fields["ok"], fields["graphs"], fields["problem"]) == (
+        False,
+        0,
+        "no decode step was captured",
+    )
     assert "* graph against eager, qwen3: no decode step was captured" in to_markdown(
         results(correctness=[{"case": "graph against eager, qwen3", **fields}])
     )
@@ -101,7 +114,11 @@ def test_steps_with_experts_need_not_be_captured(family: str) -> None:
 def test_the_same_tokens_prove_nothing_of_steps_that_were_not_overlapped() -> None:
     assert check_on_a_gpu(OVERLAP, "qwen3")["ok"]
     fields = check_on_a_gpu(OVERLAP, "qwen3", overlaps=False)
-    assert (fields["ok"], fields["in_flight"], fields["problem"]) == (False, 1, "steps were not overlapped")
+    assert (fields["ok"], fields["in_flight"], fields["problem"]) == (
+        False,
+        1,
+        "steps were not overlapped",
+    )
     fields = check_on_a_gpu(OVERLAP, "qwen3", differing=True)
     assert (fields["ok"], fields["requests"], fields["different_requests"]) == (False, 20, [19])
 
@@ -116,11 +133,18 @@ def test_what_must_not_be_read_is_poison() -> None:
 
 
 @pytest.mark.parametrize("longest", [37, 700, 1500])
-def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_sees_one_key_too_few_is_found(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forgetful(out: Tensor, *tensors: Tensor, **settings: float) -> None:
         *others, contexts = tensors
         is_reference = out.dtype == torch.float64
-        operator(out, *others, contexts if is_reference else contexts - (contexts == longest).int(), **settings)
+        operator(
+            out,
+            *others,
+            contexts if is_reference else contexts - (contexts == longest).int(),
+            **settings,
+        )
 
     operator: Any = paged_attention
     rows = {"decode": [AttentionRow(1, longest), AttentionRow(1, 20)]}
@@ -134,8 +158,27 @@ def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch:
 
 
 def test_a_gpu_gets_every_head_size_format_and_kind_of_batch() -> None:
-    names = " ".join(case.name for case in operator_cases(GpuBench(torch.device("cuda"), dry_run=False)))
-    for word in ("head_dim 64", "head_dim 80", "head_dim 128", "head_dim 256", "bfloat16", "float16", "float32"):
+    names = " ".join(
+        case.name for case in operator_cases(GpuBench(torch.device("cuda"), dry_run=False))
+    )
+    for word in (
+        "head_dim 64",
+        "head_dim 80",
+        "head_dim 128",
+        "head_dim 256",
+        "bfloat16",
+        "float16",
+        "float32",
+    ):
         assert word in names
-    for word in ("decode", "prefill", "mixed", "window 48", "blocks of 32", "8/8 heads", "14/2 heads", "padding rows"):
+    for word in (
+        "decode",
+        "prefill",
+        "mixed",
+        "window 48",
+        "blocks of 32",
+        "8/8 heads",
+        "14/2 heads",
+        "padding rows",
+    ):
         assert word in names

@@ -41,5 +41,9 @@ def test_a_report_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     facts = GpuBench(torch.device("cuda", 0), dry_run=False).facts()
-    assert (facts["name"], facts["capability"], facts["multiprocessors"]) == ("An invented GPU", "9.0", 132)
+    assert (facts["name"], facts["capability"], facts["multiprocessors"]) == (
+        "An invented GPU",
+        "9.0",
+        132,
+    )
     assert (facts["memory_gib"], facts["l2_mib"]) == (80.0, 50.0)

@@ -1,6 +1,8 @@
-"""The command on the CPU, with tiny shapes: every case of every part runs and gives what its table needs.
+"""The command on the CPU, with tiny shapes: every case of every part runs and gives what its table
+needs.
 
-The correctness part runs as the command does it, in a process of its own; the other parts are measured here.
+The correctness part runs as the command does it, in a process of its own; the other parts are
+measured here.
 """
 
 import json
@@ -41,7 +43,9 @@ def test_every_case_of_a_part_runs(part: str, monkeypatch: pytest.MonkeyPatch) -
             assert difference < 1e-5, (row["case"], name)
 
 
-def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_and_says_that_it_is_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "gpu", "--out", str(tmp_path), "--dry-run", "--part", "correctness"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("**Dry run")
@@ -57,8 +61,21 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     assert rows[0]["check"] == "graph against eager"  # ahead of what may use up the budget
     checks = {row["check"] for row in rows}
     assert checks == {
-        *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
-        *("packed_linear", "sampling", "sparse_experts", "family", "graph against eager", "overlapped against plain"),
+        *(
+            "paged_attention",
+            "cache_write",
+            "copy_blocks",
+            "gather_blocks and scatter_blocks",
+            "linear",
+        ),
+        *(
+            "packed_linear",
+            "sampling",
+            "sparse_experts",
+            "family",
+            "graph against eager",
+            "overlapped against plain",
+        ),
     }
     assert main(["bench", "gpu", "--table", str(together)]) == 0
     assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
@@ -66,7 +83,9 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
 
 
 def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
-    kinds = list(dict.fromkeys(case.name.split()[0] for case in part_cases(GpuBench.open(dry_run=True), [])))
+    kinds = list(
+        dict.fromkeys(case.name.split()[0] for case in part_cases(GpuBench.open(dry_run=True), []))
+    )
     moves = ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks"]
     assert kinds == [*moves, "prefill", "decode", "mixed", "product"]
 
@@ -78,14 +97,21 @@ def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
         (["--out", "x", "--tune"], "or try it on the CPU with --dry-run"),
         (["--out", "x", "--tune", "--dry-run"], "--tune measures on a GPU"),
         (["--dry-run"], "--out DIR is needed"),
-        (["--out", "x", "--dry-run", "--part", "kernel"], "--part 'kernel' is not one of correctness, kernels, engine"),
+        (
+            ["--out", "x", "--dry-run", "--part", "kernel"],
+            "--part 'kernel' is not one of correctness, kernels, engine",
+        ),
         (["--out", "x", "--dry-run", "--budget", "kernels"], "--budget takes PART=SECONDS"),
         (["--table", "nothing.json"], "cannot read nothing.json"),
         (["--table", "."], "holds none of correctness.json"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.version.cuda", "13.0")
@@ -99,5 +125,7 @@ def test_what_cannot_be_done_is_one_line(
 
 def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, gpus=1, capability=(7, 5))
-    with pytest.raises(UsageError, match=r"^bench gpu: Tesla V100 is too old, .* 7\.5 and .*; try it .* --dry-run$"):
+    with pytest.raises(
+        UsageError, match=r"^bench gpu: Tesla V100 is too old, .* 7\.5 and .*; try it .* --dry-run$"
+    ):
         GpuBench.open(dry_run=False)

@@ -10,7 +10,9 @@ from nanoserve.lab.benchmarks.gpu.kernels import OURS, measured_fields, moved_fi
 
 
 def test_decoding_reads_keys_and_values_once() -> None:
-    batch = make_batch(decode_rows(4, 64), 32, 8, 128, block_size=16, dtype=torch.bfloat16, poisoned=True)
+    batch = make_batch(
+        decode_rows(4, 64), 32, 8, 128, block_size=16, dtype=torch.bfloat16, poisoned=True
+    )
     keys_and_values = 2 * 4 * 64 * 8 * 128 * 2  # 1 MiB in 16 bits
     queries_and_results = 2 * 4 * 32 * 128 * 2
     assert batch.num_bytes == keys_and_values + queries_and_results == 2**20 + 2**16
@@ -53,4 +55,6 @@ def test_shares_are_of_the_measured_limits() -> None:
 
 
 def test_a_spread_is_in_microseconds() -> None:
-    assert TimeSpread.of([3e-6, 1e-6, 2e-6, 9e-6]) == TimeSpread(us=pytest.approx(2.5), low=1.0, high=9.0, n=4)
+    assert TimeSpread.of([3e-6, 1e-6, 2e-6, 9e-6]) == TimeSpread(
+        us=pytest.approx(2.5), low=1.0, high=9.0, n=4
+    )

@@ -11,13 +11,25 @@ SPREAD = {"us": 100.0, "low": 90.0, "high": 120.0, "n": 9}
 
 def kernel(case: str, **fields: Any) -> dict[str, Any]:
     shares = {"of_copy_bandwidth": 0.9, "of_matmul_peak": 0.5, "of_floor": 0.9}
-    return {"case": case, "us": 100.0, **shares, "routes": {"nanoserve": SPREAD}, "slower": {}, **fields}
+    return {
+        "case": case,
+        "us": 100.0,
+        **shares,
+        "routes": {"nanoserve": SPREAD},
+        "slower": {},
+        **fields,
+    }
 
 
 def results(*, dry_run: bool = False, **rows: list[dict[str, Any]]) -> dict[str, Any]:
     limits = {"copy_gb_per_s": 4000.0, "matmul_tflops": 700.0}
     parts = {
-        part: {"rows": some, "complete": part != "engine", "command": "nanoserve bench gpu --out x", "limits": limits}
+        part: {
+            "rows": some,
+            "complete": part != "engine",
+            "command": "nanoserve bench gpu --out x",
+            "limits": limits,
+        }
         for part, some in rows.items()
     }
     return {
@@ -70,10 +82,20 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         "missed",
         pytest.approx(0.5),
     )
-    assert found["prefill attention, 8192 tokens, head_dim 128: share of the matmul peak"][0] == "met"
-    assert found["prefill attention, 8192 tokens: time of SDPA's flash back end over ours"][0] == "missed"
-    assert found["Llama-3.1-8B, decode at batch 1: share of the bandwidth floor"] == ("not measured", None)
-    assert found["256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching"] == (
+    assert (
+        found["prefill attention, 8192 tokens, head_dim 128: share of the matmul peak"][0] == "met"
+    )
+    assert (
+        found["prefill attention, 8192 tokens: time of SDPA's flash back end over ours"][0]
+        == "missed"
+    )
+    assert found["Llama-3.1-8B, decode at batch 1: share of the bandwidth floor"] == (
+        "not measured",
+        None,
+    )
+    assert found[
+        "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching"
+    ] == (
         "met",
         pytest.approx(1.25),
     )
@@ -90,12 +112,26 @@ def test_a_row_that_failed_is_shown_with_its_reason() -> None:
     text = to_markdown(
         results(
             correctness=[
-                {"case": "copy_blocks, float16", "check": "copy_blocks", "ok": True, "tolerance": 0.0},
+                {
+                    "case": "copy_blocks, float16",
+                    "check": "copy_blocks",
+                    "ok": True,
+                    "tolerance": 0.0,
+                },
                 {"case": "paged_attention, decode", "error": "ValueError: no | such thing"},
-                {"case": "cache_write, float16", "check": "cache_write", "ok": False, "unwanted_nans": 3},
+                {
+                    "case": "cache_write, float16",
+                    "check": "cache_write",
+                    "ok": False,
+                    "unwanted_nans": 3,
+                },
             ],
             kernels=[
-                kernel(DECODE_4, slower={"flex_attention": 1.25}, absent={"FlashInfer": "is not importable"}),
+                kernel(
+                    DECODE_4,
+                    slower={"flex_attention": 1.25},
+                    absent={"FlashInfer": "is not importable"},
+                ),
                 {"case": PREFILL, "skipped": "the time budget was spent"},
             ],
             engine=[
@@ -121,7 +157,10 @@ def test_a_row_that_failed_is_shown_with_its_reason() -> None:
 
 def test_what_the_budget_cut_off_is_told() -> None:
     why = "cut off after 20 s, as the time budget was spent"
-    rows = [{"case": PREFILL, "skipped": why}, {"case": DECODE_4, "skipped": "the time budget was spent"}]
+    rows = [
+        {"case": PREFILL, "skipped": why},
+        {"case": DECODE_4, "skipped": "the time budget was spent"},
+    ]
     assert f"| {PREFILL} | skipped: {why} |" in to_markdown(results(kernels=rows))
     text = to_markdown(results(correctness=rows))
     assert f"\n* {PREFILL}: {why}\n" in text
@@ -129,7 +168,8 @@ def test_what_the_budget_cut_off_is_told() -> None:
 
 
 def test_no_share_above_the_floor_is_shown() -> None:
-    """Attention only reads, so it may beat a copy of as many bytes: its share of the copy's bandwidth stays."""
+    """Attention only reads, so it may beat a copy of as many bytes: its share of the copy's
+    bandwidth stays."""
     faster = kernel(DECODE_4, of_copy_bandwidth=1.04, of_matmul_peak=0.1, of_floor=1.04)
     step = {"case": "qwen3-0.6b: decode, batch 1", "tokens_per_s": 512.25, "of_floor": 1.01}
     text = to_markdown(results(kernels=[faster], engine=[step]))
@@ -139,7 +179,17 @@ def test_no_share_above_the_floor_is_shown() -> None:
 
 
 def test_the_verdict_counts_checks_and_targets() -> None:
-    checks = [{"case": "a", "ok": True}, {"case": "b", "ok": False}, {"case": "c", "skipped": "no time"}]
-    assert verdict(results(correctness=checks)) == "1 of 2 checks are right; no target was measured."
-    measured = verdict(results(correctness=checks[:1], kernels=[kernel(DECODE_4)]))  # 90 % of the 85 % that are wanted
-    assert measured == "1 of 1 checks are right; 1 of 1 measured targets are met, at 1.06 of what was wanted."
+    checks = [
+        {"case": "a", "ok": True},
+        {"case": "b", "ok": False},
+        {"case": "c", "skipped": "no time"},
+    ]
+    assert (
+        verdict(results(correctness=checks)) == "1 of 2 checks are right; no target was measured."
+    )
+    # 90 % of the 85 % that are wanted
+    measured = verdict(results(correctness=checks[:1], kernels=[kernel(DECODE_4)]))
+    assert (
+        measured
+        == "1 of 1 checks are right; 1 of 1 measured targets are met, at 1.06 of what was wanted."
+    )

@@ -31,7 +31,9 @@ def measure_three(run: PartRun, *, middle: Callable[[], Row], delay: float) -> b
     return run.measure(cases, lambda: False)
 
 
-def run_three(tmp_path: Path, middle: Callable[[], Row], *, budget: float = 1e6, delay: float = 0.0) -> Path:
+def run_three(
+    tmp_path: Path, middle: Callable[[], Row], *, budget: float = 1e6, delay: float = 0.0
+) -> Path:
     """Run a part of three cases, of which `middle` is the second."""
     measure = partial(measure_three, middle=middle, delay=delay)
     return run_parts(tmp_path, ["kernels"], {"kernels": budget}, dry_run=True, measure=measure)
@@ -96,7 +98,9 @@ def measure_here(tmp_path: Path, cases: Sequence[GpuCase], *, seconds: float = 6
     """Go on with a part in this process."""
     report = open_part(tmp_path, "kernels", dry_run=True)
     pipe: Any = ReportPipe(report)
-    return PartRun("kernels", True, time.monotonic() + seconds, list(report.rows), pipe).measure(cases, lambda: True)
+    return PartRun("kernels", True, time.monotonic() + seconds, list(report.rows), pipe).measure(
+        cases, lambda: True
+    )
 
 
 def test_every_case_becomes_a_row_whatever_becomes_of_it(tmp_path: Path) -> None:
@@ -142,7 +146,8 @@ def test_a_process_that_dies_costs_one_row(tmp_path: Path) -> None:
 
 
 class LongNight:
-    """A clock for the parent: while case b hangs, an hour passes between two looks, and else hardly any time."""
+    """A clock for the parent: while case b hangs, an hour passes between two looks, and else hardly
+    any time."""
 
     def __init__(self, tmp_path: Path) -> None:
         self._tmp_path, self._ahead = tmp_path, 0.0
@@ -166,7 +171,9 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
 ) -> None:
     monkeypatch.setattr("nanoserve.lab.benchmarks.gpu.running.CASE_SECONDS", 1e9)
     monkeypatch.setattr("nanoserve.lab.benchmarks.gpu.running.time", LongNight(tmp_path))
-    part = read_results(run_three(tmp_path, partial(hang, tmp_path / "begun"), budget=600.0))["parts"]["kernels"]
+    part = read_results(run_three(tmp_path, partial(hang, tmp_path / "begun"), budget=600.0))[
+        "parts"
+    ]["kernels"]
     monkeypatch.undo()
     assert part["complete"]
     found = rows(tmp_path)
@@ -176,7 +183,9 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     assert {case: row["us"] for case, row in rows(tmp_path).items()} == {"a": 1, "b": 2, "c": 3}
 
 
-def test_to_begin_is_part_of_the_budget_and_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_begin_is_part_of_the_budget_and_may_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanoserve.lab.benchmarks.gpu.running.OVERTIME_SECONDS", 0.0)
     run_three(tmp_path, two, delay=0.5, budget=0.25)
     assert [row["skipped"] for row in rows(tmp_path).values()] == ["the time budget was spent"] * 3
@@ -190,7 +199,9 @@ def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=r"kernels: no case was begun: its process died \(exit code 1\)"):
+    with pytest.raises(
+        RuntimeFailure, match=r"kernels: no case was begun: its process died \(exit code 1\)"
+    ):
         run_parts(tmp_path, ["kernels"], BUDGETS, dry_run=True, measure=exit_at_once)
 
 
@@ -199,7 +210,13 @@ def test_a_child_that_refuses_or_is_interrupted_ends_the_run(
     tmp_path: Path, error: type[BaseException], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(error, match="no GPU"):
-        run_parts(tmp_path, ["kernels", "engine"], BUDGETS, dry_run=True, measure=partial(end_with, error=error))
+        run_parts(
+            tmp_path,
+            ["kernels", "engine"],
+            BUDGETS,
+            dry_run=True,
+            measure=partial(end_with, error=error),
+        )
     assert capfd.readouterr().err == ""
     assert read_report(tmp_path / "engine.json")["rows"] == []
 
@@ -210,14 +227,17 @@ def test_a_part_that_fails_lets_the_others_run(tmp_path: Path) -> None:
         run_parts(tmp_path, ["kernels", "engine"], BUDGETS, dry_run=True, measure=measure)
 
 
-def test_a_child_cleans_up_after_ctrl_c_although_the_command_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_cleans_up_after_ctrl_c_although_the_command_would_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = []
 
     def measure(run: PartRun) -> bool:
         found.append((signal.getsignal(signal.SIGINT), os.environ["HF_HUB_OFFLINE"]))
         return False
 
-    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "0")  # the child sets it, and this test runs the child here
+    # the child sets it, and this test runs the child here
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "0")
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         pipe: Any = None
@@ -234,11 +254,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         f"out = Path({str(tmp_path)!r}); run_three(out, partial(hang, out / 'begun'))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    while not (tmp_path / "begun").exists() or not rows(tmp_path):  # the parent may still be writing the first row
+    # the parent may still be writing the first row
+    while not (tmp_path / "begun").exists() or not rows(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) != 0
     assert list(rows(tmp_path)) == ["a"]
     together = [path for path in tmp_path.glob("*.json") if path.name != "kernels.json"]
-    assert [json.loads(path.read_text())["parts"]["kernels"]["complete"] for path in together] == [False]
+    assert [json.loads(path.read_text())["parts"]["kernels"]["complete"] for path in together] == [
+        False
+    ]

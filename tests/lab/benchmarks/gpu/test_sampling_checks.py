@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from nanoserve.executor.sampling.sampler import Sampled, sample
-from nanoserve.lab.benchmarks.gpu.correctness import SAMPLED_ROWS, SETTINGS, draw, random_logits, sampling_cases
+from nanoserve.lab.benchmarks.gpu.correctness import (
+    SAMPLED_ROWS,
+    SETTINGS,
+    draw,
+    random_logits,
+    sampling_cases,
+)
 from nanoserve.lab.benchmarks.gpu.device import GpuBench
 from nanoserve.request import SamplingParams
 
@@ -16,19 +22,27 @@ def test_every_case_compares_all_of_its_rows() -> None:
     assert [case.name for case in cases[:2]] == ["sampling, greedy", "sampling, temperature"]
     fields = [case.measure() for case in cases]
     assert all(row["ok"] for row in fields)
-    assert [row["rows"] for row in fields] == [SAMPLED_ROWS] * len(SETTINGS) + [SAMPLED_ROWS * len(SETTINGS)]
+    assert [row["rows"] for row in fields] == [SAMPLED_ROWS] * len(SETTINGS) + [
+        SAMPLED_ROWS * len(SETTINGS)
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "temperature"])
 def test_every_setting_changes_what_is_drawn(name: str) -> None:
     logits = random_logits(SAMPLED_ROWS)
-    without = SamplingParams(temperature=0.0) if name == "penalties, greedy" else SETTINGS["temperature"]
-    tokens, others = (draw(logits, [params] * SAMPLED_ROWS).tokens for params in (SETTINGS[name], without))
+    without = (
+        SamplingParams(temperature=0.0) if name == "penalties, greedy" else SETTINGS["temperature"]
+    )
+    tokens, others = (
+        draw(logits, [params] * SAMPLED_ROWS).tokens for params in (SETTINGS[name], without)
+    )
     assert int((tokens != others).sum()) >= SAMPLED_ROWS // 4
 
 
 @pytest.mark.parametrize("broken", ["token", "verdict"])
-def test_another_token_and_another_verdict_are_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_token_and_another_verdict_are_found(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time is the device's."""
     drawn = []
 
@@ -47,4 +61,7 @@ def test_another_token_and_another_verdict_are_found(broken: str, monkeypatch: p
 
     monkeypatch.setattr("nanoserve.lab.benchmarks.gpu.correctness.sample", differing)
     fields = next(sampling_cases(GpuBench.open(dry_run=True))).measure()
-    assert (fields["ok"], fields["different_rows"]) == (False, [3 if broken == "token" else SAMPLED_ROWS - 1])
+    assert (fields["ok"], fields["different_rows"]) == (
+        False,
+        [3 if broken == "token" else SAMPLED_ROWS - 1],
+    )

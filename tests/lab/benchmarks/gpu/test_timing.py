@@ -6,13 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.lab.benchmarks.gpu.device import MOST_FLUSHES, Call, EventClock, flushes_needed, take_turns
+from nanoserve.lab.benchmarks.gpu.device import (
+    MOST_FLUSHES,
+    Call,
+    EventClock,
+    flushes_needed,
+    take_turns,
+)
 
 
 @pytest.mark.parametrize(
-    ("launch_seconds", "flushes"), [(0.0, 1), (90e-6, 1), (110e-6, 2), (350e-6, 4), (1.0, MOST_FLUSHES)]
+    ("launch_seconds", "flushes"),
+    [(0.0, 1), (90e-6, 1), (110e-6, 2), (350e-6, 4), (1.0, MOST_FLUSHES)],
 )
-def test_the_device_reads_for_twice_as_long_as_the_host_launches(launch_seconds: float, flushes: int) -> None:
+def test_the_device_reads_for_twice_as_long_as_the_host_launches(
+    launch_seconds: float, flushes: int
+) -> None:
     assert flushes_needed(launch_seconds, flush_seconds=200e-6) == flushes
 
 
@@ -44,7 +53,9 @@ def test_the_flushes_lie_in_front_of_what_is_timed(monkeypatch: pytest.MonkeyPat
     assert seconds() == pytest.approx(200e-6) and log[-1] == "wait"
 
 
-def test_each_route_gets_the_lead_that_its_own_launching_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_route_gets_the_lead_that_its_own_launching_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Watch:
         """Stands still but while the slow one is launched."""
 
@@ -73,5 +84,9 @@ def test_each_route_gets_the_lead_that_its_own_launching_needs(monkeypatch: pyte
     spreads = take_turns(routes, clock, dry_run=True)
     slow, fast = (clock.leads[routes[name]] for name in ("slow", "fast"))
     assert slow[:3] == fast[:3] == [0.0] * 3  # not known yet
-    assert len(slow) == len(fast) == 5 and min(slow[3:]) == pytest.approx(0.02) and fast[3:] == [0.0] * 2
+    assert (
+        len(slow) == len(fast) == 5
+        and min(slow[3:]) == pytest.approx(0.02)
+        and fast[3:] == [0.0] * 2
+    )
     assert spreads["slow"].n == 2 and spreads["slow"].us == pytest.approx(1000)

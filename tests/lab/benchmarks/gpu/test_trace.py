@@ -14,11 +14,23 @@ def mark(start: float, duration: float) -> Event:
 
 
 def launch(at: float, correlation: int, kind: str = "cuda_runtime") -> Event:
-    return {"cat": kind, "name": "launch", "ts": at, "dur": 1.0, "args": {"correlation": correlation}}
+    return {
+        "cat": kind,
+        "name": "launch",
+        "ts": at,
+        "dur": 1.0,
+        "args": {"correlation": correlation},
+    }
 
 
 def work(start: float, duration: float, correlation: int, kind: str = "kernel") -> Event:
-    return {"cat": kind, "name": "work", "ts": start, "dur": duration, "args": {"correlation": correlation}}
+    return {
+        "cat": kind,
+        "name": "work",
+        "ts": start,
+        "dur": duration,
+        "args": {"correlation": correlation},
+    }
 
 
 def test_kernels_belong_to_the_step_that_launched_them() -> None:
@@ -51,10 +63,17 @@ def test_kernels_belong_to_the_step_that_launched_them() -> None:
 
 
 def test_a_copy_before_a_step_ends_waiting_but_begins_no_step() -> None:
-    """Inputs of the next step travel while nothing else happens: the device is idle before and behind them."""
+    """Inputs of the next step travel while nothing else happens: the device is idle before and
+    behind them."""
     events = [
         *(mark(0.0, 5.0), launch(1.0, 1), work(10.0, 10.0, 1)),
-        *(mark(20.0, 5.0), launch(21.0, 2), launch(22.0, 3), work(24.0, 2.0, 2, "gpu_memcpy"), work(30.0, 10.0, 3)),
+        *(
+            mark(20.0, 5.0),
+            launch(21.0, 2),
+            launch(22.0, 3),
+            work(24.0, 2.0, 2, "gpu_memcpy"),
+            work(30.0, 10.0, 3),
+        ),
     ]
     found = summarize_trace(events)
     assert found is not None

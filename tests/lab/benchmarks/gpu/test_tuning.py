@@ -28,9 +28,21 @@ KEY = (9, 2, 128)
 SOURCE = Path(configurations.__file__).read_text()
 
 
-def row(program: str, candidate: Configuration, *microseconds: float, ok: bool = True) -> dict[str, Any]:
-    times = {f"work {place}": {"us": one, "low": one, "high": one, "n": 5} for place, one in enumerate(microseconds)}
-    found = {"case": "it", "key": KEY, "program": program, "candidate": candidate, "times": times, "ok": ok}
+def row(
+    program: str, candidate: Configuration, *microseconds: float, ok: bool = True
+) -> dict[str, Any]:
+    times = {
+        f"work {place}": {"us": one, "low": one, "high": one, "n": 5}
+        for place, one in enumerate(microseconds)
+    }
+    found = {
+        "case": "it",
+        "key": KEY,
+        "program": program,
+        "candidate": candidate,
+        "times": times,
+        "ok": ok,
+    }
     return msgspec.json.decode(msgspec.json.encode(found))  # type: ignore[no-any-return]
 
 
@@ -65,7 +77,9 @@ def test_what_was_measured_replaces_its_entry_and_no_other() -> None:
     assert {key: repr(entry) for key, entry in found.items()} == {
         key: repr(entry) for key, entry in ATTENTION.items() if key != KEY
     }
-    twice = tuned_source(once, [row(DECODE, ATTENTION[KEY].decode, 1.0), row(PREFILL, ATTENTION[KEY].prefill, 1.0)])
+    twice = tuned_source(
+        once, [row(DECODE, ATTENTION[KEY].decode, 1.0), row(PREFILL, ATTENTION[KEY].prefill, 1.0)]
+    )
     assert repr(table(twice)) == repr(table(SOURCE))
 
 
@@ -100,11 +114,14 @@ def test_every_candidate_is_a_case() -> None:
 def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain attention in the place of the programs: with splits of 512 keys it leaves the last key out, with tiles of
-    128 it writes nothing."""
+    """Plain attention in the place of the programs: with splits of 512 keys it leaves the last key
+    out, with tiles of 128 it writes nothing."""
 
     def attend(
-        configuration: configurations.AttentionConfiguration, multiprocessors: int, tensors: Any, **settings: Any
+        configuration: configurations.AttentionConfiguration,
+        multiprocessors: int,
+        tensors: Any,
+        **settings: Any,
     ) -> None:
         *others, contexts = tensors
         left_out = 1 if configuration.decode.keys_per_split == 512 else 0

@@ -1,4 +1,5 @@
-"""An engine that is simulated, for the benchmark to measure: a device, and a CPU that tells what it attended."""
+"""An engine that is simulated, for the benchmark to measure: a device, and a CPU that tells what it
+attended."""
 
 from collections.abc import Iterable
 from itertools import chain, repeat
@@ -17,7 +18,9 @@ from tests.lab.simulator.tier_times import TierTimes
 
 BLOCK_SIZE, VOCAB_SIZE, HOST_BLOCKS = 4, 50, 400
 LAYERS, HOST_KEY = 3, 2**-9
-TIMES = TierTimes(num_layers=LAYERS, layer=1.0, token=2**-6, key=2**-9, host_key=HOST_KEY, swap_token=2**-9)
+TIMES = TierTimes(
+    num_layers=LAYERS, layer=1.0, token=2**-6, key=2**-9, host_key=HOST_KEY, swap_token=2**-9
+)
 """The linear part of a layer is most of it, and the CPU attends as fast as the device: it helps."""
 PREDICTOR = LinearPredictor(num_layers=LAYERS, linear=1.0, row=2**-6, key=2**-9, host_key=HOST_KEY)
 
@@ -39,7 +42,9 @@ class HostTellingExecutor(SimulatedExecutor):
             if isinstance(times, HostTimes):
                 layers = LAYERS if self._whole_step else 1
                 seconds = times.seconds / layers
-                self._attended += [HostWork(times.sequences, round(seconds / HOST_KEY), seconds)] * layers
+                self._attended += [
+                    HostWork(times.sequences, round(seconds / HOST_KEY), seconds)
+                ] * layers
 
     def collect(self, until: float | None) -> list[StepResult]:
         results = super().collect(None if until is None else until - self._began)
@@ -54,7 +59,8 @@ class HostTellingExecutor(SimulatedExecutor):
 
 
 def simulated_engine(times: TierTimes = TIMES, measured: Iterable[TierTimes] = ()) -> OpenEngine:
-    """With other times than the profile's, perhaps; and with other ones measured first, before the profile's."""
+    """With other times than the profile's, perhaps; and with other ones measured first, before the
+    profile's."""
     measured = chain(measured, repeat(TIMES))
     return OpenEngine(
         name="simulated",

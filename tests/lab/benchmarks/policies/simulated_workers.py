@@ -51,5 +51,7 @@ def simulated_alone(layout: int) -> OpenEngine:
 
 def variants(*engines: OpenEngine) -> dict[str, PolicyVariant]:
     """By name."""
-    config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, max_num_batched_tokens=32)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, max_num_batched_tokens=32
+    )
     return {one.name: one for one in resharding_variants(engines, config)}

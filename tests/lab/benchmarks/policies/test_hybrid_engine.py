@@ -20,8 +20,12 @@ from nanoserve.models.hub import resolve_model
 
 pytestmark = pytest.mark.slow
 
-CONFIG = EngineConfig(dtype="float32", eager=True, max_model_len=256, max_num_seqs=16, policy="hybrid", host_threads=1)
-WORK = KvCases(input_tokens=40, outputs=(12, 30), requests=6, shares=(0.35, 1.0), block_size=CONFIG.block_size)
+CONFIG = EngineConfig(
+    dtype="float32", eager=True, max_model_len=256, max_num_seqs=16, policy="hybrid", host_threads=1
+)
+WORK = KvCases(
+    input_tokens=40, outputs=(12, 30), requests=6, shares=(0.35, 1.0), block_size=CONFIG.block_size
+)
 POLICIES = ("sarathi", "neo", "overlap", "hybrid")
 
 
@@ -30,12 +34,19 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = read_config(resolved)
     with ExitStack() as opened:
         engine = open_with_host(opened, resolved, CONFIG, model, WORK, None)
-        config = replace(fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128)
-        for bench in hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, WORK, config):
+        config = replace(
+            fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128
+        )
+        for bench in hybrid_benches(
+            partial(Bench, probe=lambda: 1e10), engine, POLICIES, WORK, config
+        ):
             done = bench.round(1)
             holds_everything = bench.facts["share"] >= 1
             for figures in done.variants.values():
-                tokens = figures["latencies"]["device"]["tokens"] + figures["latencies"]["host"]["tokens"]
+                tokens = (
+                    figures["latencies"]["device"]["tokens"]
+                    + figures["latencies"]["host"]["tokens"]
+                )
                 hybrid = any(figures["steps"][strategy] for strategy in HYBRID)
                 assert tokens == len(bench.shapes) * (bench.facts["output"] - 1)
                 assert figures["errors"]["all"]["steps"] > 0

@@ -1,4 +1,5 @@
-"""Runs with two layouts in virtual time: what is measured of them, and that the simulator makes the same of them."""
+"""Runs with two layouts in virtual time: what is measured of them, and that the simulator makes the
+same of them."""
 
 import pytest
 
@@ -11,9 +12,17 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.fakes.moving_executor import WEIGHT_BYTES
-from tests.lab.benchmarks.policies.simulated_workers import HOST_LINK, VOCAB_SIZE, simulated_pair, variants
+from tests.lab.benchmarks.policies.simulated_workers import (
+    HOST_LINK,
+    VOCAB_SIZE,
+    simulated_pair,
+    variants,
+)
 
-RESHARDING = [f"{name}-{kind}, P2 -> T2" for name, kind in (("prefill", "prioritizing"), ("decode", "prioritizing"))]
+RESHARDING = [
+    f"{name}-{kind}, P2 -> T2"
+    for name, kind in (("prefill", "prioritizing"), ("decode", "prioritizing"))
+]
 RESHARDING.append("transition-minimizing, P2 -> T2")
 
 
@@ -49,7 +58,9 @@ def test_phases_cover_the_run_and_moves_are_counted(name: str) -> None:
         "two stages reload less"
     )
     assert phases["resharding"] == pytest.approx(reshards.seconds)
-    assert reshards.share_of_link == pytest.approx(WEIGHT_BYTES * reshards.count / reshards.seconds / HOST_LINK)
+    assert reshards.share_of_link == pytest.approx(
+        WEIGHT_BYTES * reshards.count / reshards.seconds / HOST_LINK
+    )
     assert out.count == back.count >= 16
     assert 0.5 < figures["pool_peak"] <= 1
     assert figures["output_tokens_per_s"] == pytest.approx(16 * 9 / figures["seconds"])
@@ -61,7 +72,9 @@ def test_few_transitions_are_what_it_minimizes() -> None:
     assert transitions[0] > transitions[1] >= transitions[2] >= 3
 
 
-@pytest.mark.parametrize("name", ["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2", *RESHARDING])
+@pytest.mark.parametrize(
+    "name", ["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2", *RESHARDING]
+)
 def test_the_simulator_makes_the_same_of_a_simulated_run(name: str) -> None:
     run, figures = _measured_by_name(name)
     compared = figures["simulated"]
@@ -77,7 +90,12 @@ def test_a_layout_alone_moves_nothing_whatever_the_workers_did_before() -> None:
     for name in ("sarathi, T2", "transition-minimizing, P2 -> T2", "sarathi, P2", "sarathi, T2"):
         run, figures = _measured(named[name])
         if len(named[name].layouts) == 1:
-            assert (figures["transitions"], figures["phases"], figures["pool_peak"], run.moves) == (0, None, None, [])
+            assert (figures["transitions"], figures["phases"], figures["pool_peak"], run.moves) == (
+                0,
+                None,
+                None,
+                [],
+            )
             assert getattr(engine.executor, "layout") == named[name].first  # noqa: B009  # no part of the protocol
 
 
@@ -89,14 +107,20 @@ def test_answers_of_one_token_never_reach_the_second_layout() -> None:
 def test_each_way_of_resharding_is_held_against_all_before_it() -> None:
     held = resharding_pairs(list(variants(simulated_pair()).values()))
     assert len(held) == 4 + 5 + 6
-    assert held[0] == ("prefill-prioritizing over sarathi, P2", "prefill-prioritizing, P2 -> T2", "sarathi, P2")
+    assert held[0] == (
+        "prefill-prioritizing over sarathi, P2",
+        "prefill-prioritizing, P2 -> T2",
+        "sarathi, P2",
+    )
 
 
 def test_workers_that_die_between_two_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     group = simulated_pair()
     variant = variants(group)["sarathi, T2"]
     monkeypatch.setattr(group.executor, "submit", lambda plan: None)
-    monkeypatch.setattr(group.executor, "collect", lambda until: [StepResult(None, lost="worker 1 was killed")])
+    monkeypatch.setattr(
+        group.executor, "collect", lambda until: [StepResult(None, lost="worker 1 was killed")]
+    )
     with pytest.raises(RuntimeFailure, match="when they changed their layout: worker 1 was killed"):
         variant.run(_requests())
 

@@ -1,4 +1,5 @@
-"""Runs on two real workers that change their layout: replayed to equal plans, and simulated with what they took."""
+"""Runs on two real workers that change their layout: replayed to equal plans, and simulated with
+what they took."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -65,4 +66,6 @@ def test_a_real_run_is_replayed_to_equal_plans(workers: OpenEngine, name: str) -
     assert figures["swaps_out"].num_bytes == figures["swaps_in"].num_bytes > 0
     assert figures["reshards"].count == figures["transitions"]
     whole = sum(phases[part] for part in ("prefill", "decode", "draining", "resharding"))
-    assert whole == pytest.approx(figures["seconds"], rel=0.05), "from the first plan to the last answer"
+    assert whole == pytest.approx(figures["seconds"], rel=0.05), (
+        "from the first plan to the last answer"
+    )

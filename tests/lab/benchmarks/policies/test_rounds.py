@@ -1,10 +1,18 @@
-"""Ratios are formed between variants that differ in one thing; policies are named with their parameters."""
+"""Ratios are formed between variants that differ in one thing; policies are named with their
+parameters."""
 
 import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.lab.benchmarks.policies.rounds import Metrics, PolicyRound, pairs, ratios, samples, summarize
+from nanoserve.lab.benchmarks.policies.rounds import (
+    Metrics,
+    PolicyRound,
+    pairs,
+    ratios,
+    samples,
+    summarize,
+)
 from nanoserve.lab.benchmarks.policies.variants import OpenEngine, PolicyVariant
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.record.metrics import Distribution
@@ -28,7 +36,9 @@ def _variants(*names: str) -> list[PolicyVariant]:
     )
     split = [name.partition(", ") for name in names]
     return [
-        PolicyVariant(policy=policy, place=place, engine=engine, config=CONFIG, capacities=engine.capacities)
+        PolicyVariant(
+            policy=policy, place=place, engine=engine, config=CONFIG, capacities=engine.capacities
+        )
         for policy, _, place in split
     ]
 
@@ -47,12 +57,19 @@ def _figures(rate: float, ttft: float) -> Metrics:
 def _round(number: int, after: float = 10.0, **variants: Metrics) -> PolicyRound:
     named = {name.replace("_", ", "): figures for name, figures in variants.items()}
     return PolicyRound(
-        case="work", number=number, bandwidth_before=10.0, bandwidth_after=after, foreign_cores=0.0, variants=named
+        case="work",
+        number=number,
+        bandwidth_before=10.0,
+        bandwidth_after=after,
+        foreign_cores=0.0,
+        variants=named,
     )
 
 
 def test_what_is_held_against_what() -> None:
-    names = [f"{policy}, {engine}" for engine in ("pp=2", "one process") for policy in ("a", "b", "c")]
+    names = [
+        f"{policy}, {engine}" for engine in ("pp=2", "one process") for policy in ("a", "b", "c")
+    ]
     assert [called for called, _, _ in pairs(_variants(*names))] == [
         "b over a, pp=2",
         "c over a, pp=2",
@@ -78,17 +95,31 @@ def test_ratios_are_of_rounds_that_count() -> None:
     found = {one.metric: one for one in ratios(rounds, pairs(_variants("a, x", "b, x")), RATIOS)}
     assert set(found) == {"output_tokens_per_s", "ttft_ms", "e2el_ms"}
     rate = found["output_tokens_per_s"]
-    assert (rate.variants, rate.rounds, rate.median, rate.low, rate.high) == ("b over a, x", 2, 2.5, 2.0, 3.0)
+    assert (rate.variants, rate.rounds, rate.median, rate.low, rate.high) == (
+        "b over a, x",
+        2,
+        2.5,
+        2.0,
+        3.0,
+    )
     assert (found["ttft_ms"].low, found["ttft_ms"].high) == (1.0, 1.5)
     assert samples(rounds, RATIOS)["b, x"]["output_tokens_per_s"] == [20.0, 30.0]
     first, second = summarize(rounds)
-    assert (first["variant"], first["rounds"], first["ttft_ms"]["mean"], first["tpot_ms"]) == ("a, x", 2, 4.0, None)
+    assert (first["variant"], first["rounds"], first["ttft_ms"]["mean"], first["tpot_ms"]) == (
+        "a, x",
+        2,
+        4.0,
+        None,
+    )
     assert second["output_tokens_per_s"] == 25.0
     assert second["stages"]["1"]["computing"] == 0.7
 
 
 def test_policies_have_parameters_of_their_own() -> None:
-    assert tuple(parse_policies("sarathi, throttling:without_wt", 64)) == ("sarathi", "throttling:without_wt")
+    assert tuple(parse_policies("sarathi, throttling:without_wt", 64)) == (
+        "sarathi",
+        "throttling:without_wt",
+    )
     (variant,) = _variants("throttling:without_wt:iterations=4, x")
     scheduler = variant.scheduler()
     assert scheduler.policy == TokenThrottling(max_prefill=64, without_wt=True, iterations=4)

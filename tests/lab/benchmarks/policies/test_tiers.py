@@ -21,8 +21,16 @@ OUTPUT, REQUESTS = 40, 12
 
 
 def _bench(engine: OpenEngine, share: float) -> Bench:
-    work = KvCases(input_tokens=13, outputs=(OUTPUT,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
-    config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=200, max_num_seqs=64, max_num_batched_tokens=32)
+    work = KvCases(
+        input_tokens=13,
+        outputs=(OUTPUT,),
+        requests=REQUESTS,
+        shares=(share,),
+        block_size=BLOCK_SIZE,
+    )
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, max_model_len=200, max_num_seqs=64, max_num_batched_tokens=32
+    )
     (bench,) = hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, work, config)
     return bench
 
@@ -39,13 +47,16 @@ def tight() -> PolicyRound:
 
 def test_the_simulator_and_the_predictor_know_a_run_that_is_as_they_say(tight: PolicyRound) -> None:
     for name, figures in tight.variants.items():
-        assert figures["simulation_error"] == pytest.approx(0, abs=1e-4), f"{name}: the record's clock ticks"
+        assert figures["simulation_error"] == pytest.approx(0, abs=1e-4), (
+            f"{name}: the record's clock ticks"
+        )
         assert figures["simulated"]["steps"] == figures["steps"]
         assert figures["errors"]["all"]["median"] < 0.001
 
 
 def test_a_simulated_policy_knows_what_the_real_one_had_learned_when_it_began() -> None:
-    """Rows cost much more than weights, which the profile does not know, and which is measured in each round."""
+    """Rows cost much more than weights, which the profile does not know, and which is measured in
+    each round."""
     other = replace(TIMES, layer=0.2, token=0.3)
     bench = _bench(simulated_engine(other, measured=[other, other]), 0.3)
     for number in (1, 2):
@@ -62,7 +73,9 @@ def test_tokens_are_counted_where_they_were_computed(tight: PolicyRound) -> None
         assert (figures["processor_share"] > 0) == _is_hybrid(figures) == (name != "sarathi")
         assert (figures["swaps_out"] > 0) == (name != "sarathi")
     overlap = tight.variants["overlap"]["latencies"]
-    assert overlap["host"]["itl_ms"].p50 > 3 * overlap["device"]["itl_ms"].p50, "a token on the host takes L + 1 steps"
+    assert overlap["host"]["itl_ms"].p50 > 3 * overlap["device"]["itl_ms"].p50, (
+        "a token on the host takes L + 1 steps"
+    )
 
 
 def test_errors_and_gains_are_those_of_the_strategies_that_ran(tight: PolicyRound) -> None:
@@ -107,7 +120,9 @@ def test_a_machine_slower_than_its_profile_shows_in_the_simulators_error() -> No
     bench = _bench(simulated_engine(slow), 1.0)
     first, second = bench.round(1), bench.round(2)
     figures = [done.variants["hybrid"] for done in (first, second)]
-    assert figures[0]["simulation_error"] == pytest.approx(1.0, abs=0.05), "the profile promises twice the throughput"
+    assert figures[0]["simulation_error"] == pytest.approx(1.0, abs=0.05), (
+        "the profile promises twice the throughput"
+    )
     errors = [one["errors"]["all"]["median"] for one in figures]
     assert errors[1] < 0.1, "what the predictor learned in one round it knows in the next"
 
@@ -120,14 +135,18 @@ def test_the_simulator_is_fed_with_what_was_measured_in_the_round() -> None:
     assert second.variants["sarathi"]["simulation_error"] == pytest.approx(-0.5, abs=0.05)
 
 
-def test_a_run_in_which_attention_on_the_cpu_is_lost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_which_attention_on_the_cpu_is_lost_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = simulated_engine()
     bench = _bench(engine, 0.3)
     collect = engine.executor.collect
 
     def losing(until: float | None) -> list[StepResult]:
         return [
-            msgspec.structs.replace(result, host=msgspec.structs.replace(result.host, lost="the thread died"))
+            msgspec.structs.replace(
+                result, host=msgspec.structs.replace(result.host, lost="the thread died")
+            )
             for result in collect(until)
         ]
 

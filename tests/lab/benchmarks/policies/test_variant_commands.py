@@ -1,4 +1,5 @@
-"""``bench hybrid``, ``bench pipeline`` and ``bench reshard`` on simulated engines: in virtual time, all of it."""
+"""``bench hybrid``, ``bench pipeline`` and ``bench reshard`` on simulated engines: in virtual time,
+all of it."""
 
 import json
 from contextlib import ExitStack
@@ -22,21 +23,33 @@ from tests.lab.benchmarks.policies.simulated_workers import simulated_alone, sim
 from tests.lab.simulator.linear_times import LinearTimes
 
 HYBRID_POLICIES = ["sarathi", "neo", "overlap", "apex", "hybrid"]
-RESHARDING = [f"{name}, P2 -> T2" for name in ("prefill-prioritizing", "decode-prioritizing", "transition-minimizing")]
+RESHARDING = [
+    f"{name}, P2 -> T2"
+    for name in ("prefill-prioritizing", "decode-prioritizing", "transition-minimizing")
+]
 SMALL = ("--requests", 12, "--max-num-batched-tokens", 32)
-BLOCK_SIZES = {"hybrid": ("--block-size", BLOCK_SIZE), "reshard": ("--block-size", WORKERS_BLOCK_SIZE), "pipeline": ()}
+BLOCK_SIZES = {
+    "hybrid": ("--block-size", BLOCK_SIZE),
+    "reshard": ("--block-size", WORKERS_BLOCK_SIZE),
+    "pipeline": (),
+}
 _TIMES = {"step": 2.0**-6, "prompt_token": 2.0**-10, "decode": 2.0**-11}
 
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Puts simulated engines in the place of real ones; the list fills with what tells those that were closed."""
+    """Puts simulated engines in the place of real ones; the list fills with what tells those that
+    were closed."""
     found: list[Any] = []
 
-    def open_engine(opened: ExitStack, name: str, executor: SimulatedExecutor, **facts: Any) -> OpenEngine:
+    def open_engine(
+        opened: ExitStack, name: str, executor: SimulatedExecutor, **facts: Any
+    ) -> OpenEngine:
         capacities = (LayoutCapacity(100, executor.max_in_flight),)
         opened.callback(found.append, name)
-        return OpenEngine(name=name, executor=executor, capacities=capacities, compiled=True, **facts)
+        return OpenEngine(
+            name=name, executor=executor, capacities=capacities, compiled=True, **facts
+        )
 
     def open_workers(
         opened: ExitStack,
@@ -56,19 +69,30 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             assert engine.name == name
             opened.callback(found.append, f"{name} {len(engine.layouts)}")
             return engine
-        times = LinearTimes(num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES)
+        times = LinearTimes(
+            num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES
+        )
         executor = ObservedExecutor(times, runtime=Runtime(metadata=metadata))
         facts["costs"] = (times,) if predicted else ()
-        return open_engine(opened, name, executor, workers=config.num_workers, vocab_size=model.vocab_size, **facts)
+        return open_engine(
+            opened, name, executor, workers=config.num_workers, vocab_size=model.vocab_size, **facts
+        )
 
     def open_one_process(
         opened: ExitStack, name: str, resolved: Any, config: EngineConfig, progress: Any
     ) -> OpenEngine:
         executor = UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
-        return open_engine(opened, name, executor, vocab_size=read_config(resolved).vocab_size, simulated=False)
+        return open_engine(
+            opened, name, executor, vocab_size=read_config(resolved).vocab_size, simulated=False
+        )
 
     def open_with_host(
-        opened: ExitStack, resolved: Any, config: EngineConfig, model: Any, work: KvCases, progress: Any
+        opened: ExitStack,
+        resolved: Any,
+        config: EngineConfig,
+        model: Any,
+        work: KvCases,
+        progress: Any,
     ) -> OpenEngine:
         opened.callback(found.append, (config.policy, config.host_threads))
         return simulated_engine()
@@ -89,7 +113,9 @@ def test_everything_at_once_hybrid(bench: Run, closed: list[Any], tmp_path: Path
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
     work = (*SMALL, "--lengths", "13+40,13+9", "--kv-limits", "1,0.3", "--rounds", 1)
-    code, out, err = bench("hybrid", *work, "--host-threads", 1, "--json", report, "--plot", chart, "--record", trace)
+    code, out, err = bench(
+        "hybrid", *work, "--host-threads", 1, "--json", report, "--plot", chart, "--record", trace
+    )
     assert code == 0, err
     assert closed == [("hybrid", 1)]
     found = json.loads(report.read_text())
@@ -102,19 +128,35 @@ def test_everything_at_once_hybrid(bench: Run, closed: list[Any], tmp_path: Path
     assert len(found["samples"]["13+40, KV 30%, overlap"]["output_tokens_per_s"]) == 1
     by_name = {(row["case"], row["variant"]): row for row in found["summary"]}
     overlap = by_name["13+40, KV 30%", "overlap"]
-    assert overlap["output_tokens_per_s"] > by_name["13+40, KV 30%", "sarathi"]["output_tokens_per_s"]
-    assert overlap["ratio"].startswith("1.") and by_name["13+40, KV 30%", "sarathi"]["ratio"] is None
+    assert (
+        overlap["output_tokens_per_s"] > by_name["13+40, KV 30%", "sarathi"]["output_tokens_per_s"]
+    )
+    assert (
+        overlap["ratio"].startswith("1.") and by_name["13+40, KV 30%", "sarathi"]["ratio"] is None
+    )
     assert overlap["simulation_error"] == pytest.approx(0, abs=1e-4)
     ratios = [row["ratio"]["median"] for row in found["ratios"] if row["case"].endswith("100%")]
     assert set(found["means"]["KV 100%"].values()) == {1.0} == set(ratios)
     assert found["means"]["KV 30%"]["overlap over sarathi"] > 1
     assert overlap["engine_ms"] == 0, "virtual time stands still while the engine thinks"
     assert "where the device holds everything, no step was hybrid" in out
-    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 4 of 4 rounds count.")
-    assert found["verdict"].startswith("Output tok/s: from ") and "over sarathi in 13+40, KV 30% 1." in found["verdict"]
-    assert "hybrid is at 98% of the device alone or above in 4 of 4 cases with rounds that count" in out
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith(
+        "; 4 of 4 rounds count."
+    )
+    assert (
+        found["verdict"].startswith("Output tok/s: from ")
+        and "over sarathi in 13+40, KV 30% 1." in found["verdict"]
+    )
+    assert (
+        "hybrid is at 98% of the device alone or above in 4 of 4 cases with rounds that count"
+        in out
+    )
     assert chart.read_bytes().startswith(b"\x89PNG")
-    names = {event["args"]["name"] for event in json.loads(trace.read_text()) if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"]
+        for event in json.loads(trace.read_text())
+        if event["name"] == "process_name"
+    }
     assert "13+9, KV 30%, overlap: scheduler" in names
 
 
@@ -140,11 +182,17 @@ def test_everything_at_once_pipeline(bench: Run, closed: list[Any], tmp_path: Pa
     assert first["sarathi, pp=2 coupled"]["predicted_tokens_per_s"] is None
     assert [len(first[name]["stages"]) for name in names] == [2, 2, 2, 2, 0, 0]
     assert first["throttling, pp=2"]["variation"] < first["sarathi, pp=2"]["variation"]
-    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 2 of 2 rounds count.")
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith(
+        "; 2 of 2 rounds count."
+    )
     for name in (*names, "throttling over sarathi, pp=2", "pp=2 over one process, sarathi"):
         assert name in out
     assert chart.read_bytes().startswith(b"\x89PNG")
-    groups = {event["args"]["name"] for event in json.loads(trace.read_text()) if event["name"] == "process_name"}
+    groups = {
+        event["args"]["name"]
+        for event in json.loads(trace.read_text())
+        if event["name"] == "process_name"
+    }
     assert groups == {f"{name}: {part}" for name in names for part in ("workers", "scheduler")}
 
 
@@ -165,13 +213,19 @@ def test_everything_at_once_reshard(bench: Run, closed: list[Any], tmp_path: Pat
     for name in (*alone, *RESHARDING):
         assert first[name]["simulated"]["makespan"] == pytest.approx(1, abs=1e-4)
         assert name in out
-    assert first["sarathi, P2"]["seconds"] == pytest.approx(first["sarathi, P2, own workers"]["seconds"])
+    assert first["sarathi, P2"]["seconds"] == pytest.approx(
+        first["sarathi, P2, own workers"]["seconds"]
+    )
     assert "transition-minimizing over decode-prioritizing, P2 -> T2" in out
-    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 2 of 2 rounds count.")
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith(
+        "; 2 of 2 rounds count."
+    )
     assert chart.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())
     groups = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert groups == {f"{name}: {part}" for name in (*alone, *RESHARDING) for part in ("workers", "scheduler")}
+    assert groups == {
+        f"{name}: {part}" for name in (*alone, *RESHARDING) for part in ("workers", "scheduler")
+    }
     assert {"prefill in P2", "draining T2", "re-shard to T2", "KV blocks in the host pool"} <= {
         event["name"] for event in events
     }
@@ -180,9 +234,21 @@ def test_everything_at_once_reshard(bench: Run, closed: list[Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "variants", "arguments", "opened", "shown"),
     [
-        ("hybrid", 2, (*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--lengths", "13+9"), 1, "overlap:cohorts=2"),
+        (
+            "hybrid",
+            2,
+            (*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--lengths", "13+9"),
+            1,
+            "overlap:cohorts=2",
+        ),
         ("pipeline", 1, ("--policy", "sarathi", "--requests", 2), ["pp=2"], "sarathi, pp=2"),
-        ("reshard", 7, ("--requests", 4, "--lengths", "13+9"), ["P2 -> T2 2"], "transition-minimizing, P2 -> T2"),
+        (
+            "reshard",
+            7,
+            ("--requests", 4, "--lengths", "13+9"),
+            ["P2 -> T2 2"],
+            "transition-minimizing, P2 -> T2",
+        ),
     ],
 )
 def test_an_interrupt_shows_what_was_measured(
@@ -216,7 +282,13 @@ def test_an_interrupt_shows_what_was_measured(
     ],
 )
 def test_requests_that_do_not_fit_are_left_out_and_counted(
-    command: str, too_long: int, context: int, arguments: tuple[object, ...], shown: str, bench: Run, tmp_path: Path
+    command: str,
+    too_long: int,
+    context: int,
+    arguments: tuple[object, ...],
+    shown: str,
+    bench: Run,
+    tmp_path: Path,
 ) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text(f"input_tokens,output_tokens\n20,3\n{too_long},3\n30,4\n")
@@ -230,9 +302,21 @@ def test_a_run_in_which_no_round_counts_prints_its_numbers_and_marks_them(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.lab.benchmarks.machine.ForeignLoad.read", lambda self: 1.15)
-    monkeypatch.setattr("nanoserve.lab.commands.bench_options.Repeating", lambda keep_all: Repeating(keep_all, 0.0))
+    monkeypatch.setattr(
+        "nanoserve.lab.commands.bench_options.Repeating", lambda keep_all: Repeating(keep_all, 0.0)
+    )
     report = tmp_path / "report.json"
-    work = (*SMALL, "--policy", "sarathi,overlap", "--lengths", "13+9", "--kv-limits", 1, "--rounds", 2)
+    work = (
+        *SMALL,
+        "--policy",
+        "sarathi,overlap",
+        "--lengths",
+        "13+9",
+        "--kv-limits",
+        1,
+        "--rounds",
+        2,
+    )
     code, out, _ = bench("hybrid", *work, "--json", report)
     found = json.loads(report.read_text())
     assert code == 0
@@ -241,18 +325,32 @@ def test_a_run_in_which_no_round_counts_prints_its_numbers_and_marks_them(
         ("overlap", "10 GB/s, not counted", 2),
     ]
     assert "13+9, KV 100%" in out and "not" in out and found["samples"] == {}
-    verdict = "overlap over sarathi in 13+9, KV 100% 1.00 (1.00-1.00); 0 of 2 rounds count (in 2 other programs kept"
+    verdict = (
+        "overlap over sarathi in 13+9, KV 100% 1.00 (1.00-1.00); 0 of 2 rounds count (in 2 other "
+        "programs kept"
+    )
     assert verdict in out.splitlines()[-1]
     code, out, _ = bench("hybrid", *work, "--keep-all", "--json", report)
     assert "2 of 2 rounds count" in out.splitlines()[-1]
     assert {row["state"] for row in json.loads(report.read_text())["summary"]} == {"10 GB/s, busy"}
 
 
-def test_what_was_promised_and_does_not_hold_is_said(bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_promised_and_does_not_hold_is_said(
+    bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a whole that is less than what the requests need, there are hybrid steps."""
     monkeypatch.setattr(KvCases, "device_blocks", lambda self, shape: 50)
     code, out, _ = bench(
-        "hybrid", *SMALL, "--policy", "sarathi,overlap", "--lengths", "13+40", "--kv-limits", 1, "--rounds", 1
+        "hybrid",
+        *SMALL,
+        "--policy",
+        "sarathi,overlap",
+        "--lengths",
+        "13+40",
+        "--kv-limits",
+        1,
+        "--rounds",
+        1,
     )
     assert code == 0
     assert "HYBRID STEPS although the device holds everything: overlap in 13+40, KV 100%" in out
@@ -275,27 +373,49 @@ def test_what_was_promised_and_does_not_hold_is_said(bench: Run, monkeypatch: py
         ("hybrid", ("--lengths", "1000+100"), "are 1100 tokens, more than the context of 1024"),
         ("hybrid", ("--record", "/none/trace.json"), "cannot write /none/trace.json"),
         ("pipeline", ("--policy", "fair"), "unknown policy 'fair'"),
-        ("pipeline", ("--metadata", "shared"), "--metadata 'shared' is not one of decoupled, coupled, both"),
+        (
+            "pipeline",
+            ("--metadata", "shared"),
+            "--metadata 'shared' is not one of decoupled, coupled, both",
+        ),
         ("pipeline", ("--rate", "1,2"), "--rate takes one rate here, not '1,2'"),
         ("pipeline", ("--rate", "0"), "--rate takes requests per second"),
         ("pipeline", ("--lengths", "huge"), "or one of nano-vllm, cpu, cpu-small, sharegpt-gllm"),
         ("pipeline", ("--device", "cuda"), "this command measures CPUs"),
-        ("pipeline", ("--lengths", "9000+1"), "every request of 9000+1 is longer than the context of 1600 tokens"),
+        (
+            "pipeline",
+            ("--lengths", "9000+1"),
+            "every request of 9000+1 is longer than the context of 1600 tokens",
+        ),
         ("pipeline", ("--record", "/none/trace.json"), "cannot write /none/trace.json"),
-        ("reshard", ("--policy", "sarathi,nothing"), "unknown policy 'nothing'; choose one of prefill-first, "),
+        (
+            "reshard",
+            ("--policy", "sarathi,nothing"),
+            "unknown policy 'nothing'; choose one of prefill-first, ",
+        ),
         (
             "reshard",
             ("--prefill-parallel", "d2p2", "--decode-parallel", "d2t2"),
             "bench serve takes a D, here is one engine",
         ),
-        ("reshard", ("--prefill-parallel", "p2", "--decode-parallel", "t4"), "both run on the same ones"),
+        (
+            "reshard",
+            ("--prefill-parallel", "p2", "--decode-parallel", "t4"),
+            "both run on the same ones",
+        ),
         ("reshard", ("--pp", 2), "replace --dp, --pp, --tp and --pp-split"),
         ("reshard", ("--device", "cuda"), "this command measures CPUs"),
-        ("reshard", ("--lengths", "900+1"), "every request of 900+1 is longer than the context of 120 tokens"),
+        (
+            "reshard",
+            ("--lengths", "900+1"),
+            "every request of 900+1 is longer than the context of 120 tokens",
+        ),
         ("reshard", ("--record", "/none/trace.json"), "cannot write /none/trace.json"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(bench: Run, command: str, arguments: tuple[object, ...], message: str) -> None:
+def test_what_makes_no_sense_is_one_line(
+    bench: Run, command: str, arguments: tuple[object, ...], message: str
+) -> None:
     code, _, err = bench(command, *arguments)
     assert code in (1, 2)
     assert message in err.replace("\n", " ")

@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.lab.benchmarks.serving.requests import offered_rate, parse_rates, poisson_arrivals, stretched_arrivals
+from nanoserve.lab.benchmarks.serving.requests import (
+    offered_rate,
+    parse_rates,
+    poisson_arrivals,
+    stretched_arrivals,
+)
 from nanoserve.lab.workloads import read_arrivals
 
 
 def test_gaps_of_a_poisson_process_have_its_mean_and_its_spread() -> None:
     arrivals = [0.0, *poisson_arrivals(4.0, 20_000, seed=1)]
     gaps = [after - before for before, after in pairwise(arrivals)]
-    # Of 20,000 exponential gaps the mean is within 3 % of 1/4 but once in 40,000 draws; this is one draw.
+    # Of 20,000 exponential gaps the mean is within 3 % of 1/4 but once in 40,000 draws; this is one
+    # draw.
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.03)
     assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.05)
     assert sum(gap > 0.5 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-2), rel=0.1)
@@ -50,9 +56,13 @@ def test_a_trace_begins_at_zero_and_can_be_stretched_to_a_rate() -> None:
         ("arrival_time", ["1e3", "1001"], 1.0),
     ],
 )
-def test_times_of_known_traces(tmp_path: Path, header: str, rows: list[str], seconds: float) -> None:
+def test_times_of_known_traces(
+    tmp_path: Path, header: str, rows: list[str], seconds: float
+) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("\n".join([f"{header},input_tokens,output_tokens", *(f"{row},5,6" for row in rows)]))
+    trace.write_text(
+        "\n".join([f"{header},input_tokens,output_tokens", *(f"{row},5,6" for row in rows)])
+    )
     first, second = read_arrivals(trace)
     assert second - first == pytest.approx(seconds, abs=1e-5)
     assert len(read_arrivals(trace, limit=1)) == 1

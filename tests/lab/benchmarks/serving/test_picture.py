@@ -14,7 +14,9 @@ def _report(rates: list[float | None], answers: int, slo: Slo | None) -> Report:
     for rate in rates:
         load = rate or 1.0
         waited = Distribution.of([1000 / (1 - min(load, 0.95))] * answers)
-        goodput = None if slo is None else {"slo_ms": slo, "requests_per_s": load, "attainment": 1.0}
+        goodput = (
+            None if slo is None else {"slo_ms": slo, "requests_per_s": load, "attainment": 1.0}
+        )
         row: dict[str, Any] = {"case": str(rate), "tick": str(rate or "inf"), "concurrency": None}
         row |= {"completed": answers, "output_tokens_per_s": load, "goodput": goodput}
         report.add({**row, "ttft_ms": waited, "tpot_ms": None, "e2el_ms": waited})
@@ -29,7 +31,9 @@ def test_limits_and_the_knee_are_marked() -> None:
     panels = _panels(_report([0.9, None, 0.1, 0.5], 100, Slo(ttft=2500.0)))
     assert list(panels) == ["TTFT", "E2EL", "output"], "no answer has a TPOT"
     assert [curve.label for curve in panels["TTFT"].curves] == ["p50", "p90", "p99"]
-    assert all(curve.xs == [0.1, 0.5, 0.9] for curve in panels["TTFT"].curves), "all at once is no place on the axis"
+    assert all(curve.xs == [0.1, 0.5, 0.9] for curve in panels["TTFT"].curves), (
+        "all at once is no place on the axis"
+    )
     assert [one.marks for one in panels.values()] == [(2500.0,), (), ()]
     assert [one.vertical_marks for one in panels.values()] == [(0.5,)] * 3
     assert [note.text for note in panels["TTFT"].notes] == ["limit 2,500 ms", "knee"]

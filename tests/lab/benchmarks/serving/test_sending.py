@@ -15,7 +15,16 @@ from nanoserve.lab.benchmarks.serving.sending import Sender, send_all
 from nanoserve.request import RequestShape
 from nanoserve.server.client.address import ServerAddress, parse_url
 from nanoserve.server.client.connection import ApiClient
-from tests.server.client.foreign import Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
+from tests.server.client.foreign import (
+    Foreign,
+    Scripted,
+    as_error,
+    as_json,
+    as_stream,
+    foreign,
+    said,
+    used,
+)
 
 SHAPE = RequestShape(5, 3)
 CHAT = RequestStyle(model="parrot", endpoint="chat")
@@ -28,7 +37,9 @@ def piece(text: str, reason: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
 
 
-def record_of(server: Foreign, style: RequestStyle = CHAT, api_key: str | None = None) -> RequestRecord:
+def record_of(
+    server: Foreign, style: RequestStyle = CHAT, api_key: str | None = None
+) -> RequestRecord:
     sender = Sender(ApiClient(parse_url(server.url), api_key), style.path, timeout=60.0)
     (request,) = style.prepare([SHAPE], "salt")
     return asyncio.run(sender.send(request, 1.0, itertools.count(0.0).__next__))
@@ -38,13 +49,22 @@ def test_a_complete_answer() -> None:
     with foreign(chat=DONE) as server:
         record = record_of(server, api_key="k")
     assert record.failure is None
-    assert (record.input_tokens, record.output_tokens, record.wanted_tokens, record.counted) == (9, 3, 3, True)
+    assert (record.input_tokens, record.output_tokens, record.wanted_tokens, record.counted) == (
+        9,
+        3,
+        3,
+        True,
+    )
     assert len(record.text_times) == 3  # of four pieces one is empty
     assert (record.scheduled, record.started) == (1.0, 0.0)
     assert record.started < record.text_times[0] <= record.ended
     asked = server.asked[-1]
     assert asked.headers["authorization"] == "Bearer k"
-    assert (asked.body["max_tokens"], asked.body["temperature"], asked.body["ignore_eos"]) == (3, 0, True)
+    assert (asked.body["max_tokens"], asked.body["temperature"], asked.body["ignore_eos"]) == (
+        3,
+        0,
+        True,
+    )
     assert len(asked.body["messages"][0]["content"].split()) == 5
 
 
@@ -98,11 +118,19 @@ def test_servers_that_are_not_there_or_say_nothing() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = ServerAddress("http", "127.0.0.1", silent.getsockname()[1])
-        patient, sender = (Sender(ApiClient(address), "/completions", timeout=timeout) for timeout in (240.0, 0.2))
+        patient, sender = (
+            Sender(ApiClient(address), "/completions", timeout=timeout) for timeout in (240.0, 0.2)
+        )
         (request,) = COMPLETION.prepare([SHAPE], "salt")
-        assert asyncio.run(patient.send(request, 0.0, time.perf_counter)).failure == "Connection refused"
+        assert (
+            asyncio.run(patient.send(request, 0.0, time.perf_counter)).failure
+            == "Connection refused"
+        )
         silent.listen()
-        assert asyncio.run(sender.send(request, 0.0, time.perf_counter)).failure == "no complete answer within 0.2 s"
+        assert (
+            asyncio.run(sender.send(request, 0.0, time.perf_counter)).failure
+            == "no complete answer within 0.2 s"
+        )
 
 
 def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -> None:
