@@ -140,17 +140,21 @@ def animation(frames: Sequence[Frame]) -> str:
         for cells, size in ((COLUMNS, CELL), (max(frames[-1][1])[0] + 1, LINE))
     )
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
+        '<svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
     ]
     drawn += [f"<title>{escape(f'{COMMAND}: {QUESTION}')}</title><style>{STYLE}</style>"]
     drawn += [f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#1f2430"/>']
     for row, column, text, style, begin, end in pieces(frames):
-        place = f'x="{MARGIN + column * CELL:g}" y="{MARGIN + (row + 0.75) * LINE:g}" textLength="{len(text) * CELL:g}"'
+        x = MARGIN + column * CELL
+        y = MARGIN + (row + 0.75) * LINE
+        place = f'x="{x:g}" y="{y:g}" textLength="{len(text) * CELL:g}"'
         stays = end == math.inf
         times = ";".join(
             f"{moment / seconds:.4f}" for moment in (0, begin, end) if moment <= seconds
         )
-        timing = f'values="0;1{"" if stays else ";0"}" keyTimes="{times}" calcMode="discrete" dur="{seconds:.2f}s"'
+        values = "0;1" if stays else "0;1;0"
+        timing = f'values="{values}" keyTimes="{times}" calcMode="discrete" dur="{seconds:.2f}s"'
         motion = (
             f'<animate attributeName="opacity" {timing} repeatCount="indefinite"/>' if begin else ""
         )

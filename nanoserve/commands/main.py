@@ -50,7 +50,8 @@ HELP = """A compact LLM inference engine.
 A flag can also be set by the environment variable that its help names. These
 variables are for commands: LLM() in Python takes arguments instead.
 """
-BENCH_HELP = """Measure: alone, beside other engines, before and after a change. Without a benchmark's name: latency.
+BENCH_HELP = """Measure: alone, beside other engines, before and after a change. Without a \
+benchmark's name: latency.
 
 [bold]Examples[/bold]
 

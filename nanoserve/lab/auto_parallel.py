@@ -26,6 +26,21 @@ from nanoserve.record.counters import EngineStatus
 from nanoserve.request import ExpectedLengths, RequestShape
 
 
+def _devices(
+    config: EngineConfig, layouts: tuple[ParallelLayout, ...], process: TorchrunProcess | None
+) -> int:
+    """Return how many workers the model may be divided over. Raises UsageError if nothing says."""
+    if layouts:
+        return layouts[0].devices
+    if config.devices is not None:
+        return config.devices
+    if process is not None:
+        return process.world_size
+    raise UsageError(
+        "--parallel auto: say by --devices how many workers the model may be divided over"
+    )
+
+
 def choose_settings(
     resolved: ResolvedModel,
     config: EngineConfig,
@@ -44,15 +59,7 @@ def choose_settings(
             policy = "hybrid"  # with KV memory on the host it predicts every step itself
         return replace(config, policy=policy), f"{policy}: no other policy suits this layout"
     process = TorchrunProcess.from_environment()
-    devices = config.devices
-    if layouts:
-        devices = layouts[0].devices
-    elif devices is None and process is not None:
-        devices = process.world_size
-    if devices is None:
-        raise UsageError(
-            "--parallel auto: say by --devices how many workers the model may be divided over"
-        )
+    devices = _devices(config, layouts, process)
     given = config.policy
     if given == AUTO:
         given = None

@@ -334,25 +334,17 @@ class Scheduler:
                 else:
                     new_tokens = self._extend(sequence, answer, now)
                     gained += len(new_tokens)
-                updates.append(
-                    SequenceUpdate(
-                        sequence.request.request_id, sequence.index, new_tokens, sequence
-                    )
-                )
+                request_id = sequence.request.request_id
+                updates.append(SequenceUpdate(request_id, sequence.index, new_tokens, sequence))
             if hearing:
                 for answered in hearing:
                     answered(sequence, row, answer)
             in_flight.popleft()
-            # A decode in flight has a token that is not known yet; full blocks of a prompt were
-            # shared when planned.
+            # A decode in flight has an unknown token; a prompt's full blocks were shared before.
             known = sequence.computed - len(in_flight)
-            # Most answers fill no block and end nothing: a call for each would take a tenth of the
-            # time here.
-            if (
-                sequence.finish_reason is not None
-                or sequence.fork is not None
-                or sequence.place is not _DEVICE
-            ):
+            # Most answers fill no block and end nothing: calls would take a tenth of the time here.
+            has_ended = sequence.finish_reason is not None
+            if has_ended or sequence.fork is not None or sequence.place is not _DEVICE:
                 settle(sequence)
             elif known >= (len(sequence.cached_columns) + 1) * block_size:
                 share_full(sequence, known)

@@ -57,6 +57,9 @@ _HISTOGRAMS = {
 }
 
 
+NamedValue = tuple[str, str, float]
+
+
 class Metrics(Collector):
     """Counts how requests ended; the engine's gauges are read at each scrape."""
 
@@ -132,79 +135,57 @@ class Metrics(Collector):
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
-        """The engine's metrics, from its last report."""
-        gauge = GaugeMetricFamily
-        counter = CounterMetricFamily
-        engine = self._engine
-        status = engine.last.status
-        total = engine.total
-        drafts = total.drafts
+    def _gauges(self) -> tuple[NamedValue, ...]:
+        """Name, help text and value of each gauge."""
+        status = self._engine.last.status
         used = _share_in_use(status.free_blocks, status.total_blocks)
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
-        rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
-            (gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
-            (
-                gauge,
-                "vllm:num_requests_waiting",
-                "Sequences that wait for a place.",
-                status.waiting,
-            ),
-            (gauge, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
-            (
-                gauge,
-                "nanoserve:num_sequences_on_host",
-                "Sequences whose KV is in host memory.",
-                status.on_host,
-            ),
-            (
-                gauge,
-                "nanoserve:host_kv_cache_usage_perc",
-                "Share of KV blocks there in use.",
-                used_on_host,
-            ),
-            (gauge, "nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
-            (counter, "vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
-            (counter, "vllm:num_preemptions", "Preemptions.", total.preemptions),
-            (counter, "nanoserve:worker_losses", "Times that workers died.", total.losses),
-            (
-                counter,
-                "nanoserve:host_losses",
-                "Times that attention on the CPU was lost.",
-                total.host_losses,
-            ),
-            (counter, "nanoserve:engine_steps", "Steps.", total.steps),
-            (
-                counter,
-                "nanoserve:engine_restarts",
-                "Engines started after the first.",
-                len(engine.past),
-            ),
-            (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
-            (counter, "vllm:spec_decode_num_drafts", "Rows with draft tokens.", drafts.rows),
-            (
-                counter,
-                "vllm:spec_decode_num_draft_tokens",
-                "Draft tokens that were checked.",
-                drafts.draft_tokens,
-            ),
-            (
-                counter,
-                "vllm:spec_decode_num_accepted_tokens",
-                "Draft tokens that were right.",
-                sum(drafts.accepted),
-            ),
+        return (
+            ("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            ("nanoserve:num_sequences_on_host", "Sequences in host memory.", status.on_host),
+            ("nanoserve:host_kv_cache_usage_perc", "Share of its blocks in use.", used_on_host),
+            ("nanoserve:engine_ready", "1 if requests run at once.", self._engine.serving),
         )
-        for kind, name, text, value in rows:
-            family = kind(name, text, labels=("model_name",))
-            family.add_metric((self._model,), value)
-            yield family
-        family = counter(
+
+    def _totals(self) -> tuple[NamedValue, ...]:
+        """Name, help text and value of each counter."""
+        engine = self._engine
+        total = engine.total
+        drafts = total.drafts
+        checked = "vllm:spec_decode_num_draft_tokens"
+        accepted = "vllm:spec_decode_num_accepted_tokens"
+        return (
+            ("vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
+            ("vllm:num_preemptions", "Preemptions.", total.preemptions),
+            ("nanoserve:worker_losses", "Times that workers died.", total.losses),
+            ("nanoserve:host_losses", "Losses of attention on the CPU.", total.host_losses),
+            ("nanoserve:engine_steps", "Steps.", total.steps),
+            ("nanoserve:engine_restarts", "Engines started after the first.", len(engine.past)),
+            ("nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
+            ("vllm:spec_decode_num_drafts", "Rows with draft tokens.", drafts.rows),
+            (checked, "Draft tokens that were checked.", drafts.draft_tokens),
+            (accepted, "Draft tokens that were right.", sum(drafts.accepted)),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's metrics, from its last report."""
+        kinds: tuple[
+            tuple[type[GaugeMetricFamily | CounterMetricFamily], tuple[NamedValue, ...]], ...
+        ]
+        kinds = ((GaugeMetricFamily, self._gauges()), (CounterMetricFamily, self._totals()))
+        for kind, values in kinds:
+            for name, text, value in values:
+                family = kind(name, text, labels=("model_name",))
+                family.add_metric((self._model,), value)
+                yield family
+        family = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that were right, by their place in the row, from 0.",
             labels=("model_name", "position"),
         )
-        for place, accepted in enumerate(drafts.accepted):
+        for place, accepted in enumerate(self._engine.total.drafts.accepted):
             family.add_metric((self._model, f"{place}"), accepted)
         yield family
 

@@ -21,7 +21,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("said", [b"", b"half a li"])
 def test_a_child_that_was_told_nothing_removes_the_directory(
-    chosen: Path, said: bytes, made: bool
+    *, chosen: Path, said: bytes, made: bool
 ) -> None:
     if made:
         make_directory(chosen)

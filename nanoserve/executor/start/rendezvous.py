@@ -74,6 +74,7 @@ class TorchrunProcess:
             raise UsageError(
                 "torchrun must share its store: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
             )
+        restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
             rank=int(variables["RANK"]),
             world_size=int(variables["WORLD_SIZE"]),
@@ -81,9 +82,7 @@ class TorchrunProcess:
             local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
             master_address=variables["MASTER_ADDR"],
             master_port=int(variables["MASTER_PORT"]),
-            run=(
-                f"{variables['TORCHELASTIC_RUN_ID']}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-            ),
+            run=f"{variables['TORCHELASTIC_RUN_ID']}/{restarts}",
         )
 
     def check_num_workers(self, num_workers: int) -> None:

@@ -228,14 +228,12 @@ class InputBuilder:
         block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
         tables_of_groups = [block_tables]
         if self.groups > 1:
-            tables_of_groups = [
-                block_tables[:, group :: self.groups] * n for group, n in enumerate(self._shares)
-            ]
+            shares = enumerate(self._shares)
+            tables_of_groups = [block_tables[:, group :: self.groups] * n for group, n in shares]
 
         token_ids, positions, slots = self._token_buffers(num_tokens)
-        token_ids[:] = np.fromiter(
-            chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens
-        )
+        tokens = chain.from_iterable(row.tokens for row in rows)
+        token_ids[:] = np.fromiter(tokens, np.int64, num_tokens)
         row_of_token = np.repeat(np.arange(len(rows)), lengths)
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
         first_table = tables_of_groups[0]
@@ -247,14 +245,10 @@ class InputBuilder:
         for table in tables_of_groups[1:]:
             group_slots = np.empty_like(slots)
             self._fill_slots(group_slots, table, row_of_token, positions)
-            more.append(
-                AttentionBatch(
-                    add(table), batch.query_starts, batch.context_lengths, add(group_slots)
-                )
-            )
-        return StepInputs(
-            add(token_ids), add(positions), batch, int(lengths.max()), more=tuple(more)
-        )
+            of_group = (add(table), batch.query_starts, batch.context_lengths, add(group_slots))
+            more.append(AttentionBatch(*of_group))
+        longest = int(lengths.max())
+        return StepInputs(add(token_ids), add(positions), batch, longest, more=tuple(more))
 
     def _fill_slots(
         self, slots: np.ndarray, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray

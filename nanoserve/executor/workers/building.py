@@ -81,12 +81,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
-    pool = None
-    if start.host_pool is not None:
-        (path, blocks), dtype = start.host_pool, decoders[0].dtype
-        pool = HostPool.open(
-            Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype
-        )
+    pool = _open_host_pool(start, model, decoders[0].dtype)
     stages = device_start.stages(allocate.num_blocks, pool, processor, storage)
     layouts = [_worker_layout(stage, config) for stage in stages]
     for layout in layouts:
@@ -108,6 +103,15 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         start = worker.run()
         del worker  # and with it what was on its way
         _rejoin(start, endpoint, layouts, loaded)
+
+
+def _open_host_pool(start: WorkerStart, model: ModelConfig, dtype: torch.dtype) -> HostPool | None:
+    """Open the host tier's memory, which all workers share; None without a host tier."""
+    if start.host_pool is None:
+        return None
+    path, blocks = start.host_pool
+    block_size = start.config.block_size
+    return HostPool.open(Path(path), model, num_blocks=blocks, block_size=block_size, dtype=dtype)
 
 
 def _rejoin(

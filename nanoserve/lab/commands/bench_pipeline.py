@@ -125,30 +125,27 @@ class StageComparison(Comparison):
         asked = {"request_rate": options.rate, "policies": options.policy}
         super().__init__(options, config, work=work.name, requests=len(work.shapes), **asked)
 
-    def prepare(self) -> dict[str, Any]:
-        """Engines with equally many KV blocks, and the requests that fit."""
-        import torch
-
+    def _open_engines(self) -> None:
+        """Start the workers of each kind of metadata, and one process to compare them with."""
         from nanoserve.lab.benchmarks.policies import engines
-        from nanoserve.lab.benchmarks.roofline import STAGE, machine_limits
-        from nanoserve.models.dtypes import resolve_dtype
 
-        config, model = self.config, self.model
+        config = self.config
         degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
         words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
         for metadata in self.metadata:
             name = " ".join(words)
             if metadata == "coupled":
                 name += " coupled"
-            ahead = metadata == "decoupled" and config.pipeline_parallel > 1
-            workers = (engines.open_workers, name, self.resolved, config, model)
-            predicted = self.settings["predicted"] and metadata == "decoupled"
             self.open(
                 f"starting {name}",
-                *workers,
+                engines.open_workers,
+                name,
+                self.resolved,
+                config,
+                self.model,
                 metadata=metadata,
-                simulated=ahead,
-                predicted=predicted,
+                simulated=metadata == "decoupled" and config.pipeline_parallel > 1,
+                predicted=self.settings["predicted"] and metadata == "decoupled",
             )
         if self.against_one_process:
             self.open(
@@ -158,7 +155,17 @@ class StageComparison(Comparison):
                 self.resolved,
                 config,
             )
-        config = fitted(config, model, self.engines)
+
+    def prepare(self) -> dict[str, Any]:
+        """Engines with equally many KV blocks, and the requests that fit."""
+        import torch
+
+        from nanoserve.lab.benchmarks.roofline import STAGE, machine_limits
+        from nanoserve.models.dtypes import resolve_dtype
+
+        model = self.model
+        self._open_engines()
+        config = fitted(self.config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
         variants = []

@@ -139,16 +139,15 @@ def run(options: BenchServeOptions) -> None:
     """
     if find_spec("h11") is None:
         raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
-    points, repeats, traced = options.points(), options.repeats, options.arrivals == "trace"
+    points, traced = options.points(), options.arrivals == "trace"
     parse_slo(options.slo)  # one that makes no sense is refused before a server starts
     work = options.read(options.seed or 0, traced=traced)
     settings = _settings(options, work, points)
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, foreign = _server(options, report, opened)
         model = _served(options, client)
-        report.put(
-            "server", {"url": str(client.address), "own": options.url is None, "model": model.name}
-        )
+        is_own = options.url is None
+        report.put("server", {"url": str(client.address), "own": is_own, "model": model.name})
         fitting = fitting_work(work, model.max_model_len, report)
         bench = _bench(options, client, model.id, fitting, foreign)
         remark(f"warming up with {options.warm_up} requests")
@@ -157,8 +156,9 @@ def run(options: BenchServeOptions) -> None:
         def measure(point: Point, bench: "ServeBench" = bench) -> list[LoadRun]:
             remark(f"measuring {work.name} at {point.name}")
             with show_progress() as progress:
-                answers = counted(progress, "answers", repeats * len(bench.work.shapes))
-                runs = bench.measure(point, repeats, report.add, answers)
+                expected = options.repeats * len(bench.work.shapes)
+                answers = counted(progress, "answers", expected)
+                runs = bench.measure(point, options.repeats, report.add, answers)
             report.put("counting", counting_words(bench.done, "runs"))
             return runs
 
@@ -169,21 +169,18 @@ def run(options: BenchServeOptions) -> None:
             run = measure(Point(rate=rate, traced=traced, exact=True), longer)[-1]
             row = report.rows[-1]
             if len(report.rows) == 1:
-                remark(
-                    "some eight more runs or longer ones find the rate, each of "
-                    f"{row['seconds']:,.0f} s or more"
-                )
-            if row["goodput"] is None:
-                return RateTrial(row["requests_per_s"], run.answers, None)
-            return RateTrial(row["requests_per_s"], run.answers, row["goodput"]["attainment"])
+                least = f"{row['seconds']:,.0f} s or more"
+                remark(f"some eight more runs or longer ones find the rate, each of {least}")
+            goodput = row["goodput"] or {"attainment": None}
+            return RateTrial(row["requests_per_s"], run.answers, goodput["attainment"])
 
         for point in points:
             measure(point)
         if options.max_rate:
-            most = len(fitting.shapes)  # a trace has as many arrivals as it has
-            if not traced:
-                most *= _LONGEST_TRIAL
-            report.put("highest_rate", HighestRate(measure_rate, len(fitting.shapes), most).find())
+            requests = len(fitting.shapes)
+            longest = 1 if traced else _LONGEST_TRIAL  # a trace has as many arrivals as it has
+            search = HighestRate(measure_rate, requests, longest * requests)
+            report.put("highest_rate", search.find())
 
 
 def _served(options: BenchServeOptions, client: ApiClient) -> ModelCard:

@@ -171,18 +171,29 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
         ("copy", "{1:g} MiB", profile.copy, None),
     ]
     for part, written, times, floor in measured:
-        sizes: list[tuple[int, ...]] = []
-        if isinstance(times, MeasuredCurve):
-            sizes += [(size,) for size in times.sizes]
-        else:
-            sizes += product(times.batches, times.contexts)
-        measured_times = [np.ravel(several) for several in times.times.values()]
-        for size, seconds, low, high in zip(sizes, *measured_times, strict=True):
-            row = {"part": part, "size": written.format(*size, size[0] / 2**20), "of_floor": None}
-            row |= {"us": seconds * 1e6, "low": low * 1e6, "high": high * 1e6}
-            if floor is not None:
-                row["of_floor"] = floor(*size) / seconds
-            yield row
+        yield from _rows_of_part(part, written, times, floor)
+
+
+def _rows_of_part(
+    part: str,
+    written: str,
+    times: MeasuredCurve | MeasuredGrid,
+    floor: Callable[..., float] | None,
+) -> Iterator[Fields]:
+    """Make a row for each size of a part. ``written`` formats a size; ``floor`` tells its least
+    seconds."""
+    sizes: list[tuple[int, ...]] = []
+    if isinstance(times, MeasuredCurve):
+        sizes += [(size,) for size in times.sizes]
+    else:
+        sizes += product(times.batches, times.contexts)
+    measured_times = [np.ravel(several) for several in times.times.values()]
+    for size, seconds, low, high in zip(sizes, *measured_times, strict=True):
+        row = {"part": part, "size": written.format(*size, size[0] / 2**20), "of_floor": None}
+        row |= {"us": seconds * 1e6, "low": low * 1e6, "high": high * 1e6}
+        if floor is not None:
+            row["of_floor"] = floor(*size) / seconds
+        yield row
 
 
 def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:

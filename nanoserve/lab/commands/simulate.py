@@ -378,9 +378,7 @@ def run(options: SimulateOptions) -> None:
     chosen = parse_policies(options.policy, options.max_num_batched_tokens)
     _check_together(options, len(chosen))
     slo = parse_slo(options.slo)
-    drafter: SimulatedDrafter | None = None
-    if options.speculate:
-        drafter = SimulatedDrafter.parse(options.speculate)
+    drafter = SimulatedDrafter.parse(options.speculate) if options.speculate else None
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
     settings = _settings(options, hardware)
     settings |= {"slo_ms": msgspec.to_builtins(slo), "speculate": options.speculate}
@@ -388,11 +386,8 @@ def run(options: SimulateOptions) -> None:
     reported = options.reported(
         "simulate", settings, lambda report, options: _show(report, options, place)
     )
-    # All devices of a simulated stage are one worker, which is named by its stage if there is one
-    # layout.
-    layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    if len(hardware.layouts) > 1:
-        layouts = options.layouts()
+    # All devices of a simulated stage are one worker, named by its stage if there is one layout.
+    layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
     with reported as report, ExitStack() as opened:
         trace: ChromeTraceFile | None = None
         if options.record:

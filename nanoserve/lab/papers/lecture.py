@@ -475,6 +475,22 @@ _SPECULATIVE_COLUMNS = columns(
 )
 
 
+def _speedup_panel(rows: list[dict[str, Any]], rate: float) -> Panel:
+    """Draw the speedups where a draft token is right with this probability."""
+    labels = {f"K = {draft_tokens}": f"{draft_tokens}" for draft_tokens in _LOOKAHEADS}
+    labels["best K"] = "chosen"
+    at_rate = [row for row in rows if row["rate"] == rate]
+    return panel(
+        f"a draft token is right with {rate}",
+        "sequences decoding",
+        "speedup",
+        [float(batch) for batch in BATCHES],
+        {label: [row[field] for row in at_rate] for label, field in labels.items()},
+        styles={"best K": "k--"},
+        log_x=True,
+    )
+
+
 def speculative(scale: Scale, run: Run) -> Finding:
     """Section 3.1: what K draft tokens a sequence gain, over batches. Operations idle in small ones
     alone."""
@@ -516,24 +532,7 @@ def speculative(scale: Scale, run: Run) -> Finding:
         "3.1 many": speedup(0.8, 4, 295),
         "3.1 chosen": min(row["chosen"] for row in rows),
     }
-    labels = {f"K = {draft_tokens}": f"{draft_tokens}" for draft_tokens in _LOOKAHEADS} | {
-        "best K": "chosen"
-    }
-    panels = [
-        panel(
-            f"a draft token is right with {rate}",
-            "sequences decoding",
-            "speedup",
-            [float(batch) for batch in BATCHES],
-            {
-                label: [row[field] for row in rows if row["rate"] == rate]
-                for label, field in labels.items()
-            },
-            styles={"best K": "k--"},
-            log_x=True,
-        )
-        for rate in _RATES
-    ]
+    panels = [_speedup_panel(rows, rate) for rate in _RATES]
     chart = Chart(
         f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2
     )

@@ -212,13 +212,14 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
 def _result(
     fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | None
 ) -> SimulationResult:
-    lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
+    lives = [replica.lives for replica in fleet]
+    steps = [replica.steps for replica in fleet]
     seconds = max(replica.executor.now() for replica in fleet)
     requests = sum(one.requests for one in lives)
-    inputs, outputs = (
-        sum(one.input_tokens for one in lives),
-        sum(one.output_tokens for one in lives),
-    )
+    inputs = sum(one.input_tokens for one in lives)
+    outputs = sum(one.output_tokens for one in lives)
+    stages = zip(*(replica.stages for replica in fleet), strict=True)
+    layouts = zip(*(replica.layout_times for replica in fleet), strict=True)
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
     drafts = [replica.scheduler.extensions.drafts for replica in fleet]
@@ -240,10 +241,7 @@ def _result(
         tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
         itl_ms=Sketch.merged(one.itl for one in lives).distribution(),
         e2el_ms=Sketch.merged(one.e2el for one in lives).distribution(),
-        bubble_shares=tuple(
-            bubble_share(stage)
-            for stage in zip(*(replica.stages for replica in fleet), strict=True)
-        ),
+        bubble_shares=tuple(map(bubble_share, stages)),
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
@@ -262,10 +260,7 @@ def _result(
         strategy_steps=dict(sum((one.strategy_steps for one in steps), Counter[str]())),
         transitions=sum(one.transitions for one in steps),
         transition_seconds=sum(one.transition_seconds for one in steps),
-        layout_seconds=tuple(
-            sum(time.seconds for time in times)
-            for times in zip(*(one.layout_times for one in fleet), strict=True)
-        ),
+        layout_seconds=tuple(sum(time.seconds for time in times) for times in layouts),
         swapped_out_tokens=sum(one.swapped_tokens["out"] for one in steps),
         swapped_in_tokens=sum(one.swapped_tokens["in"] for one in steps),
         host_occupancy=sum(one.host_occupancy.seconds for one in steps) / (seconds * len(fleet)),

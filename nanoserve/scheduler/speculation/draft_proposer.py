@@ -115,9 +115,8 @@ class DraftProposer:
         if not any(counts):
             self._plans_with_drafts = 0
         if not self._looks_up:
-            limits = [
-                max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)
-            ]
+            places = zip(room, counts, strict=True)
+            limits = [max(0, min(left - count, most)) for left, count in places]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
             self._ask(sequences, records, limits, drafts)
         if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
@@ -126,13 +125,11 @@ class DraftProposer:
                 pause = min(len(records) // 2, _RECONSIDERED)
             self._rests_until = self._plans + 1 + pause
         if self._async_scheduling:
-            for sequence, record, count, draft in zip(
-                sequences, records, counts, drafts, strict=True
-            ):
+            checked = zip(sequences, records, counts, drafts, strict=True)
+            for sequence, record, count, draft in checked:
+                waits = is_plain or count > 0 or draft > 0
                 if sequence.placeholders is not None:
-                    self._plan_waiting(
-                        sequence.placeholders, record, waits=is_plain or count > 0 or draft > 0
-                    )
+                    self._plan_waiting(sequence.placeholders, record, waits=waits)
         return [
             (one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)
         ]

@@ -18,7 +18,8 @@ _BASE_BITS = tl.constexpr(0x4B000000)
 @triton.jit
 def _load_step(
     words, scales, halves, numbers, block, lane, stored, begin, num_columns,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the
@@ -105,9 +106,10 @@ def _weights(
 
 @triton.jit
 def multiply_row(
-    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows, row_stride, block_quads,
-    steps_per_part,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows,
+    row_stride, block_quads, steps_per_part,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (r, n, p): row r of the input with TILE_OUTPUTS rows of weights, over the columns of
@@ -171,9 +173,10 @@ def multiply_row(
 
 @triton.jit
 def multiply_packed(
-    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows, row_stride, block_quads,
-    steps_per_part,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows,
+    row_stride, block_quads, steps_per_part,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (r, n, p): as `multiply_row`, but TILE_ROWS rows of the input, whose weights are
@@ -229,7 +232,8 @@ def multiply_packed(
 @triton.jit
 def unpack_matrix(
     out, words, scales, halves, numbers, num_outputs, num_columns, block_quads,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Program (c, n): STEP columns of TILE_OUTPUTS rows of the matrix itself; out [num_outputs,
