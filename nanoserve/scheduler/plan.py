@@ -100,11 +100,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def ends(self) -> bool:
         """Whether its step ends. A plan of nothing but swaps is answered by theirs."""
-        return (
-            bool(self.rows)
-            or self.layouts.transition is not None
-            or self.host.strategy == "overlap"
-        )
+        if self.rows:
+            return True
+        return self.layouts.transition is not None or self.host.strategy == "overlap"
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
