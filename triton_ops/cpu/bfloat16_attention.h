@@ -26,8 +26,8 @@ constexpr int64_t kMostQueriesInBlock = 512, kLeastQueriesInBlock = 128;
 constexpr int64_t kBlocksPerThread = 4;
 constexpr int64_t kQueriesTogether = 2 * kTileSide;  // queries that are multiplied with a panel together
 constexpr float kLog2E = 1.44269504f;
-// Weights are powers of two above a query's largest score so far, or what was that until it grew by more than this: sums
-// then are seldom multiplied anew (FlashAttention-4). Numbers are as exact when they are up to 2^8.
+// Exponents are differences from a query's largest score, which is only taken anew when it has grown by more than this:
+// sums then are seldom multiplied anew (as in FlashAttention-4). Weights of up to 2^8 are as exact as those of up to 1.
 constexpr float kLeastGrowth = 8.0f;
 
 // Where 32 keys or values lie in a cache; null where nothing may be read.
@@ -124,7 +124,7 @@ inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(result, x);  // which multiplies by 2 to the power of the rounded x
 }
 
-// A block: queries first_query..last_query, counted within the row, of all heads of one group.
+// Queries first_query..last_query of a row, counted within it, of all heads of one group.
 struct QueryBlock {
   const Problem<BFloat16>& problem;
   int64_t row, kv_head, first_query, last_query;
@@ -215,7 +215,8 @@ inline __m512 weigh_panel(
       BFloat16* row = weights + tile / 2 * (stride / kTileSums) * kTileNumbers + (tile % 2 * kTileSide + j) * kTileSide;
       _mm512_store_si512(row, _mm512_or_si512(lower, upper));
     }
-  const __m512 rescale = power_of_two(_mm512_sub_ps(before, now));
+  // Exactly 1 for a query that found nothing larger: it may have seen nothing of the panel at all.
+  const __m512 rescale = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), larger, power_of_two(_mm512_sub_ps(before, now)));
   const __m512 total = _mm512_fmadd_ps(_mm512_load_ps(totals), rescale, _mm512_add_ps(even_total, odd_total));
   _mm512_store_ps(totals, total);
   _mm512_store_ps(largest, now);
