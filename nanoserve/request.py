@@ -347,10 +347,10 @@ class Fork:
     """How the samples of a request share the prompt, which is computed once for all of them."""
 
     siblings: "list[Sequence]" = field(default_factory=list)
-    """Of the first sample: the others, while they wait until its prompt is computed."""
+    """In the first sample: the other samples, while they wait until its prompt is computed."""
     copy_source: tuple[int, ...] = ()
-    """Of another one: blocks, one of each cache group, whose first slots must be copied before it
-    writes (copy-on-write)."""
+    """In another sample: blocks, one of each cache group, whose first slots must be copied before
+    it writes (copy-on-write)."""
 
 
 @dataclass(slots=True, eq=False)
