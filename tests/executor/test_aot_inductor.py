@@ -15,7 +15,7 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RopeConfig,
 )
-from nanoserve.executor.compile.aot_build import layer_kind
+from nanoserve.executor.compile.aot_build import LayerJob, compile_layer, layer_kind
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.models.decoder import Decoder
@@ -184,6 +184,26 @@ def test_pieces_run_eagerly_as_long_as_they_are_not_loaded(decoder: Decoder) -> 
         layers = compiled_layers(decoder, with_pieces=with_pieces)
         assert not layers.loaded
         assert greedy_in_pieces(decoder, layers) == dense_greedy(decoder, PROMPT, 3)
+
+
+def test_a_build_that_is_ended_while_a_class_is_made_is_no_failure_of_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM raises SystemExit wherever the build is, of which Python may make a RuntimeError."""
+
+    class Ending:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise SystemExit(1)
+
+    def import_torch(*program: object, **options: object) -> None:
+        type("Imported", (), {"field": Ending()})
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", import_torch)
+    kind = layer_kind("layer", small_config(), 0)
+    job = LayerJob("key", str(tmp_path), kind, "float32", 16, torch.get_num_threads())
+    with pytest.raises(SystemExit):
+        job.fill(lambda temporary: compile_layer(job, temporary))
+    assert not job.failure.exists() and not job.interruption.exists()
 
 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:

@@ -182,8 +182,21 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
                 operator_calls.rename(temporary.with_name(temporary.name + ".json"))
             return made.rename(temporary.with_name(temporary.name + ".so"))
     except Exception as error:  # torch's compiler may fail in any way; layers then run without it
+        if _is_the_end(error):
+            raise SystemExit(1) from error
         cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
         raise CannotBuild(f"{type(cause).__name__}: {first_line(cause)}") from error
+
+
+def _is_the_end(error: BaseException) -> bool:
+    """Whether the process is being ended. Python makes a RuntimeError of a SystemExit that is
+    raised while a class is made, as torch does when its modules are imported."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SystemExit):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _examples(
