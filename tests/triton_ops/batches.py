@@ -74,7 +74,9 @@ def reference(
     results = query.new_empty(*query.shape[:3], batch.value_cache.shape[3])
     for row, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[row : row + 2].tolist()
-        positions = torch.arange(context)
+        # Blocks behind the window of the row's first query may be gone.
+        first_read = max(0, context - (end - start) + 1 - window) if window else 0
+        positions = torch.arange(first_read, context)
         places = (
             batch.block_tables[row, positions // block_size].long(),
             slice(None),
@@ -86,7 +88,7 @@ def reference(
         for token in range(start, end):
             position = context - (end - token)
             first = max(0, position - window + 1) if window else 0
-            seen = slice(first, position + 1)
+            seen = slice(first - first_read, position + 1 - first_read)
             scores = torch.einsum("hgd,hkd->hgk", query[token], keys[:, seen]).mul(scale)
             weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
             total = weights.sum(-1) + (0.0 if group_sinks is None else group_sinks.exp())
