@@ -211,6 +211,7 @@ class SequenceBlocks:
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no
         computing."""
+        assert not sequence.block_table, "a waiting sequence holds no blocks"
         for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
             if NO_BLOCK in column.blocks:
                 break
@@ -249,6 +250,7 @@ class SequenceBlocks:
             # others own are copied.
             sources, sequence.fork = sequence.fork.copy_source, None
             shared = [source for source in sources if not self.pool.owned_once(source)]
+            assert missing >= len(sources), "a fork's first write is in the column that it copies"
             fresh = iter(self.pool.allocate(missing - len(sources) + len(shared)))
             moved = {source: next(fresh) for source in shared}
             copies = list(moved.items())
@@ -266,6 +268,7 @@ class SequenceBlocks:
 
     def trim(self, sequence: Sequence) -> None:
         """Give blocks behind the computed positions back."""
+        assert sequence.computed <= sequence.capacity, "each computed position has a block"
         columns = self.pool.blocks_for(sequence.computed)
         kept, sequence.capacity = columns * self.groups, columns * self._block_size
         self.pool.release(sequence.block_table[kept:])
@@ -290,6 +293,7 @@ class SequenceBlocks:
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for
         itself."""
+        assert not sibling.block_table, "a sibling that waits for its prompt holds no blocks"
         sibling.computed = parent.prompt_length - 1
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups

@@ -246,6 +246,7 @@ class PlanBuilder:
     def _add_row(self, sequence: Sequence, count: int) -> None:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""
         start, tokens = sequence.computed, sequence.tokens
+        assert start <= len(tokens), "at most one of its tokens is still being sampled"
         end = start + count
         new_blocks: list[int] | tuple[()] = ()
         if end > sequence.capacity:  # else its last block has room, as for most decodes

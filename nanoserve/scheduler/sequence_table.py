@@ -266,6 +266,7 @@ class SequenceTable:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it waits to be recomputed."""
+        assert not sequence.in_flight, "rows in flight write to its blocks"
         self.preemptions += 1
         sequence.preemptions += 1
         self.unadmit(sequence)

@@ -213,6 +213,7 @@ class InputBuilder:
         device before the next step is built, and `add_batch` those of the AttentionBatch, which may
         be needed elsewhere. Raises RuntimeError if a row's block table is too short for its last
         position."""
+        assert len(rows) == len(tables) == len(ends), "each row has a block table and an end"
         add_batch = add_batch or add
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]
