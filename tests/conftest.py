@@ -1,4 +1,4 @@
-"""What several test modules share."""
+"""Fixtures and settings that several test modules share."""
 
 import gc
 import os
@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What is alive after the last test of a file was imported or compiled there, and lives until
+    """Objects that are alive after the last test of a file was imported or compiled there, and lives until
     the end too."""
     yield
     if nextitem is not None and nextitem.path != item.path:

@@ -58,5 +58,5 @@ def _command_line(process: int) -> bytes:
 
 
 def kill(process: int) -> None:
-    """As the system does when memory is short."""
+    """Kill a process as the system does when memory is short."""
     os.kill(process, signal.SIGKILL)

@@ -49,7 +49,7 @@ def defines(source: Path, symbol: str) -> bool:
 
 
 def _names(node: ast.stmt) -> set[str | None]:
-    """What a definition or an assignment names."""
+    """Names of a definition or an assignment."""
     targets = getattr(node, "targets", [getattr(node, "target", node)])
     return {getattr(target, "id", getattr(target, "name", None)) for target in targets}
 

@@ -1,4 +1,4 @@
-"""What may be asked for, and the states a sequence goes through."""
+"""Parameters of a request, and the states a sequence goes through."""
 
 import math
 from typing import Any

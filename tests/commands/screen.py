@@ -57,12 +57,12 @@ class Screen:
 
     @property
     def window(self) -> list[str]:
-        """What is on the screen now."""
+        """Return the text on the screen now."""
         return self.lines[self.top :]
 
     @property
     def text(self) -> str:
-        """What a reader sees, scrolling back."""
+        """Return all that a reader sees, scrolling back."""
         return "\n".join(line.rstrip() for line in self.lines).strip("\n")
 
 

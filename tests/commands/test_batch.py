@@ -365,7 +365,7 @@ REAL = [
 
 @pytest.fixture(scope="module")
 def texts_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What LONG_ROWS answer with the bundled model."""
+    """Answers of LONG_ROWS with the bundled model."""
     source, target = (tmp_path_factory.mktemp("whole") / name for name in ("in.jsonl", "out.jsonl"))
     source.write_text("".join(json.dumps(row) + "\n" for row in LONG_ROWS))
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the planner is asked before a batch, and what is said where it has no answer."""
+"""Questions to the planner before a batch, and the notice where it has no answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ PAIR = (
 
 
 def make_llm(**speeds: float) -> Any:
-    """Whose engines have ten blocks on their devices together, and four in host memory."""
+    """An LLM whose engines have ten blocks on their devices together, and four in host memory."""
     llm: Any = FakeLLM()
     llm.built.model = dummy_config("qwen3-0.6b")
     llm.built.config = EngineConfig(

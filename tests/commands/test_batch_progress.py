@@ -1,4 +1,4 @@
-"""What is counted between the steps of a batch under two layouts, and how it is said."""
+"""Counts between the steps of a batch under two layouts, and the words for them."""
 
 from itertools import count
 

@@ -37,7 +37,7 @@ def answer(session: ChatSession, question: str, steps: Steps = iter) -> str:
 
 
 def first(count: int) -> Steps:
-    """What Ctrl-C does: the stream ends after so many steps."""
+    """End a stream as Ctrl-C does: it ends after so many steps."""
 
     def steps(stream: Iterator[Any]) -> Iterator[Any]:
         return itertools.islice(stream, count)

@@ -336,7 +336,7 @@ def test_an_interrupt_before_anything_is_imported_is_one_line(door: str) -> None
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
-    """As of a command behind nohup."""
+    """An ignored interrupt stays ignored, as behind nohup."""
     program = (
         "import signal; signal.signal(2, signal.SIG_IGN); import nanoserve.commands.entry; "
         "print(signal.getsignal(2).name)"

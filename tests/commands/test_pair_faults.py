@@ -96,7 +96,7 @@ class Batch:
 
     @property
     def left_in_file_systems(self) -> list[Path]:
-        """What outlives all processes, but for temporary files: of shared memory, and sockets."""
+        """List things that outlive all processes, but for temporary files: shared memory, and sockets."""
         shared = [path for name in self._names for path in SHARED_MEMORY.glob(f"{name}*")]
         return [*shared, *(path for path in self._temporary.rglob("*") if path.is_socket())]
 
@@ -184,7 +184,7 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: 
 def test_when_all_processes_are_killed_at_once_the_next_start_removes_the_rest(
     tmp_path: Path, moment: str
 ) -> None:
-    """As a service manager does that stops a whole control group: nobody is left to clean up."""
+    """Kill all processes, as a service manager does that stops a whole control group: nobody is left to clean up."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     batch = Batch(tmp_path, "--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
     batch.wait_for(MOMENTS[moment])
@@ -242,7 +242,7 @@ def test_the_file_system_of_shared_memory_is_not_needed(tmp_path: Path) -> None:
 
 @mounting
 def test_workers_that_do_not_share_memory(tmp_path: Path) -> None:
-    """As on two machines: the second of torchrun's has temporary files of its own."""
+    """The second of torchrun's processes has temporary files of its own, as on another machine."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

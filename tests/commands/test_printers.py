@@ -1,4 +1,4 @@
-"""What a terminal shows of a streamed answer, on a small screen that is emulated."""
+"""A streamed answer as a terminal shows it, on a small screen that is emulated."""
 
 import io
 from itertools import pairwise

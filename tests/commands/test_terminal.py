@@ -55,7 +55,7 @@ class Terminal:
         os.write(self.descriptor, keys.encode())
 
     def wait_for(self, text: str) -> str:
-        """What came until this text was shown."""
+        """Return the output until this text was shown."""
         deadline = time.monotonic() + PATIENCE
         while text not in self.shown:
             assert time.monotonic() < deadline, f"{text!r} does not come after {self.shown!r}"
@@ -129,7 +129,7 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
 def test_a_chat_ends_while_its_model_loads(
     tmp_path: Path, model: str, steps: list[str], code: int
 ) -> None:
-    """What is shown and what is typed, in turn."""
+    """Texts to wait for and keys to type, in turn."""
     terminal = Terminal("chat", "--no-history", "-m", model, state=tmp_path)
     for place, step in enumerate(steps):
         (terminal.type if place % 2 else terminal.wait_for)(step)

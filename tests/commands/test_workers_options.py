@@ -20,7 +20,7 @@ from nanoserve.server.messages import EngineStart
 
 
 def engine_of(*words: str) -> WorkersOptions:
-    """What a command is handed as its engine."""
+    """Stands for the engine that a command is handed."""
 
     action: Any = application().main(args=list(words), standalone_mode=False)
     (engine,) = action.args

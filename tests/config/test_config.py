@@ -1,4 +1,4 @@
-"""What a config.json may say, and what is refused in one line."""
+"""Contents of a config.json that are read, and others that are refused in one line."""
 
 import json
 import math
@@ -316,7 +316,7 @@ def check_refused(config: dict[str, Any], complaint: str) -> None:
 
 
 def test_gemma_3_stretches_its_full_layers_and_turns_the_others_faster() -> None:
-    """As its config.json says it: a pattern, a local base, and a scaling that does not say whose it
+    """Gemma 3 as its config.json says it: a pattern, a local base, and a scaling that does not say whose it
     is."""
     published = {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     config = ModelConfig.from_hf(

@@ -24,7 +24,7 @@ def tiny_model(**changes: object) -> ModelConfig:
 
 
 def tiny_experts(**changes: object) -> ModelConfig:
-    """The same with 4 experts of 6, two for each token, in its second layer."""
+    """That model with 4 experts of 6, two for each token, in its second layer."""
     moe = MoeConfig(
         num_experts=4,
         experts_per_token=2,

@@ -1,4 +1,4 @@
-"""What policies are told by a profile, and that they may rely on its order."""
+"""Times that a profile tells policies, and that they may rely on its order."""
 
 import math
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What policies are told of the times to come, against what the simulator takes."""
+"""Predicted times, as policies get them, against times of the simulator."""
 
 from dataclasses import replace
 

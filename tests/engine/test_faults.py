@@ -1,4 +1,4 @@
-"""What may be wrong with a machine: the answer is the same, there is one notice at most, and
+"""Faults of a machine: the answer is the same, there is one notice at most, and
 nothing crashes.
 
 Each fault is brought about for a process of its own, ``nanoserve generate`` with the bundled model.
@@ -34,13 +34,13 @@ PATIENCE = 600.0
 
 @pytest.fixture(scope="module")
 def story(storyteller: LLM) -> str:
-    """What every process must answer."""
+    """The answer that every process must give."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     return storyteller.generate(PROMPT, params)[0].outputs[0].text
 
 
 def answer(*, core: int | None = None, **environment: str | None) -> tuple[str, list[str]]:
-    """What ``nanoserve generate`` prints, and its notices, with variables changed (None: not set at
+    """Return the output of ``nanoserve generate``, and its notices, with variables changed (None: not set at
     all)."""
     variables = {
         name: value for name, value in (os.environ | environment).items() if value is not None
@@ -109,7 +109,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, story: str, place
 
 @pytest.mark.slow
 def test_a_cache_that_was_built_for_another_instruction_set(tmp_path: Path, story: str) -> None:
-    """What lies there is no library at all: a process that tried to load it would say so."""
+    """The file there is no library at all: a process that tried to load it would say so."""
     here = {"CXX": compiler(tmp_path, PRETENDING), "XDG_CACHE_HOME": str(tmp_path)}
     assert make_job(os.environ | here).run()
     text, notices = answer(**here)

@@ -79,7 +79,7 @@ def keys_of(layers: LayerRunner) -> set[str]:
 
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What it says of a problem, that is: not that it compiles."""
+    """List the notices of problems, without the notice that it compiles."""
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     return [message for message in said if not message.startswith("nanoserve: compiling ")]
 

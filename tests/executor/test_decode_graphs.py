@@ -48,7 +48,7 @@ def random_caches(decoder: Decoder) -> Caches:
 
 
 def feature_cache(decoder: Decoder) -> FeatureCache:
-    """Of the outputs of the first and the last layer."""
+    """Cache of the outputs of the first and the last layer."""
     return FeatureCache(
         2 * decoder.config.hidden_size,
         layers=(0, decoder.config.num_layers - 1),
@@ -83,7 +83,7 @@ def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> Step
 
 
 def poison(inputs: StepInputs) -> None:
-    """As if an earlier step had used all rows: its slots, contexts and blocks are in the way."""
+    """Fill the inputs as if an earlier step had used all rows: its slots, contexts and blocks are in the way."""
     inputs.token_ids.fill_(7)
     inputs.positions.fill_(3)
     inputs.batch.slot_mapping.copy_(torch.arange(len(inputs.token_ids)) + BLOCK_SIZE)

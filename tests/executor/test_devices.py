@@ -1,4 +1,4 @@
-"""What is wrong with a device is one clear line with what to change, before anything is loaded."""
+"""A problem of a device is one clear line with what to change, before anything is loaded."""
 
 import logging
 import stat

@@ -131,7 +131,7 @@ def dense_draft_tokens(
     state: SamplingState,
     count: int,
 ) -> list[int]:
-    """What a head drafts to follow these tokens, by its paper."""
+    """Draft as a head does to follow these tokens, by its paper."""
     tokens, draft_tokens = torch.tensor(known), list[int]()
     if isinstance(head, MedusaHeads):
         logits = head(features_of(target, tokens[:-1], ())[-1:], count)

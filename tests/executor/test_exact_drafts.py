@@ -29,7 +29,7 @@ DECODER = small_decoder()
 
 @torch.inference_mode()
 def _next(tokens: Sequence[int], state: SamplingState) -> int:
-    """What the model samples next: everything anew, without a cache, a batch or a scheduler."""
+    """Return the token that the model samples next: everything anew, without a cache, a batch or a scheduler."""
     staging = Staging(torch.device("cpu"))
     rows = SamplingRows.stage([state], [len(tokens)], staging)
     staging.transfer()

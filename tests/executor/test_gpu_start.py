@@ -38,7 +38,7 @@ PROMPT = (7, 3, 58, 21, 9)
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
-    """What of CUDA is asked, answered for the CPU; the compiler only traces."""
+    """Calls of CUDA, answered for the CPU; the compiler only traces."""
     recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
@@ -53,7 +53,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
 
 @pytest.fixture
 def compiled(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """What the compiler has been given so far."""
+    """List the functions that the compiler has been given so far."""
     graphs: list[torch.fx.GraphModule] = []
 
     def trace(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -283,7 +283,7 @@ def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
     caplog: pytest.LogCaptureFixture,
     first: Exception,
 ) -> None:
-    """As `torch.cuda.graph` does it, whose end fails where the step in it has failed."""
+    """The end of `torch.cuda.graph` fails too, where the step in it has failed."""
     start = GpuStart(small_decoder(), EngineConfig(max_num_seqs=2, block_size=4), CPU)
     executor = executor_of(
         small_decoder(), GpuStart(small_decoder(), EngineConfig(eager=True), CPU)

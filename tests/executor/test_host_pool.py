@@ -32,7 +32,7 @@ SIZES = {"num_blocks": 6, "block_size": 4, "dtype": torch.float32}
 
 
 def chosen(**settings: Any) -> int:
-    """Of an engine whose policy needs host memory."""
+    """Settings of an engine whose policy needs host memory."""
     reserved = settings.pop("reserved", 0)
     defaults = {"policy": "hybrid", "block_size": 4, "dtype": "fp32", "max_num_seqs": 3}
     return choose_host_blocks(CONFIG, EngineConfig(**(defaults | settings)), reserved)

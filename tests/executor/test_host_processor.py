@@ -1,4 +1,4 @@
-"""Whose cores are whose, on pretended machines; and threads that are really moved."""
+"""Division of cores, on pretended machines; and threads that are really moved."""
 
 import os
 import threading

@@ -185,7 +185,7 @@ def test_two_plans_may_be_in_flight_where_tokens_are_placeholder() -> None:
 
 @dataclass
 class Life:
-    """What became of one sample."""
+    """Outcome of one sample."""
 
     tokens: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)

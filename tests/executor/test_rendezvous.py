@@ -130,14 +130,14 @@ def test_the_users_choice_of_an_interface_stays(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedKeys:
-    """What all processes share."""
+    """Facts that all processes share."""
     shared = SharedKeys(open_store(f"file://{tmp_path}/store", -1))
     monkeypatch.setattr(SharedKeys, "of_torchrun", lambda process: shared)
     return shared
 
 
 def called(keys: SharedKeys, others: Presence | None) -> tuple[Any, NanoserveError | None]:
-    """What the engine gets from a meeting to which the process of rank 1 comes with that
+    """Return the engine's part of a meeting to which the process of rank 1 comes with that
     presence."""
     if others is not None:
         keys.set("1/present/1", msgspec.msgpack.encode(others))
@@ -159,7 +159,7 @@ def test_a_meeting_hands_out_what_workers_start_with(keys: SharedKeys) -> None:
 
 
 def test_each_engine_meets_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 engines of 2 workers each: the first has worker 0 as a child, the second has both
+    """Starts of 2 engines of 2 workers each: the first has worker 0 as a child, the second has both
     elsewhere."""
     parts: dict[str, SharedKeys] = {}
 

@@ -1,4 +1,4 @@
-"""What deciding costs, in calls: they are the same on every machine, however busy it is."""
+"""Cost of deciding, in calls: they are the same on every machine, however busy it is."""
 
 import sys
 from pathlib import Path

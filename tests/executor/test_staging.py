@@ -1,4 +1,4 @@
-"""What is staged arrives in its own shape and dtype, in one copy, and is not overwritten by the
+"""Arrays that are staged arrive in their own shape and dtype, in one copy, and are not overwritten by the
 next step."""
 
 from collections.abc import Sequence

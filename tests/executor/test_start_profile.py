@@ -58,7 +58,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[StartingEngine]:
-    """As assembly hands it over: an executor that has run nothing yet."""
+    """An executor as assembly hands it over: one that has run nothing yet."""
     processor = HostProcessor.set_apart(1, torch.device("cpu"))
     decoder, pool = (
         small_decoder(),

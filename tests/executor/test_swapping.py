@@ -66,7 +66,7 @@ class Workers:
 
     @torch.inference_mode()
     def write(self, device_blocks: list[int], values: Tensor) -> None:
-        """As steps would: each worker its own layers and heads."""
+        """Write as steps would: each worker its own layers and heads."""
         for shard, cache in zip(self.shards, self.caches, strict=True):
             cache[:, :, device_blocks] = self._own(shard, values).to(cache.dtype)
 
@@ -217,7 +217,7 @@ def test_nobody_waits_for_a_step_that_is_given_up() -> None:
 
 
 class Told:
-    """What a Swapper tells."""
+    """Reports of a Swapper."""
 
     def __init__(self) -> None:
         self.done: dict[int, tuple[int, float, float]] = {}

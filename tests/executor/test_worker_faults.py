@@ -49,8 +49,8 @@ class Workers:
     def answers_while_dying(
         self, rank: int, after_tokens: int, number: signal.Signals = signal.SIGKILL, losses: int = 1
     ) -> tuple[list[tuple[int, ...]], float]:
-        """The same with a worker sent a signal on the way, and how many seconds later the engine
-        knew."""
+        """Run the requests with a worker sent a signal on the way. Also returns how many seconds
+        later the engine knew."""
         engine, step = self.llm.engine, self.llm.engine.step
         before, seen = engine.losses, 0
         killed = noticed = 0.0

@@ -73,7 +73,7 @@ def _penalizes(params: SamplingParams) -> bool:
 
 @dataclass
 class _Record:
-    """What the executor knows of a sequence, from its Begin on. Its first row says in which tier it
+    """Knowledge of the executor about a sequence, from its Begin on. Its first row says in which tier it
     lives."""
 
     begin: Begin
@@ -89,7 +89,7 @@ class _SwapUnderWay:
     swap: Swap
     due: int
     content: list[list[Slot]]
-    """What the blocks that it reads held when it began."""
+    """Contents of the blocks that it reads, when it began."""
 
 
 @dataclass
@@ -332,7 +332,7 @@ class MemoryCheckingExecutor:
         self._poison(ended.tier, forgotten)
 
     def _poison(self, tier: Tier, blocks: set[int]) -> None:
-        """Those of them that no sequence uses."""
+        """Blocks among them that no sequence uses."""
         used = set(
             chain.from_iterable(
                 self._held(one) for one in self._records.values() if one.tier == tier

@@ -1,4 +1,4 @@
-"""What a request must answer, worked out alone and without any scheduler."""
+"""Answers that requests must give, worked out alone and without any scheduler."""
 
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import Begin

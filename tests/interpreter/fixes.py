@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong and these tests need, put right or refused (seen in triton
+"""Mistakes of Triton's interpreter that matter to these tests, put right or refused (seen in triton
 3.6.0 and 3.7.1).
 
 NumPy has no bfloat16, so the interpreter keeps such values as 16-bit integers and computes with

@@ -23,7 +23,7 @@ def filled(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def as_slice(tensor: Tensor) -> Tensor:
-    """The same numbers, every second element of a larger tensor, its first two dimensions swapped
+    """Return these numbers as every second element of a larger tensor, its first two dimensions swapped
     in memory."""
     wide = torch.full(
         (tensor.shape[1], tensor.shape[0], *tensor.shape[2:-1], 2 * tensor.shape[-1] + 1), torch.nan

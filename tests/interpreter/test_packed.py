@@ -12,12 +12,12 @@ from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.gpu import packed as gpu
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Of the largest number: results are rounded to 16 bits, for many rows weights as well."""
+"""Tolerance, as a share of the largest number: results are rounded to 16 bits, for many rows weights as well."""
 
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch() -> Iterator[None]:
-    """What torch.empty gives is NaN: a part that is read but was never written shows."""
+    """Memory of torch.empty is NaN here: a part that is read but was never written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -34,7 +34,7 @@ MIXED = [Row(1, 150), Row(40, 75), Row(1, 1), Row(3, 33), Row(33, 33)]
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch() -> Iterator[None]:
-    """What torch.empty gives is NaN: a split that is read but was never written shows."""
+    """Memory of torch.empty is NaN here: a split that is read but was never written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -199,7 +199,7 @@ def test_sinks_soft_caps_latents_and_many_heads(
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(512, 512), (576, 512)])
 def test_the_widest_heads_in_their_default_configuration(head_dim: int, value_dim: int) -> None:
-    """Those of Gemma 4, and DeepSeek's latents."""
+    """Heads of Gemma 4, and DeepSeek's latents."""
     rows, heads = [Row(1, 70), Row(5, 20)], {"num_heads": 32, "num_kv_heads": 1}
     batch = build(rows, **heads, block_size=16, seed=1, head_dim=head_dim, dtype=torch.bfloat16)
     batch = narrowed(batch, value_dim, latent=True)

@@ -1,4 +1,4 @@
-"""What the user leaves open is chosen from what was measured; here by speeds of a made-up
+"""Settings that the user leaves open are chosen from measured speeds; here by speeds of a made-up
 machine."""
 
 from collections.abc import Sequence

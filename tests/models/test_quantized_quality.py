@@ -1,4 +1,4 @@
-"""What quantized weights cost on the bundled storyteller: perplexity beside that of the same
+"""Cost of quantized weights on the bundled storyteller: perplexity beside that of the same
 weights in float32."""
 
 import math

@@ -150,7 +150,7 @@ def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_p
 
 
 def test_a_gguf_file_of_several_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As llama.cpp's Q4_K_M mixes them: values and one layer's last matrix in Q6_K, another's not
+    """Formats as llama.cpp's Q4_K_M mixes them: values and one layer's last matrix in Q6_K, another's not
     quantized."""
     add, types = (
         gguf_files._add_parameter,

@@ -43,7 +43,7 @@ class ThreadGroup:
 
 
 def on_every_rank(work: Callable[[int, ThreadGroup], Result], degree: int) -> Sequence[Result]:
-    """What each rank's thread made of its rank and group."""
+    """Results of each rank's thread for its rank and group."""
     tensors, barrier = [torch.empty(0)] * degree, threading.Barrier(degree)
 
     def run(rank: int) -> Result:

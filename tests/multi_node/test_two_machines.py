@@ -41,7 +41,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(hosts: tuple[Host, Host], prompts: Path) -> list[str]:
-    """What one process answers."""
+    """Answers of one process."""
     results = prompts.parent / "alone.jsonl"
     program = hosts[0].start([sys.executable, *generate(prompts, results)])
     wait([program], 600)

@@ -206,7 +206,7 @@ def _fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """As gguf rounds; its blocks hold the first 16 numbers in the low halves of their bytes, those
+    """Round as gguf does; its blocks hold the first 16 numbers in the low halves of their bytes, those
     of Hugging Face the numbers at even places."""
     blocks = torch.from_numpy(gguf.quants.quantize(weight.numpy(), MXFP4)).view(len(weight), -1, 17)
     numbers = torch.cat((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), dim=2)

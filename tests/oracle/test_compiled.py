@@ -37,9 +37,9 @@ FAMILIES += ["deepseek_v3", "gemma4_text"]
 experts, other activations, caps and sinks, parallel halves, queries that grow, norms over heads,
 latents, several shapes of layers. `test_engine` runs every family eagerly."""
 WITH_PIECES = {"glm4", "qwen3_moe", "ministral3"}
-"""Whose pieces are compiled too."""
+"""Families whose pieces are compiled too."""
 IN_RANKS = ["glm4", "qwen3_moe", "cohere2", "olmo3", "deepseek_v3"]
-"""Whose pieces differ over ranks: norms between sums, experts, one sum, norms that span heads,
+"""Families whose pieces differ over ranks: norms between sums, experts, one sum, norms that span heads,
 latents."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
 """Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around

@@ -106,7 +106,7 @@ def run(
 
 @torch.inference_mode()
 def transformers_greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
-    """What Hugging Face's model says, computed anew for every token."""
+    """Answer of Hugging Face's model, computed anew for every token."""
     tokens = list(prompt)
     for _ in range(OUTPUT_TOKENS):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))

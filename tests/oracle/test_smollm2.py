@@ -99,7 +99,7 @@ def check(found: Tensor, wanted: Tensor, what: str, *, share: float) -> None:
 
 @pytest.fixture(scope="module")
 def dequantized(directory: Path) -> transformers.PreTrainedModel:
-    """What transformers reads from the file, in float32."""
+    """The model that transformers reads from the file, in float32."""
     file = directory / LINK_NAME
     config = transformers.LlamaConfig(**load_gguf_checkpoint(file)["config"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

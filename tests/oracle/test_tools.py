@@ -113,7 +113,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
         for artist, volume in zip(ARTISTS, VOLUMES * 5, strict=True)
     ),
 ]
-"""What a user says, and the call that it asks for."""
+"""Text of a user, and the call that it asks for."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What becomes of the stages' time, on a simulated pipeline whose times can be told without a
+"""Shares of the stages' time, on a simulated pipeline whose times can be told without a
 pencil."""
 
 import pytest

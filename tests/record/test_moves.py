@@ -1,4 +1,4 @@
-"""What was moved, how fast, and how much of it behind computing."""
+"""Moves: bytes, speed, and the share that was hidden behind computing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a recorder tells of an engine: every event once, in order, and nothing while nobody looks
+"""Events that a recorder emits of an engine: every event once, in order, and nothing while nobody looks
 on."""
 
 from dataclasses import replace

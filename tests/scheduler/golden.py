@@ -85,7 +85,7 @@ def plans_of(
     predictor: Predictor | None = PREDICTOR,
     **parameters: float,
 ) -> list[str]:
-    """What that policy makes of the trace; one that knows no host memory, second layout or
+    """Spell the plans that a policy makes of the trace; one that knows no host memory, second layout or
     predictor ignores them."""
     return play(
         make_policy(policy, budget, parameters),

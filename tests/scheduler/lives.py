@@ -30,7 +30,7 @@ DEPTHS = st.sampled_from([1, 1, 1, 2, 3, 4])
 MOST_SEQUENCES = st.sampled_from([1, 2, 3, 256])
 ONE_GROUP = st.just((0,))
 WINDOWS = st.sampled_from([(0,), (0,), (1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1), (0, 0)])
-"""Of cache groups: most models have one that keeps all."""
+"""Windows of cache groups: most models have one that keeps all."""
 TOKEN_BUDGETS = st.sampled_from([1, 3, 8, 64])
 
 

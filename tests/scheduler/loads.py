@@ -1,4 +1,4 @@
-"""What tests vary to show a policy one situation."""
+"""Loads that tests vary to show a policy one situation."""
 
 from nanoserve.scheduler.load import Load
 

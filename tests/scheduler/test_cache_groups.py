@@ -205,7 +205,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_still_has(
 def test_a_chunked_prompt_never_holds_more_than_its_window_and_a_chunk(
     *, async_scheduling: bool
 ) -> None:
-    """Of a window group: 60 tokens pass through a pool in which not half of them would fit."""
+    """Blocks of a window group: 60 tokens pass through a pool in which not half of them would fit."""
     window, chunk, size = 8, 6, 2
     most = (window - 1 + chunk + size - 2) // size + 1
     scheduler = Scheduler(

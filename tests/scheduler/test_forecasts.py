@@ -1,4 +1,4 @@
-"""What is expected of plans, what is learned from their results, and that a replay expects and
+"""Forecasts of plans, lessons from their results, and that a replay expects and
 learns the same."""
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What running sequences are expected to grow by, worked out by hand, and that the policy is
+"""Expected growth of running sequences, worked out by hand, and that the policy is
 told."""
 
 import statistics

@@ -47,7 +47,7 @@ DECODES = replace(
     predictor=PREDICTOR,
 )
 PLAN = Decision(0, 10, host=HostDecision(preempt=True))
-"""What the device alone decides."""
+"""Decision of the device alone."""
 
 
 def hosting(load: Load, sequences: int, *cohorts: Cohort, ready: int | None = None) -> Load:
@@ -505,7 +505,7 @@ def test_nobody_begins_on_the_host_while_others_come_back_to_a_device_that_has_n
 
 
 def test_the_head_counts_for_every_row_that_a_step_samples() -> None:
-    """Of 40 on the host the CPU serves 4 + 2 in a layer's time, and some in a step's: a fifth of
+    """Among 40 sequences on the host the CPU serves 4 + 2 in a layer's time, and some in a step's: a fifth of
     these has a token."""
     predictor = replace(PREDICTOR, overhead=1.0, sampled_row=0.25)
     decision = HybridByPrediction(512).decide(replace(hosting(DECODES, 40), predictor=predictor))

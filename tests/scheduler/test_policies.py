@@ -1,4 +1,4 @@
-"""What each policy decides in situations that its paper names, and what holds for all of them."""
+"""Decisions of each policy in situations that its paper names, and rules that hold for all of them."""
 
 import ast
 from dataclasses import fields, replace

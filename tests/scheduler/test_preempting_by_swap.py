@@ -143,7 +143,7 @@ def test_what_gave_way_comes_back_before_a_new_prompt_begins(
 
 @st.composite
 def _memory(draw: st.DrawFn) -> dict:
-    """As ever, but with a predictor more often than not: it is what the swaps hang on."""
+    """Settings as ever, but with a predictor more often than not: it is what the swaps hang on."""
     memory = draw(TIERS)
     cheap = Times(linear=1.0, attention=1.0, host_attention=1.0, moving=draw(SECONDS))
     return memory | {"times": draw(st.sampled_from([memory["times"], cheap])), "other_layouts": []}

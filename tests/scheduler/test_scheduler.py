@@ -421,7 +421,7 @@ def test_samples_that_list_nothing_begin_at_once(monkeypatch: pytest.MonkeyPatch
 def test_only_an_answer_that_fills_a_block_costs_the_prefix_cache_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a prompt of 5 and an answer of 9: the chunk of the prompt fills one block of 4, and
+    """Blocks of a prompt of 5 and an answer of 9: the chunk of the prompt fills one block of 4, and
     answers fill two more."""
     shared = list[int]()
 

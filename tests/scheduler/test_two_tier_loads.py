@@ -21,7 +21,7 @@ RESHARDING = {
 
 
 TWO_TIERED = ["seesaw", "neo", "overlap", "apex", "hybrid", *RESHARDING]
-"""Those that know of a host tier; the others are tested in test_policies.py."""
+"""Policies that know of a host tier; the others are tested in test_policies.py."""
 
 
 def _policy(name: str, budget: int) -> Policy:

@@ -110,7 +110,7 @@ class Bench:
 
     @property
     def load(self) -> Load:
-        """What the policy saw last."""
+        """Load that the policy saw last."""
         return self.policy.loads[-1]
 
     def swapped(self) -> list[str]:

@@ -65,7 +65,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has said on stderr."""
+        """Return its output on stderr."""
         return "\n".join(self.lines)
 
     def wait_ready(self) -> None:
@@ -164,7 +164,7 @@ def wait_until(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
 
 
 def shared_memory(process_id: int) -> list[str]:
-    """What a process has mapped of the kind that outlives it."""
+    """Memory that a process has mapped of the kind that outlives it."""
     maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     return [line for line in maps if "/dev/shm/" in line or "/SYSV" in line]
 

@@ -1,4 +1,4 @@
-"""What must not be answered, and how it is not: 4xx with OpenAI's error body, and everyone else
+"""Requests that must not be answered, and their refusal: 4xx with OpenAI's error body, and everyone else
 unharmed.
 
 The cases are the list of bad inputs in the project's notes on what users expect.
@@ -403,7 +403,7 @@ def _drop_connections(server: Server) -> None:
 
 
 def _send_monsters(server: Server) -> None:
-    """What takes a moment to refuse: deep, long, and too long."""
+    """Requests that take a moment to refuse: deep, long, and too long."""
     deep = b'{"prompt": ' + b"[" * 400_000 + b"]" * 400_000 + b"}"
     _is_error(server.post(COMPLETION, content=deep, headers=JSON), 400)
     assert (

@@ -1,4 +1,4 @@
-"""What the front end makes of what its engines say, in this process."""
+"""The front end's reading of its engines' messages, in this process."""
 
 import asyncio
 import errno
@@ -103,7 +103,7 @@ class Front:
         ]
 
     def ready(self) -> str:
-        """What GET /ready says."""
+        """Answer of GET /ready."""
         service = SimpleNamespace(engine=self.client, facts=lambda: FACTS)
         http: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)))
         try:

@@ -1,4 +1,4 @@
-"""What is done to processes, and what is left of them. The engine is the fake one but where it says
+"""Faults of processes, and their remains. The engine is the fake one but where it says
 otherwise."""
 
 import json
@@ -60,7 +60,7 @@ BREAKING = {
     "double": DOUBLES,
     "fail": "{{ 1 + [] }}",
 }
-"""What a template does with a message that holds a word."""
+"""Text of a template for a message that holds a word."""
 PADDING = "[PAD]"
 SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -110,7 +110,7 @@ def _model_with_template(directory: Path, template: str) -> Path:
 
 
 def whole_text(server: Server, body: dict[str, Any]) -> str:
-    """What is answered in one piece."""
+    """Return an answer in one piece."""
     answer = server.post(COMPLETION, body)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]

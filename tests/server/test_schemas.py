@@ -1,4 +1,4 @@
-"""What a request may hold that nanoserve does not carry out: values that ask for nothing, and no
+"""Fields of a request that nanoserve does not carry out: values that ask for nothing, and no
 others."""
 
 import json

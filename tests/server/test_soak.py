@@ -128,7 +128,7 @@ def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Footprint:
-    """What the server's processes hold at a moment."""
+    """Resources that the server's processes hold at a moment."""
 
     def __init__(self, server: Server) -> None:
         processes = [server.process.pid, server.engine_process_id()]

@@ -1,4 +1,4 @@
-"""What a client is sent of a stream, chunk by chunk, in this process: the engine's updates are made
+"""Chunks of a stream as a client gets them, chunk by chunk, in this process: the engine's updates are made
 by hand."""
 
 import asyncio
@@ -70,7 +70,7 @@ class Client:
             self.chunks.append(chunk)
 
     def read(self, script: Callable[[], Any]) -> list[dict[str, Any]]:
-        """What the client has when it has all, while the script tells the engine's part."""
+        """Return all that the client has got, while the script tells the engine's part."""
 
         async def both() -> None:
             reading = asyncio.create_task(self._read())

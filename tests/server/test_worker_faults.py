@@ -37,7 +37,7 @@ def two_stages(mark: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def whole(two_stages: Server) -> dict[str, str]:
-    """What is answered when nothing happens."""
+    """Answers when nothing happens."""
     return {
         name: whole_text(two_stages, body)
         for name, body in (("greedy", LONG), ("sampled", SAMPLED))

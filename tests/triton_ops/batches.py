@@ -45,7 +45,7 @@ def poisoned_out(batch: AttentionCall) -> Tensor:
 
 
 def narrowed(batch: AttentionCall, value_dim: int, *, latent: bool) -> AttentionCall:
-    """The same with values of another width: of their own, or the first columns of the keys."""
+    """Copy a batch with values of another width: of their own, or the first columns of the keys."""
     values = (
         batch.key_cache[..., :value_dim]
         if latent

@@ -1,4 +1,4 @@
-"""What can go wrong on the way to the CPU's own operators ends in one notice and plain torch, never
+"""Faults on the way to the CPU's own operators end in one notice and plain torch, never
 in a crash."""
 
 import logging
@@ -38,7 +38,7 @@ def fake_compiler(environment: dict[str, str], tail: str) -> Path:
 
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What it says of a problem, that is: not that it compiles."""
+    """List the notices of problems, without the notice that it compiles."""
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     return [message for message in said if not message.startswith("nanoserve: compiling ")]
 
@@ -222,7 +222,7 @@ def test_a_cache_folder_that_cannot_be_made(
 def test_a_cache_folder_that_cannot_be_written_is_still_read(
     environment: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image whose file system is read-only. (To root, every folder looks as if it could be
+    """The folder is as in an image whose file system is read-only. (To root, every folder looks as if it could be
     written.)"""
     script = fake_compiler(environment, "echo library > $out\n")
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)

@@ -48,7 +48,7 @@ def biases(num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def definition_of_gpt_oss(
     hidden: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor
 ) -> Tensor:
-    """As its model card's code computes it, one number at a time."""
+    """Compute experts as the model card's code does, one number at a time."""
     gate_up, down, gate_up_bias, down_bias = (tensor.double() for tensor in matrices)
     rows = torch.zeros(hidden.shape).double()
     for token in range(len(hidden)):

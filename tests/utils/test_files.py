@@ -19,7 +19,7 @@ from nanoserve.utils.files import replace_file
 
 @contextmanager
 def full_disk(limit: int = 10) -> Iterator[None]:
-    """As far as this process goes, which is to start no other meanwhile: files may not grow beyond
+    """Limit this process, which is to start no other meanwhile: files may not grow beyond
     so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -44,7 +44,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def record(site: Path, **direct_url: Any) -> None:
-    """What pip writes beside an installed package."""
+    """Files that pip writes beside an installed package."""
     information = site / "nanoserve-0.1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(

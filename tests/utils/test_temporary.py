@@ -38,7 +38,7 @@ def test_only_its_owner_may_enter_a_directory_and_none_is_taken_over(chosen: Pat
 def test_what_is_written_while_a_directory_is_removed_does_not_keep_it(
     chosen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a compiler does that is to be killed only afterwards."""
+    """A compiler that is killed only afterwards may write meanwhile."""
     rmdir = os.rmdir
 
     def write_and_rmdir(*arguments: Any, **settings: Any) -> None:

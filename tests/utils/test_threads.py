@@ -29,7 +29,7 @@ sys.meta_path.insert(0, EndAtTorch())
 
 
 def shown_by(program: str) -> list[object]:
-    """What a fresh process without thread settings prints."""
+    """Output of a fresh process without thread settings."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
     }

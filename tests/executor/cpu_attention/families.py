@@ -79,7 +79,7 @@ class Model:
 
 
 def family_config(family: str) -> ModelConfig:
-    """As the engine runs it with attention in host memory, which takes no cache groups."""
+    """The model as the engine runs it with attention in host memory, which takes no cache groups."""
     return ModelConfig.from_hf({"model_type": family, **_SHAPE, **_VARIANTS[family]}).in_one_group()
 
 

@@ -109,7 +109,7 @@ class Case:
 
 @dataclass
 class HybridSeen(Seen):
-    """What has happened in a life.
+    """Counts of events in a life.
 
     Attributes:
         host_rows: tokens begun on the host, and tokens under way there that a step was to finish,

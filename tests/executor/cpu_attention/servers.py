@@ -24,7 +24,7 @@ BODIES: list[dict[str, Any]] = [LONG | {"prompt": prompt, "max_tokens": 150} for
 
 
 def whole_texts() -> list[str]:
-    """What is answered where the device has room for all."""
+    """Answers where the device has room for all."""
     with running(*_ROOMY) as server:
         return [whole_text(server, body) for body in BODIES]
 
@@ -37,7 +37,7 @@ def busy(server: Server) -> list[Reader]:
 
 
 def texts(readers: Sequence[Reader]) -> list[str]:
-    """What streams have said when they have ended."""
+    """Texts of streams when they have ended."""
     for reader in readers:
         reader.join()
     return [reader.text for reader in readers]

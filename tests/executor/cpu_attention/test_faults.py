@@ -1,4 +1,4 @@
-"""What befalls the CPU's attention costs host sequences a recomputation, and nobody an answer."""
+"""Faults of the CPU's attention cost host sequences a recomputation, and nobody an answer."""
 
 import random
 import threading

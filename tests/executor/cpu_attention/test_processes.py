@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def whole() -> list[str]:
-    """What is answered where the device has room for all."""
+    """Answers where the device has room for all."""
     return whole_texts()
 
 

@@ -28,7 +28,7 @@ def two_stages(reference: Reference) -> Iterator[WorkersExecutor]:
 
 @pytest.fixture(scope="package")
 def rounded(reference: Reference) -> Reference:
-    """The same model with weights in 4 bits."""
+    """That model with weights in 4 bits."""
     return Reference(reference.resolved, quantization="int4")
 
 

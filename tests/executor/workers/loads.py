@@ -139,7 +139,7 @@ def pairwise(**factors: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Seen:
-    """What has happened in the lives of a test: it proves little if nothing of this has."""
+    """Counts of events in the lives of a test: it proves little if nothing of this has."""
 
     preemptions: int = 0
     cached_tokens: int = 0
@@ -198,7 +198,7 @@ class WatchedEngine(Engine):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a sample answers that has the engine to itself."""
+    """Answer of a sample that has the engine to itself."""
 
     tokens: list[int]
     reason: FinishReason | None
@@ -297,7 +297,7 @@ class Reference:
         return total
 
     def _parts(self, workers: WorkersExecutor, arrivals: list[Arrival]) -> list[list[Arrival]]:
-        """Those that come when all before are done. Between two layouts the last two come alone, so
+        """Requests that come when all before are done. Between two layouts the last two come alone, so
         that each layout follows the other twice; with the others, how often that happens depends on
         how soon steps come back."""
         if len(workers.capacities) == 1:

@@ -1,4 +1,4 @@
-"""What torchrun's other processes do between meetings; with workers, on two hosts, it is
+"""Agents, torchrun's other processes, between meetings; with workers, on two hosts, it is
 tests/multi_node's."""
 
 from pathlib import Path

@@ -47,7 +47,7 @@ def disturbed(self, task):
 HostAttentionThread._attend = disturbed
 HostAttentionThread.__init__.__kwdefaults__["patience"] = 2.0
 """
-"""What workers do first: their attention on the CPU fails or hangs once a file says so."""
+"""Code that workers run first: their attention on the CPU fails or hangs once a file says so."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ def test_the_last_stage_tells_of_all(stages: WorkersExecutor, reference: Referen
 def test_each_stage_keeps_to_cores_of_its_own(
     stages: WorkersExecutor, reference: Reference
 ) -> None:
-    """What attends for one of them takes nothing from another one's device."""
+    """The thread that attends for one of them takes nothing from another one's device."""
     cores = cores_in_use()
     for number, identifier in enumerate(Pair(stages, reference).processes):
         mine = {processor for core in part_of(cores, number, 2) for processor in core}

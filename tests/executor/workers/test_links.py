@@ -104,7 +104,7 @@ def ringed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("degree", [2, 3])
 def test_every_rank_gets_the_same_bits(store: Any, ringed: list[int], degree: int) -> None:
-    """Of a sum whose value depends on the order, and which is near the true one."""
+    """Numbers of a sum whose value depends on the order, and is near the true one."""
     exact = sum(numbers(rank, 9, torch.float32) for rank in range(degree))
     found = on_workers(
         degree,

@@ -19,7 +19,7 @@ BRIEFLY = """
 import nanoserve.executor.workers.measuring as measuring
 measuring._EFFORT = measuring.Effort(seconds=0.0, fewest_rounds=1, most_rounds=1, longest_sample=1.0)
 """
-"""What workers do first: they measure everything once, not for ten seconds."""
+"""Code that workers run first: they measure everything once, not for ten seconds."""
 
 
 def test_two_workers_measure_together_and_the_next_start_finds_it(

@@ -38,7 +38,7 @@ MANY_LIVES = [
 
 @contextmanager
 def marked_as(mark: str) -> Iterator[None]:
-    """What is started meanwhile has that mark."""
+    """Processes that are started meanwhile have that mark."""
     with pytest.MonkeyPatch().context() as patch:
         patch.setenv(MARK, mark)
         yield

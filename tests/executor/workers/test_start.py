@@ -1,4 +1,4 @@
-"""What is told of the start of workers; no process is started."""
+"""Progress of the start of workers; no process is started."""
 
 from pathlib import Path
 from typing import ClassVar, NoReturn

@@ -1,4 +1,4 @@
-"""What is read from the system, on files made for the purpose and on tiny measurements."""
+"""Figures from the system, on files made for the purpose and on tiny measurements."""
 
 import json
 import os

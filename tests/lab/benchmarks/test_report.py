@@ -1,4 +1,4 @@
-"""What a report keeps, and what is said about files that are none."""
+"""Contents of a report, and the line about files that are none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What drafters draft of the storyteller, in short runs; and how often their draft tokens could be
+"""Tokens of the storyteller that drafters foresee, in short runs; and how often their draft tokens could be
 accepted."""
 
 import numpy as np

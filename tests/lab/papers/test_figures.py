@@ -67,7 +67,7 @@ class _Run:
 
 
 def _read(job: DrawnStories | QuantizedReading | DraftedStories) -> Any:
-    """What a job of the storyteller amounts to, without reading."""
+    """Result of a job of the storyteller, without reading."""
     if isinstance(job, DrawnStories):
         return [((), ()) for _ in job.seeds]
     if isinstance(job, DraftedStories):

@@ -87,7 +87,7 @@ def test_algorithm_1_keeps_the_models_distribution() -> None:
 
 
 def test_without_the_residual_the_distribution_is_another() -> None:
-    """The same chi-square notices it."""
+    """That chi-square test notices it."""
     p, q, random = _distributions(4, seed=5), _distributions(4, seed=6), np.random.default_rng(7)
     draft_tokens = _drawn(np.broadcast_to(p, (DRAWS, 4)), random)
     accepts = random.random(DRAWS) < acceptance_probability(p, q)[draft_tokens]

@@ -24,7 +24,7 @@ HIDDEN = 2 * 1024  # bytes of a token
 
 
 def costs_on(link: float) -> Callable[[ParallelLayout], StepCosts]:
-    """Of two devices that a link of so many bytes per second joins."""
+    """Costs of two devices that a link of so many bytes per second joins."""
     speeds = MachineSpeeds(
         memory_bandwidth=BANDWIDTH,
         flops=FLOPS,

@@ -53,7 +53,7 @@ def _swaps(executor: SimulatedExecutor) -> list[tuple[str, tuple[float, float]]]
 
 
 def _attention(executor: SimulatedExecutor) -> list[HostTimes]:
-    """What the CPU computes so far."""
+    """List the CPU's computations so far."""
     return [one for one in executor.take_times() if isinstance(one, HostTimes)]
 
 

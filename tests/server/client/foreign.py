@@ -82,7 +82,7 @@ class Foreign:
         return f"http://127.0.0.1:{self.http.server_address[1]}"
 
     def bodies(self, path: str) -> list[Any]:
-        """What was sent to a path."""
+        """Requests that were sent to a path."""
         return [asked.body for asked in self.asked if asked.path == path]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of grammars share: a vocabulary of each kind."""
+"""Fixtures that the tests of grammars share: a vocabulary of each kind."""
 
 from pathlib import Path
 

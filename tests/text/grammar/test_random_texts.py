@@ -122,8 +122,8 @@ def _params(schema: dict[str, Any], **settings: Any) -> SamplingParams:
 
 
 def test_a_text_goes_on_from_any_place(models: dict[str, Model]) -> None:
-    """As after a preemption, or in another engine: a grammar that is made of the tokens so far
-    allows the same."""
+    """A grammar that is made of the tokens so far allows the same, as after a preemption or in
+    another engine."""
     model = models["storyteller"]
     whole = model.write(_params(PERSON), seed=3)
     for done in range(len(whole)):

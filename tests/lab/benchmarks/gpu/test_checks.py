@@ -79,7 +79,7 @@ class Engine:
 def check_on_a_gpu(
     number: int, family: str, *, graphs: int = 5, overlaps: bool = True, differing: bool = False
 ) -> dict[str, Any]:
-    """What the check of that number says of such an engine."""
+    """Return the verdict of the check with that number on such an engine."""
     engine = Engine(
         GpuStartReport(True, 1.0, 1, graphs=graphs), overlaps=overlaps, differing=differing
     )

@@ -1,4 +1,4 @@
-"""What a device is, and whether it can still be used after a failure."""
+"""Facts of a device, and whether it can still be used after a failure."""
 
 from types import SimpleNamespace
 

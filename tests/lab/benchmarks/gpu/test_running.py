@@ -1,4 +1,4 @@
-"""What was measured survives whatever happens to the process that measures."""
+"""Measured rows survive whatever happens to the process that measures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is timed is the device: it is kept busy until the host has launched the call."""
+"""Timing is of the device: it is kept busy until the host has launched the call."""
 
 from collections.abc import Callable
 from typing import Any

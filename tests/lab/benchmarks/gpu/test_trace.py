@@ -1,4 +1,4 @@
-"""What is read off a profiler's trace, on traces made by hand: times are microseconds."""
+"""Figures from a profiler's trace, on traces made by hand: times are microseconds."""
 
 from typing import Any
 

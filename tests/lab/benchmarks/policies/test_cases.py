@@ -1,4 +1,4 @@
-"""What is asked: lengths, and memory as a share of what holds everything."""
+"""Requests of a case: lengths, and memory as a share of what holds everything."""
 
 from contextlib import ExitStack
 from dataclasses import replace
