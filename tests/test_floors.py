@@ -132,7 +132,7 @@ LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/settings_
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up
 of what chooses."""
 
-MOST_LAZY_IMPORTS = 80
+MOST_LAZY_IMPORTS = 88
 LAZY_IMPORTS: dict[str, list[str]] = {
     "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
         "commands/engine_options.py: llm",
@@ -207,7 +207,9 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "executor/start/device_start.py: executor.start.drafters",
     ],
     "It is for GPUs.": ["executor/start/device_start.py: executor.start"],
-    "It is for models of another kind: GGUF files, random weights, weights under several layouts.": [
+    "It is for models of another kind: GGUF files, random weights, weights under several layouts, recurrent states.": [
+        "models/attention.py: models.recurrent",
+        "models/decoder.py: models.recurrent",
         "executor/start/model_loading.py: models.dummy",
         "executor/start/model_loading.py: models.resharding",
         "models/hub.py: models.gguf_directory",

@@ -22,6 +22,7 @@ from triton_ops.packed import (
     round_to_nearest,
     unpack,
 )
+from triton_ops.recurrent import causal_convolution, gated_delta_rule
 from triton_ops.registration import OPERATORS
 from triton_ops.sampling import allow_tokens, draw_tokens, token_logprobs
 
@@ -40,9 +41,11 @@ __all__ = [
     "PackedFormat",
     "allow_tokens",
     "cache_write",
+    "causal_convolution",
     "copy_blocks",
     "dense_attention",
     "draw_tokens",
+    "gated_delta_rule",
     "gather_blocks",
     "linear",
     "pack",

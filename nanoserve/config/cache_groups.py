@@ -5,8 +5,8 @@ of each. Layers of a kind are dealt to groups of equal size. A block holds some 
 layers of one group, so blocks of all groups have the same bytes and come from one pool: layer i of
 every group uses the same tensor i. Where a layer of one kind caches half of what one of another
 does, its groups have twice as many, and two of them share each tensor. This is how vLLM holds
-layers that are alike; the size of a group, and sharing tensors, is ours. A third kind, with a state
-in place of keys and values, would be a kind here and have a pool of its own.
+layers that are alike; the size of a group, and sharing tensors, is ours. A layer with a state in
+place of keys and values is in no group: states have a pool of their own.
 """
 
 from bisect import bisect
@@ -18,6 +18,8 @@ from math import lcm
 MOST_GROUPS = 12
 """More groups than that would waste less memory, but the host fills a block table for each of them
 in every step."""
+NO_PLACE = (-1, -1)
+"""The place of a layer that caches no keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class CacheGroups:
     windows: tuple[int, ...]
     """For each group, the number of last positions that its layers see; 0 means all."""
     places: tuple[tuple[int, int], ...]
-    """The group of each layer, and its place there. See `tensor_of`."""
+    """The group of each layer, and its place there, or NO_PLACE. See `tensor_of`."""
     numbers: tuple[int, ...]
     """For each group, the numbers that one of its layers caches of a token."""
 
@@ -116,7 +118,7 @@ class CacheGroups:
         counts = division.best_counts(longest)
         first_tensors = list(accumulate(division.stage_tensors(counts), initial=0))
         groups = list[_LayerKind]()
-        places = dict[int, tuple[int, int]]()
+        places = dict.fromkeys(range(len(windows)), NO_PLACE)
         for kind, count in zip(kinds, counts, strict=True):
             shares = division.tensor_numbers // kind.numbers
             for first_tensor, layers in zip(first_tensors, kind.stages, strict=False):
@@ -140,6 +142,9 @@ class CacheGroups:
         found: dict[int, int] = {}
         for layer in layers:
             group, place = self.places[layer]
+            if group < 0:
+                places.append(NO_PLACE)
+                continue
             places.append((group, place - first_tensor * self.shares[group]))
             found[group] = numbers[layer]
         without_layers = lcm(*found.values())
@@ -148,7 +153,9 @@ class CacheGroups:
 
     def tensors(self, layers: range) -> range:
         """The tensors that hold the keys and values of a stage's layers."""
-        found = {self.tensor_of(layer)[0] for layer in layers}
+        found = {self.tensor_of(layer)[0] for layer in layers if self.places[layer] != NO_PLACE}
+        if not found:
+            return range(0)
         return range(min(found), max(found) + 1)
 
     @property
@@ -180,7 +187,7 @@ class CacheGroups:
     @property
     def token_numbers(self) -> int:
         """Numbers of a token that all layers cache, as long as no window has left it behind."""
-        return sum(self.numbers[group] for group, _ in set(self.places))
+        return sum(self.numbers[group] for group, _ in set(self.places) - {NO_PLACE})
 
     @property
     def padding(self) -> float:
@@ -199,7 +206,7 @@ def _kinds_of(
     layers."""
     kinds: dict[tuple[int, int], _LayerKind] = {}
     for layer, owner in enumerate(owners):
-        if owner != layer:
+        if owner != layer or numbers[layer] == 0:
             continue
         window = windows[layer]
         if window >= longest:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from nanoserve.config.model_parts import (
     LogitConfig,
     MoeConfig,
     NormConfig,
+    RecurrentConfig,
     RopeConfig,
 )
 from nanoserve.config.quantization import Quantization
@@ -62,6 +64,8 @@ class ModelConfig:
     norms: NormConfig = NormConfig()
     feed_forward: FeedForwardConfig = FeedForwardConfig()
     moe: MoeConfig | None = None
+    recurrent: RecurrentConfig | None = None
+    """Layers with a state in place of keys and values; None where all layers attend."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     logits: LogitConfig = LogitConfig()
     layers: LayerDifferences = LayerDifferences()
@@ -120,12 +124,13 @@ class ModelConfig:
         return 1
 
     def layer_kv_numbers(self, degree: int = 1) -> tuple[int, ...]:
-        """Numbers that each layer caches of a token, on one of ``degree`` ranks. A layer that
-        shares keys and values reports the numbers that it reads."""
+        """Numbers that each layer caches of a token, on one of ``degree`` ranks: none, where it has
+        a state. A layer that shares keys and values reports the numbers that it reads."""
         if not self.layers.shapes:
-            return (
-                self._shard_kv_numbers(self.num_kv_heads, self.head_dim, degree),
-            ) * self.num_layers
+            number = self._shard_kv_numbers(self.num_kv_heads, self.head_dim, degree)
+            return tuple(
+                0 if self.is_recurrent(layer) else number for layer in range(self.num_layers)
+            )
         numbers = []
         for shape in self.layers.shapes:
             numbers.append(self._shard_kv_numbers(shape.num_kv_heads, shape.head_dim, degree))
@@ -234,6 +239,21 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's feed-forward part is a mixture of experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether this layer has a state in place of keys and values."""
+        return self.recurrent is not None and layer in self.recurrent.recurrent_layers
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of a sequence's states in all layers, where convolutions keep numbers of this
+        size; recurrent states are float32."""
+        if self.recurrent is None:
+            return 0
+        recurrent = self.recurrent
+        of_layer = recurrent.channels * (recurrent.kernel_size - 1) * dtype_bytes
+        if recurrent.matrix_shape is not None:
+            of_layer += 4 * prod(recurrent.matrix_shape)
+        return of_layer * len(recurrent.recurrent_layers)
 
     def rounded(self, quantization: str | None, *, on_gpu: bool = False) -> "ModelConfig":
         """The model as `--quantization` rounds it on a device. Raises UsageError if it is quantized

@@ -1,6 +1,6 @@
 """The parts of a ModelConfig, whose defaults are those of a plain family. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
@@ -86,6 +86,9 @@ class AttentionConfig:
     """Factor of the products of queries and keys; None: head_dim ** -0.5."""
     soft_cap: float = 0.0
     """See `triton_ops.paged_attention`; 0 = none."""
+    output_gate: bool = False
+    """Whether the output of attention is multiplied by the sigmoid of a gate, which the query
+    matrix makes: a head's query, then its gate."""
     sinks: bool = False
     """Whether each head has a score that takes weight and has no value."""
     mla: MlaConfig | None = None
@@ -142,6 +145,73 @@ class MoeConfig:
     """Experts are in equal groups; a token chooses among those of its best groups."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464): each value head has a matrix of key_head_dim rows and
+    value_head_dim columns. Neighbouring value heads share a key head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of the keys of all heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of the values of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def part(self, degree: int) -> "GatedDeltaNetConfig":
+        """The heads of one of `degree` ranks."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // degree,
+            num_value_heads=self.num_value_heads // degree,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Layers with a state in place of keys and values: the last inputs of a short causal
+    convolution, and perhaps a recurrent state. Without one, the layer is a convolution between two
+    gates (LFM2, arXiv 2511.23404)."""
+
+    recurrent_layers: frozenset[int]
+    channels: int
+    """Channels of the convolution."""
+    kernel_size: int
+    """Positions that the convolution sees."""
+    bias: bool = False
+    """Whether the matrices and the convolution have biases."""
+    delta_net: GatedDeltaNetConfig | None = None
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        """Shape of a sequence's recurrent state, which is float32; None if there is none."""
+        heads = self.delta_net
+        if heads is None:
+            return None
+        return heads.num_value_heads, heads.key_head_dim, heads.value_head_dim
+
+    def part(self, layers: range, degree: int) -> "RecurrentConfig":
+        """The part of one of `degree` ranks, with these layers, counted from 0."""
+        channels, heads = self.channels // degree, self.delta_net
+        if heads is not None:
+            heads = heads.part(degree)
+            channels = heads.channels
+        chosen = [layer - layers.start for layer in self.recurrent_layers if layer in layers]
+        return replace(self, recurrent_layers=frozenset(chosen), channels=channels, delta_net=heads)
 
 
 @dataclass(frozen=True, slots=True)

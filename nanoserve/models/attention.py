@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
 from triton_ops import cache_write, dense_attention, paged_attention
+
+if TYPE_CHECKING:  # for models with such layers
+    from nanoserve.models.recurrent import RecurrentStates
 
 
 class AttentionFunction(Protocol):
@@ -64,6 +67,20 @@ class DenseCausalAttention:
             sinks=sinks,
         )
         return attended.transpose(1, 2).reshape(self.batch * self.length, -1)
+
+    def states_of(self, layer: int) -> "RecurrentStates":
+        """States of a layer before the first position, one for each sequence."""
+        from nanoserve.models.recurrent import make_states  # for models that have such layers
+
+        states = make_states(self.config, self.batch, torch.get_default_dtype())
+        states.segments = torch.tensor(
+            [
+                [index * self.length, (index + 1) * self.length, -1, index, 0]
+                for index in range(self.batch)
+            ],
+            dtype=torch.int32,
+        )
+        return states
 
     def _sequences(self, heads: Tensor) -> Tensor:
         """[batch * length, H, D] -> [batch, H, length, D]"""
@@ -121,6 +138,14 @@ class PagedAttention:
     batch: AttentionBatch
     of_layers: Sequence[AttentionBatch] | None = None
     """The batch of each layer, where they are in several cache groups: tables and slots differ."""
+    states: "Sequence[RecurrentStates | None]" = ()
+    """The states of each layer that has them, if some have."""
+
+    def states_of(self, layer: int) -> "RecurrentStates":
+        """The states of a layer that has them."""
+        states = self.states[layer]
+        assert states is not None, "the layer has a state"
+        return states
 
     def batch_of(self, layer: int) -> AttentionBatch:
         if self.of_layers is None:

@@ -614,7 +614,7 @@ class Decoder(nn.Module):
                 self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
         self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, group) for index in range(config.num_layers)
+            _layer_type(config, index)(config, index, group) for index in range(config.num_layers)
         )
         if self.is_last:
             self.final_norm = RMSNorm(config.hidden_size, config.norms.eps, config.norms.kind)
@@ -742,6 +742,15 @@ class Decoder(nn.Module):
             found: Tensor = table(token_ids)
             return found
         return self.group.all_reduce(table.known(token_ids))
+
+
+def _layer_type(config: ModelConfig, index: int) -> type[DecoderLayer]:
+    """The class of a layer."""
+    if not config.is_recurrent(index):
+        return DecoderLayer
+    from nanoserve.models.recurrent import RecurrentLayer  # for models that have such layers
+
+    return RecurrentLayer
 
 
 def _initialize(module: nn.Module) -> None:

@@ -164,6 +164,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             intermediate_size=config.inner_part(moe.intermediate_size, degree),
             shared_size=config.inner_part(moe.shared_size, degree),
         )
+    recurrent = config.recurrent
+    if recurrent is not None:
+        recurrent = recurrent.part(layers, degree)
     shapes = []
     for shape in config.layers.shapes[layers.start : layers.stop]:
         own_shape = shape._replace(
@@ -185,6 +188,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_kv_heads=max(1, config.num_kv_heads // degree),
         intermediate_size=config.inner_part(config.intermediate_size, degree),
         moe=moe,
+        recurrent=recurrent,
         layers=differences,
     )
     if degree == 1 and part.num_layers == config.num_layers:

@@ -156,6 +156,34 @@ def draft_of(row: "PlannedRow") -> "PlannedDraft":
     return row.draft
 
 
+NO_STATE = -1
+"""Stands in a StateRow for the state of a sequence before its first position."""
+
+
+class StateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a row of this plan finds and leaves its sequence's recurrent state.
+
+    A row without a StateRow reads the slot that the sequence's last one left its state in, and
+    leaves it there. Rows of a plan never read a slot that another row of the plan writes.
+    """
+
+    sequence: int
+    source: int
+    """The slot that holds the state at the row's first position: of the sequence itself, or a
+    snapshot; NO_STATE at position 0."""
+    target: int
+    """The slot that holds the state after the row."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """Snapshots within the row, in order: the state at this position, between the row's start and
+    its end, goes to this slot. The rest of the row goes on from there."""
+
+
+class StatePlan(msgspec.Struct, frozen=True, array_like=True):
+    """The recurrent states of a plan's rows, as far as they move."""
+
+    rows: tuple[StateRow, ...] = ()
+
+
 class LayoutPlan(msgspec.Struct, frozen=True, array_like=True):
     """The parallel layout of a plan."""
 

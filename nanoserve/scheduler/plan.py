@@ -96,6 +96,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Which of several parallel layouts runs it, or the one to change to."""
     host: optional.HostPlan = optional.HostPlan()
     """Swaps, and how host sequences take part."""
+    state: optional.StatePlan = optional.StatePlan()
+    """Where rows find and leave recurrent states."""
 
     @property
     def ends(self) -> bool:
