@@ -20,7 +20,7 @@ from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.start.device_start import DeviceStart
-from nanoserve.executor.start.memory import available_memory, choose_num_blocks, kv_bytes_per_block
+from nanoserve.executor.start.memory import available_memory, choose_cache_size, kv_bytes_per_block
 from nanoserve.executor.start.model_loading import (
     keeps_all_positions,
     load_decoder,
@@ -157,6 +157,8 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
         raise UsageError(
             f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}"
         )
+    if model.recurrent is not None:
+        _check_state_settings(config, model)
     if config.host_threads is not None:
         from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 
@@ -166,6 +168,22 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
         from nanoserve.executor.start.predictors import check_profile
 
         check_profile(config.profile)
+
+
+def _check_state_settings(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what does not go together with recurrent states."""
+    asked = {
+        f"--speculate {config.speculate}": config.speculate is not None,
+        "--decode-parallel": config.decode_layout is not None,
+        "host memory": config.uses_host_memory,
+        f"--policy {config.policy_name}": config.attends_on_host,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(
+                f"{name}: layers of {model.family} have recurrent states, which do not support it; "
+                "leave it out"
+            )
 
 
 def _warn_of_unused_memory(config: EngineConfig, model: ModelConfig) -> None:
@@ -256,7 +274,10 @@ def _build_here(
     gpu = start.gpus[0] if start.gpus else None
     reserved, longest = start.reserved_bytes(progress), model.max_position_embeddings
     free, windows = max(0, available_memory(decoder.device) - reserved), model.cache_groups.windows
-    num_blocks = choose_num_blocks(start.block_bytes[0], free, longest, config, windows)
+    cache_size = choose_cache_size(
+        start.block_bytes[0], start.state_bytes, free, longest, config, windows
+    )
+    num_blocks, state_slots = cache_size.num_blocks, cache_size.state_slots
     host_pool = _host_pool(decoder, model, config, num_blocks) if config.uses_host_memory else None
     predicting = None
     if host_pool is not None or config.speculate is not None:
@@ -271,7 +292,9 @@ def _build_here(
     if gpu is None:
         operators, layers = cpu_operators(), start.layers[0]
     overlaps = _overlaps_steps(config, device)
-    (stage,) = start.stages([num_blocks], host_pool, processor, async_scheduling=overlaps)
+    (stage,) = start.stages(
+        [num_blocks], host_pool, processor, state_slots=state_slots, async_scheduling=overlaps
+    )
     executor = LocalExecutor(stage, async_scheduling=overlaps)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     predictors: Sequence[Predictor] = ()
@@ -284,7 +307,14 @@ def _build_here(
     host_blocks = 0 if host_pool is None else host_pool.num_blocks
     capacities = [LayoutCapacity(num_blocks)]
     scheduler = _make_scheduler(
-        config, model, capacities, max_model_len, host_blocks, predictors, async_scheduling=overlaps
+        config,
+        model,
+        capacities,
+        max_model_len,
+        host_blocks,
+        predictors,
+        state_slots=state_slots,
+        async_scheduling=overlaps,
     )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(
@@ -340,7 +370,13 @@ def _build_on_workers(
     for executor in executors:
         predictors = worker_predictors(resolved, config, model, executor.speeds, executor.profile)
         scheduler = _make_scheduler(
-            config, model, executor.capacities, max_model_len, host_blocks, predictors
+            config,
+            model,
+            executor.capacities,
+            max_model_len,
+            host_blocks,
+            predictors,
+            state_slots=executor.state_slots,
         )
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
@@ -392,15 +428,20 @@ def _make_scheduler(
     host_blocks: int = 0,
     predictors: Sequence[Predictor] = (),
     *,
+    state_slots: int = 0,
     async_scheduling: bool = False,
 ) -> Scheduler:
     first, *others = capacities
     extensions = NOTHING_ATTACHED
-    if host_blocks or others or config.speculate is not None:
+    if host_blocks or others or config.speculate is not None or state_slots:
         from nanoserve.engine.extensions import engine_extensions  # most engines do without
 
         extensions = engine_extensions(
-            config, host_blocks=host_blocks, other_layouts=others, async_scheduling=async_scheduling
+            config,
+            host_blocks=host_blocks,
+            other_layouts=others,
+            state_slots=state_slots,
+            async_scheduling=async_scheduling,
         )
     scheduler = Scheduler(
         _make_policy(config, host_blocks),

@@ -15,9 +15,11 @@ def engine_extensions(
     *,
     host_blocks: int,
     other_layouts: Sequence[LayoutCapacity],
+    state_slots: int,
     async_scheduling: bool,
 ) -> Extensions:
-    """Make what the configuration asks for, with this many blocks in host memory."""
+    """Make what the configuration asks for, with this many blocks in host memory, and
+    slots for recurrent states."""
     proposer = None
     if config.speculate is not None:
         proposer = DraftProposer(
@@ -29,5 +31,6 @@ def engine_extensions(
         host_blocks=host_blocks,
         attends_on_host=config.attends_on_host,
         other_layouts=other_layouts,
+        state_slots=state_slots,
         proposer=proposer,
     )

@@ -352,6 +352,9 @@ class DecoderLayer(nn.Module):
     part are summed over the group. One rank adds the biases; they are zero on the others.
     """
 
+    has_state = False
+    """Whether it is a RecurrentLayer."""
+
     def __init__(
         self, config: ModelConfig, index: int, group: TensorParallelGroup = SINGLE_RANK
     ) -> None:
@@ -614,7 +617,7 @@ class Decoder(nn.Module):
                 self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
         self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
         self.layers = nn.ModuleList(
-            _layer_type(config, index)(config, index, group) for index in range(config.num_layers)
+            layer_type(config, index)(config, index, group) for index in range(config.num_layers)
         )
         if self.is_last:
             self.final_norm = RMSNorm(config.hidden_size, config.norms.eps, config.norms.kind)
@@ -744,7 +747,7 @@ class Decoder(nn.Module):
         return self.group.all_reduce(table.known(token_ids))
 
 
-def _layer_type(config: ModelConfig, index: int) -> type[DecoderLayer]:
+def layer_type(config: ModelConfig, index: int) -> type[DecoderLayer]:
     """The class of a layer."""
     if not config.is_recurrent(index):
         return DecoderLayer

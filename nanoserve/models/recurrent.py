@@ -29,6 +29,13 @@ class RecurrentStates:
     segments: Tensor
     """int32 [N, SEGMENT_FIELDS]; see `triton_ops.recurrent`."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that there are, in order."""
+        if self.matrix is None:
+            return self.convolution, self.segments
+        return self.convolution, self.matrix, self.segments
+
 
 class StatefulAttention(AttentionFunction, Protocol):
     """An AttentionFunction of a model some of whose layers have a state."""
@@ -82,6 +89,8 @@ class ShortConvolution(nn.Module):
 class RecurrentLayer(DecoderLayer):
     """A DecoderLayer that has a mixer with a state where others attend."""
 
+    has_state = True
+
     def _make_attention(self) -> None:
         config = self.config
         recurrent = config.recurrent
@@ -92,6 +101,15 @@ class RecurrentLayer(DecoderLayer):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
-        states = cast(StatefulAttention, attention).states_of(self.index)
+        return self._mix(hidden, cast(StatefulAttention, attention).states_of(self.index))
+
+    def of_tensors(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
+        """Run the layer on hidden states and the tensors of its RecurrentStates."""
+        convolution, *matrix, segments = tensors
+        return self._mix(
+            hidden, RecurrentStates(convolution, matrix[0] if matrix else None, segments)
+        )
+
+    def _mix(self, hidden: Tensor, states: RecurrentStates) -> Tensor:
         mixed = self.mixer(self.attention_norm(hidden), states)
         return self.post_attention(mixed, hidden)

@@ -1,13 +1,14 @@
 """A decoder small enough to run in a test, and what it computes without any cache."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import LayerDifferences, RopeConfig
+from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig, RopeConfig
 from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
@@ -19,6 +20,7 @@ from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.mechanism import Mechanism
+from nanoserve.executor.recurrent_state.state_slots import StateSlots
 from nanoserve.executor.stage import Stage
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
@@ -41,6 +43,12 @@ def small_config(*, sliding_window: int = 0) -> ModelConfig:
         rope=RopeConfig(rotary_dim=8),
         layers=LayerDifferences(sliding_windows=(sliding_window, sliding_window)),
     )
+
+
+def stateful_config() -> ModelConfig:
+    """Three layers in four have a state: a short convolution."""
+    states = RecurrentConfig(frozenset({0, 2, 3}), channels=32, kernel_size=3, bias=True)
+    return replace(small_config(), num_layers=4, recurrent=states, layers=LayerDifferences())
 
 
 def small_decoder(config: ModelConfig | None = None) -> Decoder:
@@ -79,6 +87,7 @@ def local_executor(
     verifies_drafts: bool = False,
     drafter: Drafter | None = None,
     layers: LayerRunner | None = None,
+    state_slots: int = 0,
     **settings: Any,
 ) -> LocalExecutor:
     """A LocalExecutor on the CPU with the mechanisms that are asked for; settings as for
@@ -89,6 +98,8 @@ def local_executor(
         if processor is not None:
             mechanisms.append(LocalCpuAttention(processor, layers or LayerRunner(), part))
         mechanisms.append(LocalKvTransfer(part))
+    if state_slots:
+        mechanisms.append(StateSlots(state_slots))
     if async_scheduling:
         mechanisms.append(PlaceholderTokens())
     if verifies_drafts:

@@ -21,7 +21,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import EmbeddingConfig, LayerDifferences, RopeConfig
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
-from nanoserve.models.decoder import DecoderLayer
+from nanoserve.models.decoder import DecoderLayer, layer_type
 from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
@@ -62,6 +62,9 @@ def layer_kind(
     moe = config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
+    recurrent = None
+    if config.recurrent is not None and config.is_recurrent(index):
+        recurrent = replace(config.recurrent, recurrent_layers=frozenset({0}))
     own = config.of_layer(index)
     layers = LayerDifferences()
     if part == "layer":
@@ -82,16 +85,20 @@ def layer_kind(
         embedding=EmbeddingConfig(per_layer_size=own.embedding.per_layer_size),
         layers=layers,
         moe=moe,
+        recurrent=recurrent,
         **defaults,
     )
     return CompiledKind(part, alone, packed)
 
 
 def step_arguments(
-    index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
 ) -> tuple[Tensor, ...]:
-    """The tensors that the part "layer" takes, for the layer of that index."""
+    """The tensors that the part "layer" takes, for this layer."""
     assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
+    index = layer.index
+    if layer.has_state:
+        return (hidden, *attention.states_of(index).tensors)
     caches = attention.key_caches[index], attention.value_caches[index]
     return (hidden, cos, sin, *caches, *attention.batch_of(index).tensors)
 
@@ -112,6 +119,9 @@ class _PartModule(nn.Module):
             return (self.layer.post_attention(attended, residual),)
         if self.part == "between_sums":
             return self.layer.between_sums(*tensors)
+        if self.layer.has_state:
+            hidden, *states = tensors
+            return (self.layer.of_tensors(hidden, *states),)
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
         attention = PagedAttention(
             self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch)
@@ -156,7 +166,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     torch.set_num_threads(job.threads)
     dtype: torch.dtype = getattr(torch, job.dtype)
     with torch.device("meta"):
-        layer = DecoderLayer(job.kind.config, 0).to(dtype)
+        layer = layer_type(job.kind.config, 0)(job.kind.config, 0).to(dtype)
         pack_layers(layer, job.kind.packed)
     # memory that is never touched costs nothing
     layer = layer.to_empty(device="cpu").requires_grad_(False).eval()
@@ -220,6 +230,13 @@ def _examples(
         ) * 2
     if kind.part == "between_sums":
         return (hidden, hidden.clone()), (any_length,) * 2
+    if config.recurrent is not None:
+        from nanoserve.models.recurrent import make_states  # for models with such layers
+
+        states = make_states(config, _EXAMPLE_BLOCKS, dtype)
+        states.segments = torch.zeros(rows, *states.segments.shape[1:], dtype=torch.int32)
+        tensors = (hidden, *states.tensors)
+        return tensors, (any_length,) * len(tensors)
     cache = torch.zeros(
         _EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype
     )

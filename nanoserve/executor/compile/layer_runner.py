@@ -35,7 +35,7 @@ from nanoserve.executor.compile.aot_build import (
 )
 from nanoserve.executor.start.memory import out_of_memory
 from nanoserve.models.attention import AttentionFunction
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Decoder, DecoderLayer, layer_type
 from nanoserve.models.packed import pack_layers, packed_shapes
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
@@ -170,12 +170,10 @@ class LayerRunner:
         attention: AttentionFunction,
     ) -> Tensor:
         if "layer" in self._compiled:
-            outputs = self._run(
-                "layer", layer, step_arguments(layer.index, hidden, cos, sin, attention)
-            )
+            outputs = self._run("layer", layer, step_arguments(layer, hidden, cos, sin, attention))
             if outputs is not None:
                 return outputs[0]
-        elif self._compiled:
+        elif self._compiled and not layer.has_state:
             return self.in_pieces(layer, hidden, cos, sin, attention)
         # After a failed torch.compile this writes the cache once more, with the same numbers.
         output: Tensor = layer(hidden, cos, sin, attention)
@@ -308,7 +306,7 @@ class _TorchCompiled:
         self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
     ) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
-            layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype)
+            layer = layer_type(kind.config, 0)(kind.config, 0, decoder.group).to(decoder.dtype)
             pack_layers(layer, kind.packed)
         # torch compiles one code object at most 8 times, then gives up on it: each kind of layer
         # has its own.

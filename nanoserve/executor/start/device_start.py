@@ -63,6 +63,8 @@ class DeviceStart:
             for one in decoders
         )
         """Size of a KV block by layout, with that."""
+        self.state_bytes = decoders[0].config.state_bytes(decoders[0].dtype.itemsize)
+        """Size of a slot for recurrent states; 0 if the layers here have none."""
 
     def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
         """Memory that must stay free beside the KV cache: for the largest step, and for what swaps
@@ -98,10 +100,11 @@ class DeviceStart:
         processor: "HostProcessor | None" = None,
         storage: Tensor | None = None,
         *,
+        state_slots: int = 0,
         async_scheduling: bool = False,
     ) -> list[Stage]:
-        """Make a stage for each decoder, with a cache of its number of blocks; raises what
-        `Stage.build` raises."""
+        """Make a stage for each decoder, with a cache of its number of blocks, and slots for
+        recurrent states; raises what `Stage.build` raises."""
         drafter = self._drafting.build(num_blocks[0]) if self._drafting is not None else None
         stages = list[Stage]()
         for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True):
@@ -110,6 +113,8 @@ class DeviceStart:
                 mechanisms.extend(
                     self._host_mechanisms(pool.part(decoder.shard), processor, layers)
                 )
+            if state_slots:
+                mechanisms.append(_state_slots(state_slots))
             if async_scheduling:
                 mechanisms.append(_fed_tokens())
             if self._config.speculate is not None:
@@ -153,6 +158,13 @@ class DeviceStart:
                 found.append(LocalCpuAttention(processor, layers, part))
             found.append(LocalKvTransfer(part))
         return found
+
+
+def _state_slots(num_slots: int) -> Mechanism:
+    """Keep the recurrent states of the layers."""
+    from nanoserve.executor.recurrent_state.state_slots import StateSlots
+
+    return StateSlots(num_slots)
 
 
 def _fed_tokens() -> Mechanism:

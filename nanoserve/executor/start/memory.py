@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,12 @@ CPU_SHARE = 0.25
 CUDA_SHARE = 0.95
 """The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of
 it in one piece."""
+
+
+_SLOTS_PER_SEQUENCE = 4
+"""Slots for each sequence that may run: one that it works in, and snapshots."""
+FEWEST_SLOTS = 2
+"""Slots with which one sequence runs: it may move from one to another."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -152,6 +159,52 @@ def _explicit(
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
         )
     return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The blocks of a KV cache, and the slots for recurrent states beside them."""
+
+    num_blocks: int
+    state_slots: int = 0
+
+
+def choose_cache_size(
+    per_block: int,
+    per_slot: int,
+    free: int,
+    longest: int,
+    config: EngineConfig,
+    windows: tuple[int, ...] = (0,),
+) -> CacheSize:
+    """Divide the memory of the KV cache between blocks, as `choose_num_blocks` does and raises, and
+    slots of `per_slot` bytes for recurrent states, 0 in models without.
+
+    States get half of it at most, and no more than _SLOTS_PER_SEQUENCE for each of
+    ``--max-num-seqs``. Raises UsageError if they do not suffice for one sequence.
+    """
+    if per_slot == 0:
+        return CacheSize(choose_num_blocks(per_block, free, longest, config, windows))
+    share = CUDA_SHARE
+    if config.device == "cpu":
+        share = CPU_SHARE
+    if config.kv_cache_memory is None:
+        memory = int(free * share)
+    else:
+        memory = config.kv_cache_memory
+    slots = min(_SLOTS_PER_SEQUENCE * config.max_num_seqs, memory // 2 // per_slot)
+    if slots < FEWEST_SLOTS:
+        raise UsageError(
+            f"half of {format_size(memory)} of KV cache does not hold the recurrent states of a "
+            f"sequence, {FEWEST_SLOTS} times {format_size(per_slot)}; raise --kv-cache-memory"
+        )
+    taken = slots * per_slot
+    if config.kv_cache_memory is None:
+        left = max(0, free - int(taken / share))
+    else:
+        config = replace(config, kv_cache_memory=memory - taken)
+        left = free - taken
+    return CacheSize(choose_num_blocks(per_block, left, longest, config, windows), slots)
 
 
 @contextmanager

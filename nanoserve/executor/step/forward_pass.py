@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Row
+
+if TYPE_CHECKING:  # for models with such layers
+    from nanoserve.models.recurrent import RecurrentStates
 
 LayerComputed = Callable[[int], None]
 """Called with each layer of a stage, once its keys and values are written or the work that writes
@@ -41,6 +44,8 @@ class StepInputs:
     more: tuple[AttentionBatch, ...] = ()
     """Where the rows are in the other cache groups, if the model has several; `batch` is for the
     first one."""
+    states: "Sequence[RecurrentStates | None]" = ()
+    """The recurrent states of each layer that has them, if some have."""
 
     @property
     def batches(self) -> tuple[AttentionBatch, ...]:
@@ -62,6 +67,10 @@ ForwardFunction = Callable[[StepInputs], Tensor]
 next call."""
 
 
+_NO_CACHE = torch.empty(0)
+"""Stands for the keys and values of a layer that has a state instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caches:
     """Keys and values: [num_blocks, num_kv_heads, block_size, head_dim]. There is one tensor for
@@ -77,6 +86,8 @@ class Caches:
         each block. To be contiguous, such a view begins at the layer's first part and counts its
         blocks in parts: see `InputBuilder`."""
         groups, own = config.cache_groups, config.of_layer(layer)
+        if config.is_recurrent(layer):
+            return _NO_CACHE, _NO_CACHE
         tensor, part = groups.tensor_of(layer)
         shares = groups.shares[groups.places[layer][0]]
         if shares == 1 and own is config:
@@ -136,7 +147,12 @@ class ForwardPass:
             batches = inputs.batches
             of_layers = [batches[group] for group in self._groups]
         attention = PagedAttention(
-            self._decoder.config, self._keys, self._values, inputs.batch, of_layers
+            self._decoder.config,
+            self._keys,
+            self._values,
+            inputs.batch,
+            of_layers,
+            inputs.states,
         )
         run_layer = self._run_layer
         if inputs.computed is not None:

@@ -71,6 +71,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         block_bytes=device_start.block_bytes,
         free_bytes=max(0, available_memory(device) - reserved),
         speeds=speeds,
+        state_bytes=device_start.state_bytes,
     )
     endpoint.report(loaded)
     allocate = endpoint.hear()
@@ -82,7 +83,9 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
     pool = _open_host_pool(start, model, decoders[0].dtype)
-    stages = device_start.stages(allocate.num_blocks, pool, processor, storage)
+    stages = device_start.stages(
+        allocate.num_blocks, pool, processor, storage, state_slots=allocate.state_slots
+    )
     layouts = [_worker_layout(stage, config) for stage in stages]
     for layout in layouts:
         layout.activations.connect()

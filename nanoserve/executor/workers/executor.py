@@ -16,7 +16,7 @@ from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.executor.start.memory import choose_num_blocks
+from nanoserve.executor.start.memory import CacheSize, choose_cache_size
 from nanoserve.executor.workers.group import WATCH_SECONDS, WorkerGroup, WorkersDied
 from nanoserve.executor.workers.messages import (
     Allocate,
@@ -84,6 +84,7 @@ class WorkersExecutor:
         self.async_scheduling = False
         self.num_workers = config.num_workers
         self.capacities: tuple[LayoutCapacity, ...] = ()  # KV blocks and plans in flight, by layout
+        self.state_slots = 0  # for recurrent states
         self.layout = 0  # number of the one that runs, or that new workers begin in
         # what each worker reaches while the others do the same; None where that was not measured.
         self.speeds: MachineSpeeds | None = None
@@ -311,15 +312,17 @@ class WorkersExecutor:
             workers = list(self._loaded.values())
             self.speeds = workers[0].speeds  # which are the same in all of them
             longest, windows = self._model.max_position_embeddings, self.windows
+            sizes = [
+                common_cache_size(workers, self._config, longest, number, windows)
+                for number in range(len(self._config.layouts))
+            ]
+            self.state_slots = sizes[0].state_slots
             self.capacities = tuple(
-                LayoutCapacity(
-                    common_num_blocks(workers, self._config, longest, number, windows),
-                    layout.pipeline_parallel,
-                )
-                for number, layout in enumerate(self._config.layouts)
+                LayoutCapacity(size.num_blocks, layout.pipeline_parallel)
+                for size, layout in zip(sizes, self._config.layouts, strict=True)
             )
         self._open_group().send(
-            Allocate(tuple(capacity.num_blocks for capacity in self.capacities))
+            Allocate(tuple(capacity.num_blocks for capacity in self.capacities), self.state_slots)
         )
 
     def _go(self) -> None:
@@ -414,14 +417,14 @@ class RemoteLayers:
         return next(waiting, None)
 
 
-def common_num_blocks(
+def common_cache_size(
     workers: Sequence[Loaded],
     config: EngineConfig,
     longest: int,
     layout: int = 0,
     windows: tuple[int, ...] = (0,),
-) -> int:
-    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own
+) -> CacheSize:
+    """Size of the KV cache in the parallel layout of that number; `longest` is the model's own
     limit, in tokens, `windows` are those of its cache groups.
 
     Workers on the CPUs of one machine share its memory; GPUs have their own. Raises UsageError if a
@@ -435,11 +438,14 @@ def common_num_blocks(
     total = sum(per_block.values())
     # The memory that holds the fewest blocks is the measure: so much could be free of all together,
     # and be used.
-    together = min(free[memory] * total // per_block[memory] for memory in free)
+    together = min(
+        free[memory] * total // per_block[memory] for memory in free if per_block[memory]
+    )
     # the engines beside this one load at the same time, and take as much
     if config.device == "cpu":
         together //= config.data_parallel
-    return choose_num_blocks(total, together, longest, config, windows)
+    per_slot = sum(worker.state_bytes for worker in workers)
+    return choose_cache_size(total, per_slot, together, longest, config, windows)
 
 
 def start_workers(

@@ -62,6 +62,8 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     """Make the KV cache, and be ready for plans. How many blocks it has, by layout."""
 
     num_blocks: tuple[int, ...]
+    state_slots: int = 0
+    """Slots for recurrent states."""
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag=True):
@@ -129,6 +131,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     speeds: MachineSpeeds | None = None
     """Speeds that it reaches while the other workers measure too; None where no policy decides by
     them."""
+    state_bytes: int = 0
+    """Size of its part of a slot for recurrent states."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,1 @@
+"""The recurrent states of a stage's layers, and where the rows of a step find theirs."""
