@@ -15,6 +15,7 @@ from nanoserve.config.model_parts import RecurrentConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import DecoderLayer, Linear
 from triton_ops import causal_convolution
+from triton_ops.recurrent import SEGMENT_FIELDS
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def make_states(config: ModelConfig, slots: int, dtype: torch.dtype) -> Recurren
     return RecurrentStates(
         torch.empty(slots, recurrent.channels, recurrent.kernel_size - 1, dtype=dtype),
         matrix,
-        torch.empty(0, 5, dtype=torch.int32),
+        torch.empty(0, SEGMENT_FIELDS, dtype=torch.int32),
     )
 
 

@@ -1,8 +1,13 @@
 """A step finds each row's recurrent state, and leaves it where the plan says."""
 
+from collections.abc import Callable
+
 import pytest
 
+from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
+from nanoserve.executor.start.gpu_start import run_largest_step
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.optional import NO_STATE, StatePlan, StateRow
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
@@ -12,16 +17,32 @@ from tests.executor.small_model import (
     small_decoder,
     stateful_config,
 )
+from triton_ops.cpu import cpu_operators
 
 PROMPT = tuple(1 + (number * number) % 59 for number in range(70))
 BLOCKS = tuple(range(20))
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
 
-def executor() -> LocalExecutor:
+def executor(
+    compiled: Callable[[Decoder], LayerRunner | None] = lambda decoder: None,
+) -> LocalExecutor:
+    decoder = small_decoder(stateful_config()).requires_grad_(False)
     return local_executor(
-        small_decoder(stateful_config()), num_blocks=60, block_size=4, state_slots=5
+        decoder, num_blocks=60, block_size=4, state_slots=5, layers=compiled(decoder)
     )
+
+
+def traced(decoder: Decoder) -> LayerRunner:
+    return LayerRunner.torch_compile(decoder, backend="aot_eager")
+
+
+def ahead_of_time(decoder: Decoder) -> LayerRunner:
+    layers = LayerRunner.ahead_of_time(decoder, block_size=4, operators=cpu_operators())
+    layers.start(waited=True)
+    layers.wait()
+    assert layers.loaded
+    return layers
 
 
 def begun(sequence: int, tokens: tuple[int, ...]) -> Begin:
@@ -42,8 +63,13 @@ def decoded(running: LocalExecutor, first_step: int, sequence: int, tokens: list
     return tokens[-4:]
 
 
-def test_a_prompt_in_chunks_goes_on_in_its_slot() -> None:
-    running = executor()
+@pytest.mark.parametrize(
+    "compiled", [lambda decoder: None, traced, pytest.param(ahead_of_time, marks=pytest.mark.slow)]
+)
+def test_a_prompt_in_chunks_goes_on_in_its_slot(
+    compiled: Callable[[Decoder], LayerRunner | None],
+) -> None:
+    running = executor(compiled)
     expected = dense_greedy(small_decoder(stateful_config()), PROMPT, 5)
     first = Row(7, 0, PROMPT[:41], False, BLOCKS)
     moved = StatePlan((StateRow(7, NO_STATE, 3),))
@@ -111,3 +137,12 @@ def test_a_row_without_a_state_is_an_error() -> None:
     running.submit(StepPlan(0, begin=(begun(7, PROMPT),), rows=(Row(7, 0, PROMPT, True, BLOCKS),)))
     with pytest.raises(RuntimeError, match="sequence 7: its recurrent state is in no slot"):
         running.collect(None)
+
+
+def test_the_largest_step_of_a_gpu_has_states() -> None:
+    decoder = small_decoder(stateful_config())
+    tokens = run_largest_step(
+        decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4
+    )
+    assert tokens is not None
+    assert len(tokens) == 11

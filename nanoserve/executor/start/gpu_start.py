@@ -3,9 +3,10 @@ steps."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,10 +34,15 @@ from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.models.packed import PackedExperts
 from nanoserve.request import SamplingParams
+from nanoserve.scheduler.optional import NO_STATE
 from nanoserve.scheduler.plan import Begin
 from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.gpu.experts import never_waits
+from triton_ops.recurrent import SEGMENT_FIELDS
+
+if TYPE_CHECKING:  # for models with such layers
+    from nanoserve.models.recurrent import RecurrentStates
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
@@ -232,7 +238,34 @@ def _largest_inputs(
         longest=longest,
         intermediate_hidden_states=intermediate_hidden_states,
         more=(batch,) * (len(decoder.config.cache_groups.windows) - 1),
+        states=_states_of_one_slot(decoder, starts),
     )
+
+
+def _states_of_one_slot(
+    decoder: Decoder, starts: torch.Tensor
+) -> "Sequence[RecurrentStates | None]":
+    """Recurrent states of the layers that have them, one for all rows, whose tokens begin and end
+    at these places: [R + 1]."""
+    config = decoder.config
+    if config.recurrent is None:
+        return ()
+    from nanoserve.models.recurrent import make_states  # for models that have such layers
+
+    segments = torch.zeros(
+        len(starts) - 1, SEGMENT_FIELDS, dtype=torch.int32, device=decoder.device
+    )
+    segments[:, 0], segments[:, 1] = starts[:-1], starts[1:]
+    segments[:, 2] = NO_STATE
+    of_layers = list[RecurrentStates | None]()
+    with decoder.device:
+        for layer in range(config.num_layers):
+            states = None
+            if config.is_recurrent(layer):
+                states = make_states(config, 1, decoder.dtype)
+                states.segments = segments
+            of_layers.append(states)
+    return of_layers
 
 
 def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
@@ -253,6 +286,8 @@ def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
     """Whether nothing in a decode step waits for the device. Trying would not do: a recording that
     fails leaves torch's allocator in a state in which memory cannot be given back."""
     config = decoder.config
+    if config.recurrent is not None:  # the host cuts its scans
+        return False
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True
     if any(isinstance(module, PackedExperts) for module in decoder.modules()):
