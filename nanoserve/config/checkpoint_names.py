@@ -37,6 +37,9 @@ class LayerNames:
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
+    mixer_inputs: str = "conv.in_proj"
+    mixer_kernel: str = "conv.conv"
+    mixer_output: str = "conv.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,18 @@ _GPT_OSS = CheckpointNames(
     layer=LayerNames(router="mlp.router", expert_gate_up=("mlp.experts.{}.gate_up_proj",))
 )
 """All experts of a layer are one tensor, whose name is without the number."""
+_LFM2 = CheckpointNames(
+    layer=LayerNames(
+        output="self_attn.out_proj",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        attention_norm="operator_norm",
+        feed_forward_norm="ffn_norm",
+        query_norm="self_attn.q_layernorm",
+        key_norm="self_attn.k_layernorm",
+    ),
+    final_norm="model.embedding_norm.weight",
+)
 _CHATGLM = CheckpointNames(
     layer=LayerNames(
         qkv=("self_attention.query_key_value",),
@@ -119,6 +134,7 @@ _FAMILIES = {
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA,
     "olmo3": CheckpointNames(layer=_AFTER),
+    "lfm2": _LFM2,
 }
 
 

@@ -1,6 +1,6 @@
 """Typed access to a parsed config.json. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanoserve.errors import ModelError, shown
@@ -89,3 +89,24 @@ class ConfigFields:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise self._fail(key, "an integer from 0 on or a list of them")
         return tuple(found)
+
+    def layer_types(self, known: Collection[str], num_layers: int) -> list[str] | None:
+        """The kind of each layer, one of those that are known; None without `layer_types`."""
+        found = self.get("layer_types")
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != num_layers:
+            listed = shown(found)
+            if isinstance(found, list):
+                listed = str(len(found))
+            raise ModelError(
+                f"{self.source}: layer_types must name a kind for each of {num_layers} layers, "
+                f"found {listed}"
+            )
+        for kind in found:
+            if not isinstance(kind, str) or kind not in known:
+                raise ModelError(
+                    f"{self.source}: layer_types names {shown(kind)}; known are "
+                    f"{' and '.join(known)}"
+                )
+        return found

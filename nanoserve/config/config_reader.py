@@ -18,6 +18,7 @@ from nanoserve.config.model_parts import (
     LogitConfig,
     MlaConfig,
     MoeConfig,
+    RecurrentConfig,
     RopeConfig,
 )
 from nanoserve.config.quantization import Quantization
@@ -34,6 +35,7 @@ _NULLABLE = (
     "n_group",
     "topk_group",
     "per_layer_config",
+    "block_ffn_dim_multiplier",
 )
 """Keys whose explicit null switches off what the family has by default."""
 _MULTIMODAL = ("gemma3", "gemma4", "mistral3")
@@ -77,7 +79,7 @@ def read_config(
         family=name,
         vocab_size=fields.positive("vocab_size"),
         hidden_size=fields.positive("hidden_size"),
-        intermediate_size=fields.positive("intermediate_size"),
+        intermediate_size=_intermediate_size(fields, family),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -89,6 +91,7 @@ def read_config(
         norms=replace(family.norms, eps=fields.number(family.norm_eps_key, 1e-6, least=0.0)),
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
+        recurrent=_recurrent(fields, family, num_layers),
         embedding=_embedding(fields, family),
         logits=_logits(fields),
         layers=replace(layers, ropes=ropes),
@@ -121,6 +124,7 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     family = FAMILIES[name]
     values = family.defaults | {key: value for key, value in config.items() if value is not None}
     values |= {key: config[key] for key in _NULLABLE if key in config}
+    _rename(values, config, family.older_keys)
     if config.get("model_type") == "chatglm":
         _translate_chatglm(values, config, source)
         values["tensor_names"] = "chatglm"
@@ -175,10 +179,16 @@ def _family_name(config: Mapping[str, Any], source: str) -> str:
     return model_type
 
 
-def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
-    for old, new in _CHATGLM_KEYS.items():
+def _rename(
+    values: dict[str, Any], config: Mapping[str, Any], older_keys: Mapping[str, str]
+) -> None:
+    for old, new in older_keys.items():
         if config.get(old) is not None:
             values[new] = config[old]
+
+
+def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
+    _rename(values, config, _CHATGLM_KEYS)
     if not config.get("multi_query_attention", True):
         values["num_key_value_heads"] = config.get("num_attention_heads")
     if config.get("add_bias_linear") or not config.get("rmsnorm", True):
@@ -247,6 +257,20 @@ def _attention(
     return attention
 
 
+def _intermediate_size(fields: ConfigFields, family: Family) -> int:
+    """The inner size of feed-forward parts. LFM2 makes it of another number."""
+    size = fields.positive("intermediate_size")
+    if not family.adjusts_inner_size or not fields.flag("block_auto_adjust_ff_dim", default=True):
+        return size
+    size = 2 * size // 3
+    if fields.get("block_ffn_dim_multiplier") is not None:
+        multiple = fields.positive("block_multiple_of", 256)
+        size = int(size * fields.number("block_ffn_dim_multiplier", 1.0))
+        size = -(-size // multiple) * multiple
+    adjusted = ConfigFields({"intermediate_size": size}, fields.source)
+    return adjusted.positive("intermediate_size")
+
+
 def _feed_forward(fields: ConfigFields, family: Family) -> FeedForwardConfig:
     if not family.has_mlp_bias:
         return family.feed_forward
@@ -295,6 +319,15 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
             f"{moe.num_experts} experts"
         )
     return moe
+
+
+def _recurrent(fields: ConfigFields, family: Family, num_layers: int) -> RecurrentConfig | None:
+    if family.recurrent is None:
+        return None
+    recurrent = family.recurrent(fields, num_layers)
+    if not recurrent.recurrent_layers:
+        return None
+    return recurrent
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -17,7 +17,14 @@ from nanoserve.config.experts import (
     mixtral_experts,
     qwen3_experts,
 )
-from nanoserve.config.model_parts import AttentionConfig, FeedForwardConfig, MoeConfig, NormConfig
+from nanoserve.config.model_parts import (
+    AttentionConfig,
+    FeedForwardConfig,
+    MoeConfig,
+    NormConfig,
+    RecurrentConfig,
+)
+from nanoserve.config.recurrent_layers import lfm2_recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,8 @@ class Family:
     rope: RopeRules = RopeRules()
     experts: Callable[[ConfigFields, int], MoeConfig] | None = None
     """Reads its mixture of experts, given the number of layers."""
+    recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
+    """Reads its layers with a state, given the number of layers."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -89,6 +98,10 @@ class Family:
     """Whether embedded tokens are multiplied by the root of hidden_size."""
     has_mlp_bias: bool = False
     """Whether its mlp_bias is read."""
+    adjusts_inner_size: bool = False
+    """Whether block_auto_adjust_ff_dim makes another feed-forward size of intermediate_size."""
+    older_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of older checkpoints, which count before those that they stand for."""
 
 
 _GLM = Family(
@@ -332,6 +345,25 @@ _COHERE2 = Family(
     norm_eps_key="layer_norm_eps",
 )
 
+_LFM2 = Family(
+    defaults={
+        "norm_eps": 1e-5,
+        "max_position_embeddings": 128000,
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+    attention=AttentionConfig(qk_norm=True),
+    attention_bias="none",
+    recurrent=lfm2_recurrent,
+    norm_eps_key="norm_eps",
+    adjusts_inner_size=True,
+    older_keys={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+)
+"""Short convolutions between two gates, and attention in some layers."""
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
     "mistral": _MISTRAL,
@@ -353,5 +385,6 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": _OLMO3,
     "smollm3": _SMOLLM3,
     "cohere2": _COHERE2,
+    "lfm2": _LFM2,
 }
 """Each model_type's family."""

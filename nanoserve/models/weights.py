@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoserve.config.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import MlaConfig, MoeConfig
+from nanoserve.config.model_parts import MlaConfig, MoeConfig, RecurrentConfig
 from nanoserve.models.shards import Shard, divided
 
 _FANNING_IN = frozenset({"output", "down"})
@@ -81,6 +81,8 @@ class TensorPart:
         if self.expert is not None:
             parameter = parameter[self.expert]
         filled = parameter[self.first_row : self.first_row + self.num_rows]
+        if len(self.shape) > filled.dim():  # the kernel of a convolution, whose groups have a size
+            return filled[:, None]
         if self.columns is None:
             return filled
         return filled[:, : len(self.columns)]
@@ -182,7 +184,8 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     prefix = names.layer_prefix.format(index)
     target = f"layers.{index}."
     hidden = config.hidden_size
-    yield from _norm_parts(config, layer, prefix, target)
+    is_recurrent = config.is_recurrent(index)
+    yield from _norm_parts(config, layer, prefix, target, has_heads=not is_recurrent)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.norms.layer_scale:
@@ -195,20 +198,10 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         yield TensorPart(
             f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size)
         )
-    if config.attention.mla is not None:
-        yield from _latent_parts(config, config.attention.mla, layer, prefix, target)
+    if is_recurrent and config.recurrent is not None:
+        yield from _mixer_parts(config.recurrent, layer, prefix, target, hidden)
     else:
-        sizes = config.qkv_sizes
-        qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
-        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.attention.qkv_bias)
-    output_name = prefix + layer.output
-    yield from _rows(
-        [output_name],
-        target + "output",
-        (hidden,),
-        config.output_size,
-        bias=config.attention.output_bias,
-    )
+        yield from _attention_parts(config, layer, prefix, target)
     target += "feed_forward."
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target, hidden)
@@ -223,10 +216,47 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     )
 
 
-def _norm_parts(
+def _attention_parts(
     config: ModelConfig, layer: LayerNames, prefix: str, target: str
 ) -> Iterator[TensorPart]:
-    """The weights of a layer's norms."""
+    """The matrices of attention."""
+    hidden = config.hidden_size
+    if config.attention.mla is not None:
+        yield from _latent_parts(config, config.attention.mla, layer, prefix, target)
+    else:
+        sizes = config.qkv_sizes
+        qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
+        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.attention.qkv_bias)
+    yield from _rows(
+        [prefix + layer.output],
+        target + "output",
+        (hidden,),
+        config.output_size,
+        bias=config.attention.output_bias,
+    )
+
+
+def _mixer_parts(
+    recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str, hidden: int
+) -> Iterator[TensorPart]:
+    """The matrices and the kernel of a short convolution between two gates."""
+    channels = recurrent.channels
+    inputs, kernel = prefix + layer.mixer_inputs, prefix + layer.mixer_kernel
+    output = prefix + layer.mixer_output
+    yield from _rows(
+        [inputs], target + "mixer.inputs", (3 * channels,), hidden, bias=recurrent.bias
+    )
+    shape = (channels, 1, recurrent.kernel_size)
+    yield TensorPart(f"{kernel}.weight", target + "mixer.kernel", shape)
+    if recurrent.bias:
+        yield TensorPart(f"{kernel}.bias", target + "mixer.kernel_bias", (channels,))
+    yield from _rows([output], target + "output", (hidden,), channels, bias=recurrent.bias)
+
+
+def _norm_parts(
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, has_heads: bool
+) -> Iterator[TensorPart]:
+    """The weights of a layer's norms; those of queries and keys are for layers that attend."""
     hidden = config.hidden_size
     norms: dict[str, tuple[str, int]] = {}
     if config.norms.places in ("before", "around"):
@@ -236,7 +266,7 @@ def _norm_parts(
     if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
-    if config.attention.qk_norm:
+    if config.attention.qk_norm and has_heads:
         query_size = key_size = config.head_dim
         if config.attention.qk_norm_spans_heads:
             query_size = config.num_heads * config.head_dim
@@ -431,8 +461,14 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
         return (_evenly(config.vocab_size, shard),)
     if not part.parameter.startswith("layers."):
         return ()
-    own_index = int(part.parameter.split(".")[1])
-    config = config.of_layer(shard.layers.start + own_index)
+    index = shard.layers.start + int(part.parameter.split(".")[1])
+    config = config.of_layer(index)
+    if config.is_recurrent(index) and config.recurrent is not None:
+        channels = _evenly(config.recurrent.channels, shard)
+        if matrix == "inputs":
+            return channels, channels, channels
+        if matrix in ("kernel", "kernel_bias", "output"):
+            return (channels,)
     if matrix == "output":
         return (_evenly(config.output_size, shard),)
     if matrix == "sinks":

@@ -183,7 +183,7 @@ def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama-tied-biased", "glm", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased"])
 def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degree: int) -> None:
     hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
     config = ModelConfig.from_hf(hf)

@@ -66,6 +66,11 @@ _LATENT = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "hidden_size": 72,
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -260,6 +265,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_interleave=False,
     ),
     "glm4_moe_lite": lambda: _config("glm4_moe_lite", **_LATENT, attention_bias=True),
+    "lfm2": lambda: _config(
+        "lfm2", **_LFM2, intermediate_size=150, block_multiple_of=24, block_ffn_dim_multiplier=1.3
+    ),
+    "lfm2-biased": lambda: _config(
+        "lfm2",
+        **_LFM2 | {"layer_types": None},
+        full_attn_idxs=[0, 2],
+        conv_bias=True,
+        conv_L_cache=5,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+        norm_eps=0.01,
+    ),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",
         head_dim=16,
@@ -316,7 +334,7 @@ def make_checkpoint(
 
 def randomize(model: PreTrainedModel) -> None:
     """Weights whose every number leaves its mark."""
-    kept = ("correction_bias", "layer_scalar")
+    kept = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept))
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *buffers):

@@ -84,6 +84,7 @@ UNUSED_BY = {
     },
     "deepseek_v3": {"head_dim", "num_key_value_heads", "num_nextn_predict_layers"},
     "glm4_moe_lite": {"num_key_value_heads"},
+    "lfm2": {"full_attn_idxs"},  # layer_types counts
     "gemma3_text": {"attn_logit_softcapping"},  # nor does transformers' model read it
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp"}
     | {"vocab_size_per_layer_input"},
@@ -100,10 +101,15 @@ def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
+OF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "intermediate_size": 11000},
+}
+"""What a default takes that cannot run, or in which some keys mean nothing."""
+
+
 def whole_default(model_type: str) -> dict[str, Any]:
-    # whose own default cannot run
-    more = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
-    return filled(model_type, more)
+    return filled(model_type, OF_DEFAULTS.get(model_type, {}))
 
 
 def read(values: Mapping[str, Any]) -> ModelConfig | str:
@@ -134,7 +140,7 @@ def test_every_default_is_that_of_transformers(model_type: str) -> None:
             continue
         if key not in NOT_SAVED.get(model_type, set()):
             assert read({**left, key: None}) == read(of_null), f"{key} is null"
-    kept = SIZES | TOKENS | {"model_type", "num_experts_per_tok"}
+    kept = SIZES | TOKENS | {"model_type"} | OF_DEFAULTS.get(model_type, {}).keys()
     assert read({key: value for key, value in whole.items() if key in kept}) == expected
 
 
@@ -169,6 +175,68 @@ def test_layers_that_differ_are_refused_by_families_that_have_none() -> None:
         with pytest.raises(ModelError, match=f"per_layer_config is not supported for {model_type}"):
             ModelConfig.from_hf({**whole, "per_layer_config": {"1": {"intermediate_size": 8}}})
         assert ModelConfig.from_hf({**whole, "per_layer_config": {}}) == ModelConfig.from_hf(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "inner", "recurrent"),
+    [
+        ({}, 112, {0, 2}),  # 2 / 3 of 151 are 100, and 8 divides 104 and 112
+        ({"block_ffn_dim_multiplier": 0.5}, 56, {0, 2}),
+        ({"block_ffn_dim_multiplier": None}, 100, {0, 2}),
+        ({"block_auto_adjust_ff_dim": False, "full_attn_idxs": []}, 151, {0, 1, 2, 3}),
+        ({"full_attn_idxs": None}, 112, set()),
+        ({"layer_types": ["conv"] + ["full_attention"] * 3}, 112, {0}),
+    ],
+)
+def test_keys_of_the_first_lfm2_checkpoints(
+    changes: dict[str, Any], inner: int, recurrent: set[int]
+) -> None:
+    """They name the feed-forward size, the layers that attend and the tied matrix otherwise."""
+    older = {
+        "model_type": "lfm2",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_ff_dim": 151,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.08,
+        "full_attn_idxs": [1, 3],
+        "tie_embedding": False,
+        "rope_theta": 5e5,
+        "bos_token_id": 1,
+        "eos_token_id": 7,
+        **changes,
+    }
+    found = ModelConfig.from_hf(older)
+    if "block_ffn_dim_multiplier" not in changes or changes["block_ffn_dim_multiplier"]:
+        assert found == ModelConfig.from_hf(filled("lfm2", older))
+    assert found.intermediate_size == inner and not found.tie_word_embeddings
+    assert {layer for layer in range(4) if found.is_recurrent(layer)} == recurrent
+    assert (found.recurrent is None) == (not recurrent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"intermediate_size": 1}, "intermediate_size must be a positive integer, found 0"),
+        ({"block_ffn_dim_multiplier": 1e30}, "intermediate_size must be at most"),
+        (
+            {"layer_types": ["conv", "mamba"]},
+            "layer_types names 'mamba'; known are conv and full_attention",
+        ),
+        ({"layer_types": ["conv"]}, "layer_types must name a kind for each of 2 layers, found 1"),
+        ({"layer_types": None, "full_attn_idxs": [-1]}, "full_attn_idxs must be an integer from"),
+        ({"conv_L_cache": 0}, "conv_L_cache must be a positive integer, found 0"),
+    ],
+)
+def test_layers_with_a_state_that_cannot_be_are_refused(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    sizes = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], **changes}
+    with pytest.raises(ModelError, match=complaint):
+        ModelConfig.from_hf({**whole_default("lfm2"), **sizes})
 
 
 YARN = {

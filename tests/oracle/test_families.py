@@ -16,12 +16,13 @@ from nanoserve.errors import ModelError
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
-from tests.models.test_decoder import layer_caches
+from tests.models.test_decoder import layer_caches, layer_states, set_segments
 from tests.oracle.checkpoints import (
     FAMILIES,
     VOCAB_SIZE,
     families,
     make_checkpoint,
+    randomize,
     rename_glm_as_chatglm,
 )
 
@@ -60,11 +61,14 @@ class PagedSequence:
         self.decoder, self.config = decoder, config
         self.blocks = torch.randperm(16, generator=torch.Generator().manual_seed(1))
         self.key_caches, self.value_caches = layer_caches(config, 16, BLOCK_SIZE)
+        self.states = layer_states(config, 1)
         self.length = 0
 
     def append(self, tokens: Tensor) -> Tensor:
         """Logits of the appended tokens, [len(tokens), vocab_size]."""
         positions = torch.arange(self.length, self.length + len(tokens))
+        source = 0 if self.length else -1
+        set_segments(self.states, [[0, len(tokens), source, 0, self.length]])
         self.length += len(tokens)
         attention = PagedAttention(
             config=self.config,
@@ -77,6 +81,7 @@ class PagedSequence:
                 slot_mapping=self.blocks[positions // BLOCK_SIZE] * BLOCK_SIZE
                 + positions % BLOCK_SIZE,
             ),
+            states=self.states,
         )
         with torch.inference_mode():
             return self.decoder.compute_logits(self.decoder(tokens, positions, attention))
@@ -119,6 +124,27 @@ def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(
         logits = sequence.append(torch.tensor(tokens[-1:]))[-1]
     assert len(expected) == GREEDY_TOKENS
     assert tokens == expected
+
+
+@pytest.mark.parametrize("num_layers", [4, 12, 48])
+@pytest.mark.parametrize("family", ["lfm2", "lfm2-biased"])
+def test_layers_with_a_state_as_transformers_saves_them(
+    family: str, num_layers: int, tmp_path: Path
+) -> None:
+    config = FAMILIES[family]()
+    config.num_hidden_layers = num_layers
+    config.layer_types = ["conv", "full_attention"] + ["conv"] * (num_layers - 2)
+    torch.manual_seed(num_layers)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    decoder, found = load_model(tmp_path, "fp32")
+    assert [found.is_recurrent(layer) for layer in range(num_layers)] == [
+        kind == "conv" for kind in config.layer_types
+    ]
+    expected = reference_logits(model, prompt())
+    logits = dense_logits(decoder, found, prompt())
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE / 2, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3_moe", "glm4"])
