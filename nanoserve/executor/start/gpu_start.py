@@ -257,7 +257,7 @@ def _states_of_one_slot(
     )
     segments[:, 0], segments[:, 1] = starts[:-1], starts[1:]
     segments[:, 2] = NO_STATE
-    of_layers = list[RecurrentStates | None]()
+    of_layers: list[RecurrentStates | None] = []
     with decoder.device:
         for layer in range(config.num_layers):
             states = None
