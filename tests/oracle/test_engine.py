@@ -20,6 +20,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.windows import most_blocks
 from tests.executor.small_model import local_executor
@@ -45,6 +46,11 @@ class Setting:
     def num_blocks(self, config: ModelConfig) -> int:
         tokens = 100 if self.tight else 1000
         return most_blocks(config.cache_groups.windows, tokens, self.block_size)
+
+    def state_slots(self, config: ModelConfig) -> int:
+        if config.recurrent is None:
+            return 0
+        return 4 if self.tight else 30
 
 
 SETTINGS = [
@@ -78,8 +84,13 @@ def run(
 ) -> tuple[list, Scheduler]:
     """Each sample's tokens, in the order of the requests."""
     num_blocks = setting.num_blocks(config)
+    state_slots = setting.state_slots(config)
     executor = local_executor(
-        decoder, num_blocks=num_blocks, block_size=setting.block_size, layers=layers
+        decoder,
+        num_blocks=num_blocks,
+        block_size=setting.block_size,
+        layers=layers,
+        state_slots=state_slots,
     )
     scheduler = Scheduler(
         make_policy(setting.policy, setting.token_budget),
@@ -88,6 +99,7 @@ def run(
         max_model_len=96,
         prefix_caching=setting.prefix_caching,
         windows=decoder.config.cache_groups.windows,
+        extensions=make_extensions(state_slots=state_slots),
     )
     engine = Engine(scheduler, executor, vocab_size=config.vocab_size)
     outputs: dict[tuple[str, int], list[int]] = {
@@ -167,3 +179,56 @@ def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Check
     assert len({tuple(output) for output in alone}) == len(alone)
     for setting in SETTINGS[::4]:  # each policy and block size
         assert run(decoder, config, setting, requests)[0] == alone, setting
+
+
+STATEFUL = [family for family in FAMILIES if family.startswith(("lfm2", "qwen3_next", "qwen3_5"))]
+
+
+def long_prompts() -> list[tuple[int, ...]]:
+    """Prompts of several chunks of a scan: one, one that goes on behind it, one that parts from it
+    at its 150th token, a short one, and the first once more."""
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(3, VOCAB_SIZE, (400,), generator=generator).tolist()
+    first = tuple(tokens[:201])
+    return [
+        first,
+        tuple(tokens[:240]),
+        (*first[:150], *tokens[250:300]),
+        tuple(tokens[300:317]),
+    ] + [first]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("token_budget", [64, 100, 2048])
+def test_recurrent_states_are_found_again_wherever_a_prompt_is_cut(
+    family: str, token_budget: int, checkpoint: Checkpoint
+) -> None:
+    """Prompts come one after another, so later ones begin at snapshots of earlier ones."""
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    expected = [transformers_greedy(model, prompt) for prompt in long_prompts()]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS)
+    executor = local_executor(decoder, num_blocks=80, block_size=16, state_slots=30)
+    scheduler = Scheduler(
+        make_policy("sarathi", token_budget),
+        num_blocks=80,
+        block_size=16,
+        max_model_len=512,
+        extensions=make_extensions(state_slots=30),
+    )
+    engine = Engine(scheduler, executor, vocab_size=config.vocab_size)
+    answers, cached = list[list[int]](), list[int]()
+    for number, prompt in enumerate(long_prompts()):
+        engine.add(Request(str(number), prompt, params, seed=0))
+        answers.append([])
+        while engine.has_work:
+            for update in engine.step():
+                assert update.sequence.error is None
+                answers[-1] += update.new_tokens
+                latest = update.sequence
+            check_integrity(scheduler)
+        cached.append(latest.cached_tokens)
+    engine.close()
+    assert answers == expected
+    assert cached == [0, 192, 128, 0, 192]
