@@ -354,11 +354,30 @@ class Fork:
 
 
 @dataclass(slots=True, eq=False)
+class StateSlots:
+    """The slots of a sequence's recurrent state; a slot of -1 is the state before the first
+    position. Only the folder scheduler/recurrent_state/ changes it."""
+
+    working: int
+    """The slot that its rows write to; -1 before the first row."""
+    current: int
+    """The slot that holds the state after its last planned row: its own, or a snapshot."""
+    for_siblings: int | None = None
+    """The slot that holds the state before the prompt's last token, for the other samples."""
+    lasting: frozenset[int] = frozenset()
+    """Positions of the prompt whose snapshots are kept when newer ones follow."""
+    latest: Any = None
+    """The prefix cache's column of its newest snapshot at another position."""
+    unanswered: list[tuple[int, int]] = field(default_factory=list)
+    """The position and slot of each snapshot whose last token is still being computed."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes
     it.
 
-    The last four members belong to mechanisms that most sequences do without, and are None then.
+    The last five members belong to mechanisms that most sequences do without, and are None then.
     """
 
     sequence_id: int
@@ -411,6 +430,8 @@ class Sequence:
     host_table: list[int] | None = None
     """With a host tier: blocks in host memory, in order as in the block table. On the device, they
     are reserved for a prompt that will move."""
+    state: StateSlots | None = None
+    """With recurrent states: its slots, from its first row on."""
 
     @property
     def prompt_length(self) -> int:

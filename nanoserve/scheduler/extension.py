@@ -1,10 +1,10 @@
 """Extension: how a mechanism that most requests do without attaches to the scheduler.
 
 The scheduler, its table and its plan builder know requests, blocks, the prefix cache, chunks and
-preemption. A mechanism (another parallel layout, host memory, attention on the CPU, draft tokens)
-is an object of a folder of its own. It overrides the moments at which it has something to do. The
-scheduler binds these methods once, at construction, so that a mechanism which is not there costs an
-empty loop in each plan, and nothing in each row.
+preemption. A mechanism (another parallel layout, host memory, attention on the CPU, draft tokens,
+recurrent states) is an object of a folder of its own. It overrides the moments at which it has
+something to do. The scheduler binds these methods once, at construction, so that a mechanism which
+is not there costs an empty loop in each plan, and nothing in each row.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a plain scheduler runs without these folders
     from nanoserve.scheduler.host_tier.host_tier import HostTier
     from nanoserve.scheduler.layout_change.layouts import Layouts
     from nanoserve.scheduler.plan_builder import PlanBuilder
+    from nanoserve.scheduler.recurrent_state.recurrent_state import RecurrentState
     from nanoserve.scheduler.scheduler import Scheduler
     from nanoserve.scheduler.speculation.drafts import Drafts
 
@@ -182,6 +183,7 @@ class Extensions:
     host: "HostTier | None" = None
     cpu_attention: "HostDecoding | None" = None
     drafts: "Drafts | None" = None
+    state: "RecurrentState | None" = None
 
     def __iter__(self) -> Iterator[Extension]:
         """Iterate over the mechanisms that are attached."""
@@ -190,6 +192,7 @@ class Extensions:
             self.host,
             self.cpu_attention,
             self.drafts,
+            self.state,
         )
         return (mechanism for mechanism in mechanisms if mechanism is not None)
 

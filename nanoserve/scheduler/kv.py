@@ -3,10 +3,14 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nanoserve.request import Fork, Sequence
+
+if TYPE_CHECKING:  # most models have no recurrent state
+    from nanoserve.scheduler.recurrent_state.state_pool import StatePool
 
 NO_BLOCK = -1
 """Stands in a block table for a block that the sequence has given back, or never had: no query will
@@ -193,6 +197,8 @@ class SequenceBlocks:
 
     slides = False
     """Whether blocks are given back that queries no longer see."""
+    states: "StatePool | None" = None
+    """The slots of recurrent states, of which each sequence takes one; None without such layers."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -212,13 +218,25 @@ class SequenceBlocks:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no
         computing."""
         assert not sequence.block_table, "a waiting sequence holds no blocks"
-        for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
-            if NO_BLOCK in column.blocks:
-                break
+        for column in self.usable_prefix(sequence):
             sequence.cached_columns.append(column)
             sequence.block_table += column.blocks
         sequence.computed = sequence.capacity = len(sequence.cached_columns) * self._block_size
         self.pool.share(sequence.block_table)
+
+    def usable_prefix(self, sequence: Sequence) -> list[CachedColumn]:
+        """The cached columns of the sequence's prefix, up to the first one that lacks a block."""
+        columns = list[CachedColumn]()
+        for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
+            if NO_BLOCK in column.blocks:
+                break
+            columns.append(column)
+        return columns
+
+    def cut(self, prompt: Sequence, count: int, budget: int) -> int:
+        """How many of a prompt's next ``count`` positions a chunk computes, in a plan that has a
+        ``budget`` of prompt tokens."""
+        return count
 
     def slide(self, sequence: Sequence, position: int) -> None:
         """Give back the blocks that no query from this position on sees."""
@@ -289,6 +307,10 @@ class SequenceBlocks:
                 table[index * groups : (index + 1) * groups], previous, tokens
             )
             columns.append(previous)
+
+    def may_fork(self, parent: Sequence) -> bool:
+        """Whether all that siblings share with a parent is there, whose prompt is computed."""
+        return True
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for

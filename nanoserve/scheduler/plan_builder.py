@@ -177,6 +177,7 @@ class PlanBuilder:
                 return 0
         else:
             chunk = min(chunk, budget)
+            chunk = self._blocks.cut(sequence, chunk, self.decision.prefill_tokens)
         if chunk <= 0:
             return 0
         self._add_prompt_row(sequence, chunk)
@@ -198,7 +199,7 @@ class PlanBuilder:
             budget = max(self.decision.prefill_tokens, self._block_size)
             count = min(sequence.remaining, self._blocks.capacity(sequence), budget)
             if sequence.status is _PREFILL:
-                self._add_prompt_row(sequence, count)
+                self._add_prompt_row(sequence, self._blocks.cut(sequence, count, 0))
             else:
                 self._add_row(sequence, count)
         if not self.does_something:

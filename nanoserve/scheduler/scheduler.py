@@ -54,7 +54,7 @@ class Scheduler:
     while others are. ``windows`` are those of the model's cache groups, as of `CacheGroups`;
     policies count a block of every group as one. ``predictors`` are one for each parallel layout.
     ``extensions`` are the mechanisms beside the plain path. Raises ValueError if scheduling is
-    asynchronous and there is more than one stage.
+    asynchronous and there is more than one stage, or if there are windows and recurrent states.
     """
 
     def __init__(
@@ -89,6 +89,10 @@ class Scheduler:
         blocks = SequenceBlocks(self.pool)
         if any(windows):
             blocks = WindowedBlocks(self.pool, windows)
+        if extensions.state is not None:
+            if any(windows):
+                raise ValueError("recurrent states together with sliding windows: choose one")
+            blocks = extensions.state.make_blocks(self.pool)
         self.table = SequenceTable(
             blocks=blocks,
             moments=self._moments,

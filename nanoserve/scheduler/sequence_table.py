@@ -224,7 +224,10 @@ class SequenceTable:
     @property
     def free_slots(self) -> int:
         """How many more sequences may run."""
-        return self.max_num_seqs - len(self.running) - len(self.busy)
+        free = self.max_num_seqs - len(self.running) - len(self.busy)
+        if self.blocks.states is not None:
+            free = min(free, self.blocks.states.free_slots)
+        return free
 
     def may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight may enter the next plan too, because scheduling is
@@ -307,11 +310,12 @@ class SequenceTable:
             return
         # A parent that waits again, or is gone, has no blocks to share.
         prompt_is_computed = parent.first_token_time is not None and len(parent.block_table) > 0
+        may_fork = prompt_is_computed and self.blocks.may_fork(parent)
         siblings, parent.fork = parent.fork.siblings, None
         for sibling in siblings:
             if sibling.finished:
                 continue
-            if prompt_is_computed and self.free_slots > 0:
+            if may_fork and self.free_slots > 0:
                 self.blocks.fork(parent, sibling)
                 sibling.cached_tokens = sibling.computed
                 sibling.move_to(Status.PREFILL)

@@ -76,6 +76,8 @@ class DyingExecutor(MemoryCheckingExecutor):
             self._layout = self.plans[-1].layouts.current
         self.forget_what_is_in_flight()
         self._records.clear()
+        if self.states is not None:
+            self.states.lose()
         blocks = {"device": self._layouts[self._layout], "host": len(self._memory["host"])}
         for tier in self._memory:
             self._memory[tier] = [[POISON] * self.block_size for _ in range(blocks[tier])]

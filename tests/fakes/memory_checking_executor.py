@@ -32,6 +32,7 @@ from nanoserve.scheduler.kv import NO_BLOCK
 from nanoserve.scheduler.optional import CohortProgress, HostResult, Swap, Tier, draft_of, tier_of
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 from nanoserve.scheduler.windows import first_seen
+from tests.fakes.state_memory import StateMemory
 
 POISON = (-1, -1, -1)
 Slot = tuple[int, int, int]
@@ -119,6 +120,8 @@ class MemoryCheckingExecutor:
         model: gives the next token.
         drafter: draft tokens what the model will say.
         windows: of the cache groups.
+        state_slots: slots of recurrent states; with none, the model has no such layers. With some,
+            the answers depend on what the slots hold.
     """
 
     def __init__(
@@ -136,8 +139,10 @@ class MemoryCheckingExecutor:
         model: NextToken = next_token,
         drafter: Drafter = lambda prefix, begin, count: (),
         windows: tuple[int, ...] = (0,),
+        state_slots: int = 0,
     ) -> None:
         self.windows = windows
+        self.states = StateMemory(state_slots) if state_slots else None
         self.max_in_flight = 2 if async_scheduling else depth
         self.async_scheduling = async_scheduling
         self.ready = True
@@ -228,9 +233,13 @@ class MemoryCheckingExecutor:
             )
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise MemoryViolation(f"plan {plan.step} holds a sequence twice")
-        for row in plan.rows:  # all rows write before any reads
-            if row.tokens:
-                self._write(self._with_fed_token(row))
+        rows = [self._with_fed_token(row) for row in plan.rows if row.tokens]
+        for row in rows:  # all rows write before any reads
+            self._write(row)
+        if self.states is not None:
+            self.states.run(plan.state, rows)
+        elif plan.state.rows:
+            raise MemoryViolation(f"plan {plan.step} places states that the model has not")
         for swap in plan.host.swaps:
             if swap.after_row:
                 self._check_filled(swap, plan)
@@ -316,6 +325,8 @@ class MemoryCheckingExecutor:
         What a swap reads is poisoned when the swap is done.
         """
         ended = self._records.pop(sequence)
+        if self.states is not None:
+            self.states.end(sequence)
         if ended.tier is None:
             return
         keep = max(
@@ -530,7 +541,10 @@ class MemoryCheckingExecutor:
         self._check_prefix(row, record)
         answered: list[int] = []
         for draft_token in (*draft_tokens, None):
-            token = self.model(record.tokens, record.begin)
+            prefix: Sequence[int] = record.tokens
+            if self.states is not None:
+                prefix = self.states.prefix(row.sequence)
+            token = self.model(prefix, record.begin)
             record.tokens.append(token)
             answered.append(token)
             if token != draft_token:

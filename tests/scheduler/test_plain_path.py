@@ -14,7 +14,7 @@ from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEDULER = ROOT / "nanoserve/scheduler"
-MECHANISMS = ("host_tier", "cpu_attention", "layout_change", "speculation")
+MECHANISMS = ("host_tier", "cpu_attention", "layout_change", "speculation", "recurrent_state")
 PUT_TOGETHER = {"scheduler/assembly.py", "engine/extensions.py"}
 """The files that import the mechanisms' folders, beside these and the laboratory, which looks into
 everything."""
@@ -80,8 +80,9 @@ def test_a_plain_sequence_has_no_part_of_a_mechanism() -> None:
                 sequence.placeholders,
                 sequence.window_start,
                 sequence.host_table,
+                sequence.state,
             )
-            assert parts == (None, None, None, None)
+            assert parts == (None, None, None, None, None)
     assert scheduler.table.preemptions > 0
 
 
