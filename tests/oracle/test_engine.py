@@ -200,11 +200,12 @@ def long_prompts() -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", STATEFUL)
-@pytest.mark.parametrize("token_budget", [64, 100, 2048])
+@pytest.mark.parametrize(("token_budget", "middle"), [(64, 128), (100, 128), (2048, 0)])
 def test_recurrent_states_are_found_again_wherever_a_prompt_is_cut(
-    family: str, token_budget: int, checkpoint: Checkpoint
+    family: str, token_budget: int, middle: int, checkpoint: Checkpoint
 ) -> None:
-    """Prompts come one after another, so later ones begin at snapshots of earlier ones."""
+    """Prompts come one after another, so later ones begin at snapshots of earlier ones: at the end
+    of a prompt, or in its ``middle``, where chunks end."""
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")
     expected = [transformers_greedy(model, prompt) for prompt in long_prompts()]
@@ -231,4 +232,4 @@ def test_recurrent_states_are_found_again_wherever_a_prompt_is_cut(
         cached.append(latest.cached_tokens)
     engine.close()
     assert answers == expected
-    assert cached == [0, 192, 128, 0, 192]
+    assert cached == [0, 192, middle, 0, 192]
