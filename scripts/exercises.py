@@ -28,6 +28,7 @@ from nanoserve.request import Request, Sequence
 from nanoserve.scheduler.kv import BlockPool
 from nanoserve.scheduler.plan import Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
+from nanoserve.scheduler.recurrent_state.recurrent_state import CHUNK, lasting_positions
 from nanoserve.scheduler.windows import WindowedBlocks
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.scheduler.golden import Prompt, play
@@ -153,6 +154,16 @@ def blocks_behind_windows() -> None:
     )
 
 
+def snapshots_of_a_prompt() -> None:
+    """14. A prompt of 500 tokens whose messages end at positions 199, 333 and 489."""
+    text, end = 5, 1
+    prompt = [text] * 500
+    for position in (199, 333, 489):
+        prompt[position] = end
+    found = lasting_positions(tuple(prompt), (end,), CHUNK)
+    print(f"snapshots at {sorted(found)}")
+
+
 EXERCISES: dict[int, Callable[[], None]] = {
     1: typed_control_tokens,
     2: steps_of_a_request,
@@ -163,6 +174,7 @@ EXERCISES: dict[int, Callable[[], None]] = {
     10: shards_of_the_storyteller,
     11: steps_of_a_host_token,
     13: blocks_behind_windows,
+    14: snapshots_of_a_prompt,
 }
 
 

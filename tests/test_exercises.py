@@ -19,6 +19,7 @@ PRINTED = {
     8: ["'ough E' comes, ('ENough ', None)"],
     10: ["worker 3: stage 1, layers 2 to 3, 4 query heads, 2 key heads, 384 inner columns"],
     13: ["4 groups of 2 layers", "28 blocks, and 16 once"],
+    14: ["snapshots at [192, 320, 448]"],
 }
 
 
