@@ -85,6 +85,10 @@ _LFM2 = CheckpointNames(
         feed_forward_norm="ffn_norm",
         query_norm="self_attn.q_layernorm",
         key_norm="self_attn.k_layernorm",
+        router="feed_forward.gate",
+        correction_bias="feed_forward.expert_bias",
+        expert_gate_up=("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"),
+        expert_down="feed_forward.experts.{}.w2",
     ),
     final_norm="model.embedding_norm.weight",
 )
@@ -135,6 +139,7 @@ _FAMILIES = {
     "gemma4_text": _GEMMA,
     "olmo3": CheckpointNames(layer=_AFTER),
     "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
 }
 
 

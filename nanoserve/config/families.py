@@ -14,6 +14,7 @@ from nanoserve.config.experts import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     gpt_oss_experts,
+    lfm2_experts,
     mixtral_experts,
     qwen3_experts,
 )
@@ -363,6 +364,12 @@ _LFM2 = Family(
     older_keys={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
 )
 """Short convolutions between two gates, and attention in some layers."""
+_LFM2_MOE = replace(
+    _LFM2,
+    experts=lfm2_experts,
+    adjusts_inner_size=False,
+    older_keys={"tie_embedding": "tie_word_embeddings"},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
@@ -386,5 +393,6 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": _SMOLLM3,
     "cohere2": _COHERE2,
     "lfm2": _LFM2,
+    "lfm2_moe": _LFM2_MOE,
 }
 """Each model_type's family."""

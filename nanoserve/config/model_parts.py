@@ -138,11 +138,15 @@ class MoeConfig:
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """The function of a router's logits. With sigmoid, a bias of each expert is added for the
-    choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """The function of a router's logits."""
+    corrects_choice: bool = False
+    """Whether a bias of each expert is added to its score for the choice alone (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2)."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are in equal groups; a token chooses among those of its best groups."""
+    sum_eps: float = 0.0
+    """Added to the sum that weights are divided by."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
 

@@ -144,6 +144,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.moe = replaced.moe
         self.router = replaced.router
+        self.correction_bias = replaced.correction_bias
         self.gate_up = gate_up
         self.down = down
         if replaced.biases is not None:
@@ -158,7 +159,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        weights, experts = route(self.router(hidden), self.moe)
+        weights, experts = route(self.router(hidden), self.moe, self.correction_bias)
         gate_up, down = self.gate_up.shape, self.down.shape
         formats = gate_up.segments[0].format, down.segments[0].format
         return sparse_packed_experts(

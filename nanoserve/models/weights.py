@@ -344,7 +344,7 @@ def _expert_parts(
         yield TensorPart(f"{router}.bias", target + "router.bias", (count,))
         yield TensorPart(prefix + gate_up_bias, target + "gate_up_bias", (count, 2 * inner))
         yield TensorPart(prefix + down_bias, target + "down_bias", (count, hidden))
-    if moe.scores == "sigmoid":
+    if moe.corrects_choice:
         yield TensorPart(prefix + layer.correction_bias, target + "correction_bias", (count,))
     shared = moe.shared_size
     if shared:

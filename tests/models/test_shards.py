@@ -183,7 +183,9 @@ def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased", "lfm2_moe"]
+)
 def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degree: int) -> None:
     hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
     config = ModelConfig.from_hf(hf)
@@ -206,7 +208,7 @@ def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degr
             assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
     for part in tensor_parts(config):
         times = readers[part.name]
-        if "norm" in part.name or part.name.endswith(".gate.weight"):
+        if "norm" in part.name or part.name.endswith((".gate.weight", ".expert_bias")):
             expected = degree
         elif ".k_proj." in part.name or ".v_proj." in part.name:
             expected = max(1, degree // config.num_kv_heads)
