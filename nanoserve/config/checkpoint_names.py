@@ -37,9 +37,9 @@ class LayerNames:
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
-    mixer_inputs: str = "conv.in_proj"
-    mixer_kernel: str = "conv.conv"
-    mixer_output: str = "conv.out_proj"
+    convolution_inputs: str = "conv.in_proj"
+    convolution_kernel: str = "conv.conv"
+    convolution_output: str = "conv.out_proj"
 
 
 @dataclass(frozen=True, slots=True)

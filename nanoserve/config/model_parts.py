@@ -201,6 +201,34 @@ class RecurrentConfig:
     delta_net: GatedDeltaNetConfig | None = None
 
     @property
+    def most_parts(self) -> int:
+        """The most ranks that can divide a layer; other numbers of ranks must divide it."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.num_key_heads
+
+    @property
+    def part_name(self) -> str:
+        """The word for what ranks divide."""
+        if self.delta_net is None:
+            return "channels of a convolution"
+        return "key heads of linear attention"
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of the output matrix that belong to a head; 0 where there are no heads."""
+        if self.delta_net is None:
+            return 0
+        return self.delta_net.value_head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the output matrix."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.value_size
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int] | None:
         """Shape of a sequence's recurrent state, which is float32; None if there is none."""
         heads = self.delta_net

@@ -293,6 +293,8 @@ def _head(part: TensorPart, config: ModelConfig) -> int:
     layer, _, matrix = part.parameter.removeprefix("layers.").partition(".")
     if matrix != "output.weight":
         return 0
+    if config.recurrent is not None and config.is_recurrent(int(layer)):
+        return config.recurrent.head_dim
     return config.of_layer(int(layer)).head_dim
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import LayerDifferences
+from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.executor.compile.aot_build import layer_kind
@@ -403,6 +403,20 @@ def test_key_value_heads_may_not_be_divided_unevenly() -> None:
         match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$",
     ):
         make_shards(config, pipeline_parallel=1, tensor_parallel=3)
+
+
+def test_channels_of_a_convolution_are_divided_evenly() -> None:
+    config = ModelConfig.from_hf(
+        FAMILIES["lfm2"]().to_dict() | {"hidden_size": 70, "head_dim": 16, "num_key_value_heads": 4}
+    )
+    assert [
+        shard_config(config, shard).recurrent
+        for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=2)
+    ] == [RecurrentConfig(frozenset({0, 1, 3}), channels=35, kernel_size=3)] * 2
+    with pytest.raises(
+        UsageError, match="--tp 4 does not divide 70 channels of a convolution; choose 1 or 2"
+    ):
+        make_shards(config, pipeline_parallel=1, tensor_parallel=4)
 
 
 def test_each_of_two_layouts_has_its_shards() -> None:
