@@ -119,6 +119,10 @@ _GGUF = CheckpointNames(
         router="ffn_gate_inp",
         expert_gate_up=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
         expert_down="ffn_down_exps.{}",
+        correction_bias="exp_probs_b.bias",
+        convolution_inputs="shortconv.in_proj",
+        convolution_kernel="shortconv.conv",
+        convolution_output="shortconv.out_proj",
     ),
     layer_prefix="blk.{}.",
     embedding="token_embd.weight",
@@ -127,6 +131,7 @@ _GGUF = CheckpointNames(
 )
 """All experts of a layer are one tensor of the file; the name of each ends in its number."""
 _GGUF_GLM = replace(_GGUF, layer=replace(_GGUF.layer, gate_up=("ffn_up",)))
+_GGUF_LFM2 = replace(_GGUF, final_norm="token_embd_norm.weight")
 
 
 _FAMILIES = {
@@ -150,6 +155,8 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     if config.tensor_names == "gguf":
         if config.family == "glm4":
             return _GGUF_GLM
+        if config.family in ("lfm2", "lfm2_moe"):
+            return _GGUF_LFM2
         return _GGUF
     mla = config.attention.mla
     if mla is not None:
