@@ -83,7 +83,7 @@ FAMILIES = {
     "Cohere 2": {"cohere2"},
     "DeepSeek-V2/V3": {"deepseek_v2", "deepseek_v3"},
     "GLM-4.7-Flash": {"glm4_moe_lite"},
-    "LFM2": {"lfm2"},
+    "LFM2 (also MoE)": {"lfm2", "lfm2_moe"},
 }
 """The model_type of Hugging Face for each name in the table of what is here."""
 

@@ -37,9 +37,9 @@ class LayerNames:
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
-    mixer_inputs: str = "conv.in_proj"
-    mixer_kernel: str = "conv.conv"
-    mixer_output: str = "conv.out_proj"
+    convolution_inputs: str = "conv.in_proj"
+    convolution_kernel: str = "conv.conv"
+    convolution_output: str = "conv.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,10 @@ _LFM2 = CheckpointNames(
         feed_forward_norm="ffn_norm",
         query_norm="self_attn.q_layernorm",
         key_norm="self_attn.k_layernorm",
+        router="feed_forward.gate",
+        correction_bias="feed_forward.expert_bias",
+        expert_gate_up=("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"),
+        expert_down="feed_forward.experts.{}.w2",
     ),
     final_norm="model.embedding_norm.weight",
 )
@@ -115,6 +119,10 @@ _GGUF = CheckpointNames(
         router="ffn_gate_inp",
         expert_gate_up=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
         expert_down="ffn_down_exps.{}",
+        correction_bias="exp_probs_b.bias",
+        convolution_inputs="shortconv.in_proj",
+        convolution_kernel="shortconv.conv",
+        convolution_output="shortconv.out_proj",
     ),
     layer_prefix="blk.{}.",
     embedding="token_embd.weight",
@@ -123,6 +131,7 @@ _GGUF = CheckpointNames(
 )
 """All experts of a layer are one tensor of the file; the name of each ends in its number."""
 _GGUF_GLM = replace(_GGUF, layer=replace(_GGUF.layer, gate_up=("ffn_up",)))
+_GGUF_LFM2 = replace(_GGUF, final_norm="token_embd_norm.weight")
 
 
 _FAMILIES = {
@@ -135,6 +144,7 @@ _FAMILIES = {
     "gemma4_text": _GEMMA,
     "olmo3": CheckpointNames(layer=_AFTER),
     "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
 }
 
 
@@ -145,6 +155,8 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     if config.tensor_names == "gguf":
         if config.family == "glm4":
             return _GGUF_GLM
+        if config.family in ("lfm2", "lfm2_moe"):
+            return _GGUF_LFM2
         return _GGUF
     mla = config.attention.mla
     if mla is not None:

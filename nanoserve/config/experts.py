@@ -67,6 +67,22 @@ def deepseek_v3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
     )
 
 
+def lfm2_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    """Sigmoid scores, in all layers but the first `num_dense_layers`."""
+    num_dense = int(fields.number("num_dense_layers", 2, least=0.0))
+    return MoeConfig(
+        num_experts=fields.positive("num_experts", 32),
+        experts_per_token=fields.positive("num_experts_per_tok", 4),
+        intermediate_size=fields.positive("moe_intermediate_size", 1792),
+        normalize_weights=fields.flag("norm_topk_prob", default=True),
+        sparse_layers=frozenset(range(num_dense, num_layers)),
+        scores="sigmoid",
+        corrects_choice=fields.flag("use_expert_bias", default=True),
+        sum_eps=1e-6,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     step = fields.positive("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")
@@ -108,6 +124,7 @@ def _deepseek_experts(
         sparse_layers=_listed_sparse_layers(fields, num_layers),
         shared_size=inner * num_shared,
         scores=scores,
+        corrects_choice=scores == "sigmoid",
         num_groups=groups,
         groups_per_token=chosen,
         weight_scale=fields.number("routed_scaling_factor", 1.0),

@@ -14,6 +14,7 @@ from nanoserve.config.experts import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     gpt_oss_experts,
+    lfm2_experts,
     mixtral_experts,
     qwen3_experts,
 )
@@ -24,7 +25,7 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RecurrentConfig,
 )
-from nanoserve.config.recurrent_layers import lfm2_recurrent
+from nanoserve.config.recurrent_layers import short_convolutions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,8 @@ class Family:
     rope: RopeRules = RopeRules()
     experts: Callable[[ConfigFields, int], MoeConfig] | None = None
     """Reads its mixture of experts, given the number of layers."""
-    recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
-    """Reads its layers with a state, given the number of layers."""
+    recurrent: Callable[[ConfigFields, int], RecurrentConfig | None] | None = None
+    """Reads its layers with a recurrent state, given the number of layers."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -357,12 +358,18 @@ _LFM2 = Family(
     },
     attention=AttentionConfig(qk_norm=True),
     attention_bias="none",
-    recurrent=lfm2_recurrent,
+    recurrent=short_convolutions,
     norm_eps_key="norm_eps",
     adjusts_inner_size=True,
     older_keys={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
 )
 """Short convolutions between two gates, and attention in some layers."""
+_LFM2_MOE = replace(
+    _LFM2,
+    experts=lfm2_experts,
+    adjusts_inner_size=False,
+    older_keys={"tie_embedding": "tie_word_embeddings"},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
@@ -386,5 +393,6 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": _SMOLLM3,
     "cohere2": _COHERE2,
     "lfm2": _LFM2,
+    "lfm2_moe": _LFM2_MOE,
 }
 """Each model_type's family."""

@@ -138,11 +138,15 @@ class MoeConfig:
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """The function of a router's logits. With sigmoid, a bias of each expert is added for the
-    choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """The function of a router's logits."""
+    corrects_choice: bool = False
+    """Whether a bias of each expert is added to its score for the choice alone (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2)."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are in equal groups; a token chooses among those of its best groups."""
+    sum_eps: float = 0.0
+    """Added to the sum that weights are divided by."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
 
@@ -195,6 +199,34 @@ class RecurrentConfig:
     bias: bool = False
     """Whether the matrices and the convolution have biases."""
     delta_net: GatedDeltaNetConfig | None = None
+
+    @property
+    def most_parts(self) -> int:
+        """The most ranks that can divide a layer; other numbers of ranks must divide it."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.num_key_heads
+
+    @property
+    def part_name(self) -> str:
+        """The word for what ranks divide."""
+        if self.delta_net is None:
+            return "channels of a convolution"
+        return "key heads of linear attention"
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of the output matrix that belong to a head; 0 where there are no heads."""
+        if self.delta_net is None:
+            return 0
+        return self.delta_net.value_head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the output matrix."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.value_size
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:

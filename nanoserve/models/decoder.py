@@ -211,7 +211,8 @@ class MixtureOfExperts(nn.Module):
         num_experts = moe.num_experts
         hidden_size = config.hidden_size
         inner = moe.intermediate_size
-        if moe.scores == "sigmoid":
+        self.correction_bias: nn.Parameter | None = None
+        if moe.corrects_choice:
             self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
         if moe.shared_size:
             self.shared = FeedForward(replace(config, intermediate_size=moe.shared_size))
@@ -233,10 +234,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
         moe = self.moe
-        correction_bias = None
-        if moe.scores == "sigmoid":
-            correction_bias = self.correction_bias
-        weights, experts = route(self.router(hidden), moe, correction_bias)
+        weights, experts = route(self.router(hidden), moe, self.correction_bias)
         output = sparse_experts(
             hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style
         )
@@ -245,26 +243,25 @@ class MixtureOfExperts(nn.Module):
         return output
 
 
-def route(
-    logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they
     belong to, int64, same shape. The bias, float32 [num_experts], takes part in the choice
     alone."""
-    if correction_bias is None:
+    if moe.scores == "softmax":
         scores = functional.softmax(logits, dim=-1, dtype=torch.float32)
-        choice = scores
         judging = 1
     else:
         scores = logits.float().sigmoid()
-        choice = scores + correction_bias
         judging = 2
+    choice = scores
+    if correction_bias is not None:
+        choice = scores + correction_bias
     if moe.num_groups > 1:
         choice = _best_groups(choice, moe, judging)
     experts = choice.topk(moe.experts_per_token, dim=-1).indices
     weights = scores.gather(-1, experts)
     if moe.normalize_weights:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + moe.sum_eps)
     if moe.weight_scale != 1.0:
         weights = weights * moe.weight_scale
     return weights, experts

@@ -26,9 +26,13 @@ class GgufSlice:
     head_size: int = 0
     """Rows of a head, if its two halves are stored in turn (`permute` of llama.cpp's converter); 0:
     rows are in order."""
+    is_kernel: bool = False
+    """Whether it is the kernel of a convolution, which safetensors have as [channels, 1, size]."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
+        if self.is_kernel and len(shape) == 2:
+            return [shape[0], 1, shape[1]]
         if self.expert is None:
             return shape
         return shape[1:]
@@ -46,6 +50,8 @@ class GgufSlice:
         rows = self._rows(taken[0])
         if len(self.get_shape()) == 1:
             return values.view(dtype)[0][rows]
+        if self.is_kernel:
+            return values[rows].view(dtype)[:, None]
         return values[rows].view(dtype)[:, taken[1]]
 
     @property
@@ -123,7 +129,8 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             permuted = heads.get(matrix, 0)
             if permuted > 0:
                 head_size = tensor.shape[0] // permuted
-            yield name, GgufSlice(tensor, head_size=head_size)
+            is_kernel = stem.endswith(".shortconv.conv")
+            yield name, GgufSlice(tensor, head_size=head_size, is_kernel=is_kernel)
 
 
 # ------------------------------------------------------------------------------------ Blocks of

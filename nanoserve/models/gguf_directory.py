@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from operator import itemgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ import msgspec
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, open_gguf
+from nanoserve.models.gguf_recurrent import short_convolutions
 from nanoserve.models.gguf_vocabulary import (
     BYTE,
     CONTROL,
@@ -38,7 +39,14 @@ _FAMILIES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "glm4": "glm4",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
 }
+_RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
+    "lfm2": short_convolutions,
+    "lfm2moe": short_convolutions,
+}
+"""What reads the keys of layers with a recurrent state, by the architecture's name."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
 _NEEDED_SIZES = {
     "hidden_size": "embedding_length",
@@ -98,12 +106,15 @@ _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
     "llama-bpe": _LLAMA3_WORDS % "1,3",
+    "lfm2": _LLAMA3_WORDS % "1,3",
     "glm4": _LLAMA3_WORDS % "1,3",
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
 }
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
+_AS_LLAMA3 = ("llama-bpe", "lfm2")
+"""Of these, the pre-tokenizers that leave a word which is a token whole, and add BOS."""
 
 
 def gguf_config(path: Path) -> ModelConfig:
@@ -153,12 +164,14 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for key, name in _NEEDED_SIZES.items():
         config[key] = file.need(f"{architecture}.{name}", int)
+    recurrent = _RECURRENT.get(architecture)
     for key, name in _OTHER_SIZES.items():
-        config[key] = file.find(f"{architecture}.{name}", int)
+        if recurrent is None or key != "num_key_value_heads":
+            config[key] = file.find(f"{architecture}.{name}", int)
     if config["head_dim"] is None:
         del config["head_dim"]
-    has_experts = (
-        file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture == "qwen3moe"
+    has_experts = file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture.endswith(
+        "moe"
     )
     if has_experts:
         config |= _experts(file, architecture)
@@ -175,6 +188,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(
         file, f"{architecture}.rope."
     )
+    if recurrent is not None:
+        config |= recurrent(file, architecture)
     return config
 
 
@@ -331,7 +346,7 @@ def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str,
             added[str(number)] = {"content": token, "special": token_type == CONTROL}
     settings["added_tokens_decoder"] = added
     pre_tokenizer = file.find("tokenizer.ggml.pre", str)
-    adds_bos = vocabulary.kind == "llama" or pre_tokenizer == "llama-bpe"  # as llama.cpp assumes
+    adds_bos = vocabulary.kind == "llama" or pre_tokenizer in _AS_LLAMA3  # as llama.cpp assumes
     settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
     settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
     template = file.get("tokenizer.chat_template", str, "")
@@ -371,7 +386,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(file, vocabulary)
-    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in _AS_LLAMA3))
     steps: list[Any] = []
     if words == "smollm":
         steps.append(pre_tokenizers.Digits(individual_digits=True))

@@ -203,6 +203,15 @@ class GgufFile:
             raise self.fail(f"{key} is missing")
         return found
 
+    def whole_numbers(self, key: str, count: int) -> list[int]:
+        """The array of so many whole numbers under that key, which must be there."""
+        value: Any = self.metadata.get(key)
+        if is_array(value) and len(value) == count:
+            numbers = list(value)
+            if set(map(type, numbers)) <= {int}:
+                return numbers
+        raise self.fail(f"{key} is missing or not an array of {count} whole numbers")
+
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")
 

@@ -144,6 +144,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.moe = replaced.moe
         self.router = replaced.router
+        self.correction_bias = replaced.correction_bias
         self.gate_up = gate_up
         self.down = down
         if replaced.biases is not None:
@@ -158,7 +159,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        weights, experts = route(self.router(hidden), self.moe)
+        weights, experts = route(self.router(hidden), self.moe, self.correction_bias)
         gate_up, down = self.gate_up.shape, self.down.shape
         formats = gate_up.segments[0].format, down.segments[0].format
         return sparse_packed_experts(
@@ -292,6 +293,8 @@ def _head(part: TensorPart, config: ModelConfig) -> int:
     layer, _, matrix = part.parameter.removeprefix("layers.").partition(".")
     if matrix != "output.weight":
         return 0
+    if config.recurrent is not None and config.is_recurrent(int(layer)):
+        return config.recurrent.head_dim
     return config.of_layer(int(layer)).head_dim
 
 

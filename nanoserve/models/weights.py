@@ -81,11 +81,12 @@ class TensorPart:
         if self.expert is not None:
             parameter = parameter[self.expert]
         filled = parameter[self.first_row : self.first_row + self.num_rows]
-        if len(self.shape) > filled.dim():  # the kernel of a convolution, whose groups have a size
-            return filled[:, None]
-        if self.columns is None:
-            return filled
-        return filled[:, : len(self.columns)]
+        if self.columns is not None:
+            filled = filled[:, : len(self.columns)]
+        # the kernel of a convolution, which is stored as [channels, 1, kernel_size]
+        if len(self.shape) > filled.dim():
+            filled = filled[:, None]
+        return filled
 
     def pieces(self, most: int) -> Iterator["TensorPart"]:
         """The part in runs of rows with at most `most` numbers, or in single rows."""
@@ -185,7 +186,7 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     target = f"layers.{index}."
     hidden = config.hidden_size
     is_recurrent = config.is_recurrent(index)
-    yield from _norm_parts(config, layer, prefix, target, has_heads=not is_recurrent)
+    yield from _norm_parts(config, layer, prefix, target, is_recurrent=is_recurrent)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.norms.layer_scale:
@@ -198,8 +199,8 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         yield TensorPart(
             f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size)
         )
-    if is_recurrent and config.recurrent is not None:
-        yield from _mixer_parts(config.recurrent, layer, prefix, target, hidden)
+    if config.recurrent is not None and config.is_recurrent(index):
+        yield from _mixer_parts(config, config.recurrent, layer, prefix, target)
     else:
         yield from _attention_parts(config, layer, prefix, target)
     target += "feed_forward."
@@ -237,24 +238,23 @@ def _attention_parts(
 
 
 def _mixer_parts(
-    recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str, hidden: int
+    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
 ) -> Iterator[TensorPart]:
-    """The matrices and the kernel of a short convolution between two gates."""
-    channels = recurrent.channels
-    inputs, kernel = prefix + layer.mixer_inputs, prefix + layer.mixer_kernel
-    output = prefix + layer.mixer_output
-    yield from _rows(
-        [inputs], target + "mixer.inputs", (3 * channels,), hidden, bias=recurrent.bias
-    )
+    """The tensors of a layer that has a state in place of keys and values."""
+    hidden, channels, bias = config.hidden_size, recurrent.channels, recurrent.bias
+    inputs = [prefix + layer.convolution_inputs]
+    yield from _rows(inputs, target + "mixer.inputs", (3 * channels,), hidden, bias=bias)
+    kernel = prefix + layer.convolution_kernel
     shape = (channels, 1, recurrent.kernel_size)
     yield TensorPart(f"{kernel}.weight", target + "mixer.kernel", shape)
-    if recurrent.bias:
+    if bias:
         yield TensorPart(f"{kernel}.bias", target + "mixer.kernel_bias", (channels,))
-    yield from _rows([output], target + "output", (hidden,), channels, bias=recurrent.bias)
+    output = [prefix + layer.convolution_output]
+    yield from _rows(output, target + "output", (hidden,), channels, bias=bias)
 
 
 def _norm_parts(
-    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, has_heads: bool
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, is_recurrent: bool
 ) -> Iterator[TensorPart]:
     """The weights of a layer's norms; those of queries and keys are for layers that attend."""
     hidden = config.hidden_size
@@ -266,7 +266,7 @@ def _norm_parts(
     if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
-    if config.attention.qk_norm and has_heads:
+    if config.attention.qk_norm and not is_recurrent:
         query_size = key_size = config.head_dim
         if config.attention.qk_norm_spans_heads:
             query_size = config.num_heads * config.head_dim
@@ -344,7 +344,7 @@ def _expert_parts(
         yield TensorPart(f"{router}.bias", target + "router.bias", (count,))
         yield TensorPart(prefix + gate_up_bias, target + "gate_up_bias", (count, 2 * inner))
         yield TensorPart(prefix + down_bias, target + "down_bias", (count, hidden))
-    if moe.scores == "sigmoid":
+    if moe.corrects_choice:
         yield TensorPart(prefix + layer.correction_bias, target + "correction_bias", (count,))
     shared = moe.shared_size
     if shared:
@@ -461,14 +461,12 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
         return (_evenly(config.vocab_size, shard),)
     if not part.parameter.startswith("layers."):
         return ()
-    index = shard.layers.start + int(part.parameter.split(".")[1])
-    config = config.of_layer(index)
-    if config.is_recurrent(index) and config.recurrent is not None:
-        channels = _evenly(config.recurrent.channels, shard)
-        if matrix == "inputs":
-            return channels, channels, channels
-        if matrix in ("kernel", "kernel_bias", "output"):
-            return (channels,)
+    own_index = int(part.parameter.split(".")[1])
+    layer = shard.layers.start + own_index
+    config = config.of_layer(layer)
+    is_mixer = matrix == "output" or ".mixer." in part.parameter
+    if config.recurrent is not None and config.is_recurrent(layer) and is_mixer:
+        return _mixer_blocks(matrix, config.recurrent, shard)
     if matrix == "output":
         return (_evenly(config.output_size, shard),)
     if matrix == "sinks":
@@ -500,6 +498,16 @@ def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_
     if config.attention.qk_norm_spans_heads and matrix == "key_norm":
         return (key,)
     return ()
+
+
+def _mixer_blocks(matrix: str, recurrent: RecurrentConfig, shard: Shard) -> tuple[_Block, ...]:
+    """Channels are divided, in each of the three matrices that are one."""
+    if matrix == "output":
+        return (_evenly(recurrent.output_size, shard),)
+    channels = _evenly(recurrent.channels, shard)
+    if matrix == "inputs":
+        return channels, channels, channels
+    return (channels,)
 
 
 def _feed_forward_blocks(

@@ -38,6 +38,8 @@ CASES = [
     ("glm4", "Q6_K"),
     ("mixtral", "Q8_0"),
     ("qwen3_moe", "BF16"),
+    ("lfm2", "Q4_K"),
+    ("lfm2_moe", "Q8_0"),
 ]
 
 
@@ -52,7 +54,7 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
     quantized = block_type not in ("F16", "BF16")
     if found.moe is not None:
         assert isinstance(
-            decoder.layers[0].feed_forward, PackedExperts if quantized else MixtureOfExperts
+            decoder.layers[-1].feed_forward, PackedExperts if quantized else MixtureOfExperts
         )
     assert isinstance(decoder.embedding, PackedEmbedding) is quantized
     tokens = random_tokens(found, 40)
@@ -64,7 +66,12 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
 
 @pytest.mark.parametrize(
     ("family", "block_type", "layout"),
-    [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("qwen2", "Q8_0", (2, 2))],
+    [
+        ("qwen3", "Q4_1", (1, 2)),
+        ("glm4", "Q6_K", (2, 1)),
+        ("qwen2", "Q8_0", (2, 2)),
+        ("lfm2_moe", "Q8_0", (2, 2)),
+    ],
 )
 def test_shards_compute_what_the_whole_model_does(
     family: str, block_type: str, layout: tuple[int, int], tmp_path: Path
@@ -111,9 +118,11 @@ def make_model(
         if hasattr(config, name):
             setattr(config, name, size)
     config.head_dim, config.mlp_bias, config.mlp_only_layers = head_dim, False, []
+    config.block_multiple_of = 256  # of LFM2
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
+        for name, parameter in (*model.named_parameters(), *biases):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     write_gguf(model, directory / "model.gguf", block_type)
     return model, gguf_directory(directory / "model.gguf")

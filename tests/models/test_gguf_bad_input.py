@@ -257,6 +257,7 @@ def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(so
     both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     for words, more, expected in (
         ("llama-bpe", {}, [1, 4]),
+        ("lfm2", {}, [1, 4]),
         ("qwen2", {}, [4]),
         ("qwen2", both, [1, 4, 2]),
     ):

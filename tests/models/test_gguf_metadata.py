@@ -202,6 +202,54 @@ def test_what_llama_cpp_assumes_is_assumed_for_every_family(tmp_path: Path) -> N
         gguf_config(written(tmp_path, {**left, "llama.expert_count": 4}))
 
 
+LFM2_MOE: Mapping[str, Any] = {
+    **{key.replace("llama", "lfm2moe"): value for key, value in PLAIN.items()},
+    "general.architecture": "lfm2moe",
+    "lfm2moe.block_count": 4,
+    "lfm2moe.attention.head_count": 4,
+    "lfm2moe.attention.head_count_kv": [0, 2, 0, 2],
+    "lfm2moe.shortconv.l_cache": 3,
+    "lfm2moe.expert_count": 4,
+    "lfm2moe.expert_used_count": 2,
+    "lfm2moe.expert_feed_forward_length": 32,
+    "lfm2moe.expert_gating_func": 2,
+    "lfm2moe.leading_dense_block_count": 1,
+    "lfm2moe.expert_weights_scale": 1.5,
+}
+
+
+def test_layers_of_lfm2_without_key_value_heads_have_a_state(tmp_path: Path) -> None:
+    found = gguf_config(written(tmp_path, LFM2_MOE))
+    assert found.recurrent is not None and found.moe is not None
+    assert found.recurrent.recurrent_layers == {0, 2} and found.recurrent.kernel_size == 3
+    assert (found.num_heads, found.num_kv_heads, found.intermediate_size) == (4, 2, 32)
+    assert found.norms.eps == 2.0**-17
+    assert found.moe.sparse_layers == {1, 2, 3} and found.moe.weight_scale == 1.5
+    assert not found.moe.corrects_choice, "there is no tensor of biases"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"expert_gating_func": 1}, "expert_gating_func of 1 is not supported; only 2 (sigmoid)"),
+        ({"attention.head_count_kv": 2}, "head_count_kv is missing or not an array of 4 whole"),
+        ({"attention.head_count_kv": [0, 2]}, "is missing or not an array of 4 whole numbers"),
+        (
+            {"attention.head_count_kv": [0, 2, 0, 4]},
+            "head_count_kv must be the same in all layers that attend, found [2, 4]",
+        ),
+        ({"attention.sliding_window": 16}, "attention.sliding_window is not supported"),
+        ({"shortconv.l_cache": 0}, "conv_L_cache must be a positive integer, found 0"),
+    ],
+)
+def test_lfm2_that_cannot_be_is_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    changed = {f"lfm2moe.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        gguf_config(written(tmp_path, {**LFM2_MOE, **changed}))
+
+
 class Asked(dict[str, Any]):
     """Metadata that remember which keys were looked up."""
 
@@ -227,8 +275,8 @@ VOCABULARY = {
 def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path) -> None:
     others = (True, -1, 2.5, "x", memoryview(bytes(8)), memoryview(bytes(8)).cast("f"), ["a", "b"])
     lines = set()
-    for model in ("llama", "gpt2"):
-        path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": model})
+    for model, metadata in (("llama", PLAIN), ("gpt2", LFM2_MOE)):
+        path = written(tmp_path, {**metadata, **VOCABULARY, "tokenizer.ggml.model": model})
         found = GgufFile(path)
         asked = Asked(found.metadata)
         found.metadata = asked

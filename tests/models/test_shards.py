@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import LayerDifferences
+from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.executor.compile.aot_build import layer_kind
@@ -183,7 +183,9 @@ def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased", "lfm2_moe"]
+)
 def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degree: int) -> None:
     hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
     config = ModelConfig.from_hf(hf)
@@ -206,7 +208,7 @@ def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degr
             assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
     for part in tensor_parts(config):
         times = readers[part.name]
-        if "norm" in part.name or part.name.endswith(".gate.weight"):
+        if "norm" in part.name or part.name.endswith((".gate.weight", ".expert_bias")):
             expected = degree
         elif ".k_proj." in part.name or ".v_proj." in part.name:
             expected = max(1, degree // config.num_kv_heads)
@@ -401,6 +403,20 @@ def test_key_value_heads_may_not_be_divided_unevenly() -> None:
         match=r"^--tp 3 does not divide 2 key-value heads evenly; choose 1, 2, 4, 6 or 12$",
     ):
         make_shards(config, pipeline_parallel=1, tensor_parallel=3)
+
+
+def test_channels_of_a_convolution_are_divided_evenly() -> None:
+    config = ModelConfig.from_hf(
+        FAMILIES["lfm2"]().to_dict() | {"hidden_size": 70, "head_dim": 16, "num_key_value_heads": 4}
+    )
+    assert [
+        shard_config(config, shard).recurrent
+        for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=2)
+    ] == [RecurrentConfig(frozenset({0, 1, 3}), channels=35, kernel_size=3)] * 2
+    with pytest.raises(
+        UsageError, match="--tp 4 does not divide 70 channels of a convolution; choose 1 or 2"
+    ):
+        make_shards(config, pipeline_parallel=1, tensor_parallel=4)
 
 
 def test_each_of_two_layouts_has_its_shards() -> None:

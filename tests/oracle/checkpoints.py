@@ -71,6 +71,13 @@ _LFM2 = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "hidden_size": 72,
 }
+_LFM2_MOE = {
+    **_LFM2,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -277,6 +284,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False,
         norm_eps=0.01,
+    ),
+    "lfm2_moe": lambda: _config("lfm2_moe", **_LFM2_MOE),
+    "lfm2_moe-uncorrected": lambda: _config(
+        "lfm2_moe",
+        **_LFM2_MOE | {"num_dense_layers": 3},
+        use_expert_bias=False,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        conv_bias=True,
     ),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",

@@ -10,7 +10,13 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "lfm2_moe": "lfm2moe",
+}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -33,6 +39,23 @@ _NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
+    "feed_forward.experts.gate_proj": "ffn_gate_exps",
+    "feed_forward.experts.up_proj": "ffn_up_exps",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
 }
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
@@ -102,16 +125,18 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(
-        head_dim := config.head_dim or config.hidden_size // config.num_attention_heads
-    )
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    if config.model_type in ("lfm2", "lfm2_moe"):
+        _add_short_convolutions(writer, model)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -129,12 +154,26 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         )
     _add_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
+        for name, parameter in (*model.named_parameters(), *biases):
             _add_parameter(writer, name, parameter, config, block_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_short_convolutions(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    heads = {"conv": 0, "full_attention": config.num_key_value_heads}
+    writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
+    writer.add_feed_forward_length(model.model.layers[0].feed_forward.w1.out_features)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
@@ -160,6 +199,8 @@ def _add_parameter(
         for half, matrix in zip(halves, endings, strict=True):
             _add(writer, f"{_gguf_name(f'{stem}.{matrix}')}.weight", half, 0, block_type)
         return
+    if ending == "expert_bias":
+        stem, ending = name, "bias"
     permuted = 0
     if ARCHITECTURES.get(config.model_type) == "llama" and stem.endswith(("q_proj", "k_proj")):
         permuted = (
@@ -180,11 +221,13 @@ def _add(
 ) -> None:
     """Add a tensor; `heads` is how many heads the rows have, if the converter permutes them."""
     values = parameter.detach()
+    if "shortconv.conv" in name:
+        values = values.squeeze(1)
     if heads:
         values = (
             values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         )
-    if values.dim() == 1 or "ffn_gate_inp" in name:
+    if values.dim() == 1 or "ffn_gate_inp" in name or "shortconv.conv" in name:
         writer.add_tensor(name, values.numpy().astype(np.float32))
         return
     kind = GGMLQuantizationType[block_type]

@@ -104,6 +104,7 @@ def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
 OF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "intermediate_size": 11000},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """What a default takes that cannot run, or in which some keys mean nothing."""
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, route
 from nanoserve.models.loading import load_model
 from tests.models.test_decoder import layer_caches, layer_states, set_segments
 from tests.oracle.checkpoints import (
@@ -127,7 +128,7 @@ def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("num_layers", [4, 12, 48])
-@pytest.mark.parametrize("family", ["lfm2", "lfm2-biased"])
+@pytest.mark.parametrize("family", ["lfm2", "lfm2-biased", "lfm2_moe"])
 def test_layers_with_a_state_as_transformers_saves_them(
     family: str, num_layers: int, tmp_path: Path
 ) -> None:
@@ -145,6 +146,22 @@ def test_layers_with_a_state_as_transformers_saves_them(
     expected = reference_logits(model, prompt())
     logits = dense_logits(decoder, found, prompt())
     torch.testing.assert_close(logits, expected, atol=TOLERANCE / 2, rtol=0)
+
+
+def test_small_scores_of_experts_are_weighted_as_transformers_does() -> None:
+    """It adds a small number to the sum of a token's scores."""
+    config = FAMILIES["lfm2_moe"]()
+    router = Lfm2MoeTopKRouter(config)
+    moe = ModelConfig.from_hf(config.to_dict()).moe
+    assert moe is not None
+    logits = torch.linspace(-14, -12, 5)[:, None] + torch.linspace(0, 1, config.num_experts)
+    router.weight = nn.Parameter(torch.eye(config.num_experts), requires_grad=False)
+    bias = torch.linspace(1, 0, config.num_experts)
+    _, weights, experts = router(logits, bias)
+    found_weights, found_experts = route(logits, moe, bias)
+    assert weights.sum(dim=1).max() < 0.97, "the number counts"
+    assert torch.equal(found_experts, experts)
+    torch.testing.assert_close(found_weights, weights)
 
 
 @pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3_moe", "glm4"])

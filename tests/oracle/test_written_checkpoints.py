@@ -35,6 +35,9 @@ TINY: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "block_ff_dim": 48,
+    "block_multiple_of": 8,
+    "full_attn_idxs": [1],
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
