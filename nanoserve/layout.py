@@ -60,7 +60,7 @@ class ParallelLayout:
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
-    """Tensor parallel degrees that divide the heads."""
+    """Tensor parallel degrees that divide the heads, of layers with a state too."""
     kv_heads = {shape.num_kv_heads for shape in model.layers.shapes}
     if not kv_heads:
         kv_heads.add(model.num_kv_heads)
@@ -68,7 +68,8 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
     for degree in range(1, model.num_heads + 1):
         # Ranks have equal numbers of key-value heads, or equal numbers of ranks share each.
         divides_kv_heads = all(max(degree, heads) % min(degree, heads) == 0 for heads in kv_heads)
-        if model.num_heads % degree == 0 and divides_kv_heads:
+        divides_states = model.recurrent is None or model.recurrent.most_parts % degree == 0
+        if model.num_heads % degree == 0 and divides_kv_heads and divides_states:
             degrees.append(degree)
     return degrees
 

@@ -1,6 +1,6 @@
 """Typed access to a parsed config.json. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanoserve.errors import ModelError, shown
@@ -80,6 +80,27 @@ class ConfigFields:
         if not isinstance(value, bool):
             raise self._fail(key, "true or false")
         return value
+
+    def layer_types(self, num_layers: int, known: Collection[str]) -> list[str] | None:
+        """The kind of each layer, one of the known ones; None where layer_types is missing."""
+        layer_types = self.get("layer_types")
+        if layer_types is None:
+            return None
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            found = shown(layer_types)
+            if isinstance(layer_types, list):
+                found = str(len(layer_types))
+            raise ModelError(
+                f"{self.source}: layer_types must name a kind for each of {num_layers} layers, "
+                f"found {found}"
+            )
+        for kind in layer_types:
+            if not isinstance(kind, str) or kind not in known:
+                raise ModelError(
+                    f"{self.source}: layer_types names {shown(kind)}; known are "
+                    f"{' and '.join(known)}"
+                )
+        return layer_types
 
     def integers(self, key: str) -> tuple[int, ...]:
         found = self.get(key, [])

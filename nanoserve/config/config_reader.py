@@ -18,6 +18,7 @@ from nanoserve.config.model_parts import (
     LogitConfig,
     MlaConfig,
     MoeConfig,
+    RecurrentConfig,
     RopeConfig,
 )
 from nanoserve.config.quantization import Quantization
@@ -36,7 +37,7 @@ _NULLABLE = (
     "per_layer_config",
 )
 """Keys whose explicit null switches off what the family has by default."""
-_MULTIMODAL = ("gemma3", "gemma4", "mistral3")
+_MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Models whose text_config is one of the families; what they have for images and sound is left
 alone."""
 _CHATGLM_KEYS: Mapping[str, str] = {
@@ -89,6 +90,7 @@ def read_config(
         norms=replace(family.norms, eps=fields.number(family.norm_eps_key, 1e-6, least=0.0)),
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
+        recurrent=_recurrent(fields, family, num_layers),
         embedding=_embedding(fields, family),
         logits=_logits(fields),
         layers=replace(layers, ropes=ropes),
@@ -295,6 +297,12 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
             f"{moe.num_experts} experts"
         )
     return moe
+
+
+def _recurrent(fields: ConfigFields, family: Family, num_layers: int) -> RecurrentConfig | None:
+    if family.recurrent is None:
+        return None
+    return family.recurrent(fields, num_layers)
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -14,7 +14,9 @@ _WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Each layer's window; empty if there are none."""
-    listed = _layer_types(fields, num_layers)
+    if family.recurrent is not None:  # it reads layer_types itself
+        return ()
+    listed = _listed_windows(fields, num_layers)
     if family.windows.layers == "none" or fields.get("sliding_window") is None:
         return ()
     if family.windows.are_switched and not fields.flag("use_sliding_window", default=False):
@@ -37,25 +39,11 @@ def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple
     return tuple(windows)
 
 
-def _layer_types(fields: ConfigFields, num_layers: int) -> list[bool] | None:
+def _listed_windows(fields: ConfigFields, num_layers: int) -> list[bool] | None:
     """For each layer, whether `layer_types` gives it a window; None without `layer_types`."""
-    layer_types = fields.get("layer_types")
+    layer_types = fields.layer_types(num_layers, _WINDOWS)
     if layer_types is None:
         return None
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        found = shown(layer_types)
-        if isinstance(layer_types, list):
-            found = str(len(layer_types))
-        raise ModelError(
-            f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found "
-            f"{found}"
-        )
-    for kind in layer_types:
-        if not isinstance(kind, str) or kind not in _WINDOWS:
-            raise ModelError(
-                f"{fields.source}: layer_types names {shown(kind)}; known are "
-                f"{' and '.join(_WINDOWS)}"
-            )
     return [_WINDOWS[kind] for kind in layer_types]
 
 

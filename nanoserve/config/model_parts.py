@@ -87,8 +87,8 @@ class AttentionConfig:
     soft_cap: float = 0.0
     """See `triton_ops.paged_attention`; 0 = none."""
     output_gate: bool = False
-    """Whether the output of attention is multiplied by the sigmoid of a gate, which the query
-    matrix makes: a head's query, then its gate."""
+    """Whether the output of attention is multiplied by the sigmoid of a gate, which a matrix of its
+    own makes. Checkpoints store it in the query matrix: a head's query, then its gate."""
     sinks: bool = False
     """Whether each head has a score that takes weight and has no value."""
     mla: MlaConfig | None = None
@@ -137,6 +137,9 @@ class MoeConfig:
     """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
+    gates_shared: bool = False
+    """Whether the output of these is multiplied by the sigmoid of a number that a token's hidden
+    state gives."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """The function of a router's logits. With sigmoid, a bias of each expert is added for the
     choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
@@ -195,6 +198,34 @@ class RecurrentConfig:
     bias: bool = False
     """Whether the matrices and the convolution have biases."""
     delta_net: GatedDeltaNetConfig | None = None
+
+    @property
+    def most_parts(self) -> int:
+        """The most ranks that can divide a layer; other numbers of ranks must divide it."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.num_key_heads
+
+    @property
+    def part_name(self) -> str:
+        """The word for what ranks divide."""
+        if self.delta_net is None:
+            return "channels of a convolution"
+        return "key heads of linear attention"
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of the output matrix that belong to a head; 0 where there are no heads."""
+        if self.delta_net is None:
+            return 0
+        return self.delta_net.value_head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the output matrix."""
+        if self.delta_net is None:
+            return self.channels
+        return self.delta_net.value_size
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:
