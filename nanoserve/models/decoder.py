@@ -214,7 +214,8 @@ class SharedExperts(FeedForward):
         output = super().forward(hidden)
         if self.gate is None:
             return output
-        return output * self.gate(hidden).sigmoid()
+        opened: Tensor = self.gate(hidden).sigmoid()
+        return output * opened
 
 
 class MixtureOfExperts(nn.Module):

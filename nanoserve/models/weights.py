@@ -106,8 +106,8 @@ class TensorPart:
 
 
 def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
-    """Every tensor that the checkpoint must hold, once, or in parts one after another. A tied output
-    matrix is the embedding and not listed."""
+    """Every tensor that the checkpoint must hold, once, or in parts one after another. A tied
+    output matrix is the embedding and not listed."""
     names = checkpoint_names(config)
     embedding, head = tied_parts(config)
     hidden = config.hidden_size
