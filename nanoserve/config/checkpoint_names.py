@@ -34,12 +34,19 @@ class LayerNames:
     correction_bias: str = "mlp.gate.e_score_correction_bias"
     shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
     convolution_inputs: str = "conv.in_proj"
     convolution_kernel: str = "conv.conv"
     convolution_output: str = "conv.out_proj"
+    delta_net: str = "linear_attn"
+    delta_net_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    """Matrices of Gated DeltaNet that make queries, keys, values and gates of the output: apart, or
+    a single one with those of a key head side by side."""
+    delta_net_rates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    """Its matrices that make learning rates and decays: apart, or a single one by key head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,19 @@ _MIXTRAL = CheckpointNames(
         router="block_sparse_moe.gate",
         expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         expert_down="block_sparse_moe.experts.{}.w2",
+    )
+)
+_QWEN3_5 = CheckpointNames(
+    layer=LayerNames(
+        shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        shared_down="mlp.shared_expert.down_proj",
+    )
+)
+_QWEN3_NEXT = CheckpointNames(
+    layer=replace(
+        _QWEN3_5.layer,
+        delta_net_inputs=("in_proj_qkvz",),
+        delta_net_rates=("in_proj_ba",),
     )
 )
 _GPT_OSS = CheckpointNames(
@@ -139,6 +159,9 @@ _FAMILIES = {
     "glm4": _GLM,
     "mixtral": _MIXTRAL,
     "gpt_oss": _GPT_OSS,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA,

@@ -1,5 +1,6 @@
 """Read the mixture of experts of each family from its config.json. No torch here."""
 
+from dataclasses import replace
 from typing import Literal
 
 from nanoserve.config.config_fields import ConfigFields
@@ -25,6 +26,23 @@ def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
         normalize_weights=fields.flag("norm_topk_prob", default=False),
         sparse_layers=_sparse_layers(fields, num_layers),
     )
+
+
+def qwen3_next_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    """Those of Qwen3 beside a shared expert with a gate."""
+    moe = qwen3_experts(fields, num_layers)
+    return replace(
+        moe,
+        normalize_weights=fields.flag("norm_topk_prob", default=True),
+        shared_size=fields.positive("shared_expert_intermediate_size"),
+        gates_shared=True,
+    )
+
+
+def qwen3_5_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
+    """Those of Qwen3-Next in all layers, their weights normalized, whatever config.json says."""
+    moe = qwen3_next_experts(fields, num_layers)
+    return replace(moe, normalize_weights=True, sparse_layers=frozenset(range(num_layers)))
 
 
 def gpt_oss_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:

@@ -16,7 +16,9 @@ from nanoserve.config.experts import (
     gpt_oss_experts,
     lfm2_experts,
     mixtral_experts,
+    qwen3_5_experts,
     qwen3_experts,
+    qwen3_next_experts,
 )
 from nanoserve.config.model_parts import (
     AttentionConfig,
@@ -25,7 +27,7 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RecurrentConfig,
 )
-from nanoserve.config.recurrent_layers import short_convolutions
+from nanoserve.config.recurrent_layers import gated_delta_net, short_convolutions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,48 @@ _QWEN3_MOE = Family(
     attention=AttentionConfig(qk_norm=True),
     windows=WindowRules(layers="all", are_switched=True),
     experts=qwen3_experts,
+)
+
+_QWEN3_5 = Family(
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    attention=AttentionConfig(qk_norm=True, output_gate=True),
+    norms=NormConfig(kind="rms_plus_one"),
+    rope=RopeRules(rotary_share=0.25),
+    recurrent=gated_delta_net,
+)
+"""The rope of images (mrope_section) turns text as the usual one does: all three of its positions
+are the token's."""
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,  # no layer is dense
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    experts=qwen3_5_experts,
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    defaults={
+        **_QWEN3_5_MOE.defaults,
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    experts=qwen3_next_experts,
 )
 
 _GPT_OSS = Family(
@@ -382,6 +426,9 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": replace(_GLM, norms=NormConfig(places="around")),
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "gpt_oss": _GPT_OSS,
     "deepseek_v2": _DEEPSEEK2,
     "deepseek_v3": _DEEPSEEK3,

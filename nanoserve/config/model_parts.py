@@ -87,8 +87,8 @@ class AttentionConfig:
     soft_cap: float = 0.0
     """See `triton_ops.paged_attention`; 0 = none."""
     output_gate: bool = False
-    """Whether the output of attention is multiplied by the sigmoid of a gate, which the query
-    matrix makes: a head's query, then its gate."""
+    """Whether the output of attention is multiplied by the sigmoid of a gate, which a matrix of its
+    own makes. Checkpoints store it in the query matrix: a head's query, then its gate."""
     sinks: bool = False
     """Whether each head has a score that takes weight and has no value."""
     mla: MlaConfig | None = None
@@ -137,6 +137,9 @@ class MoeConfig:
     """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
+    gates_shared: bool = False
+    """Whether the output of these is multiplied by the sigmoid of a number that a token's hidden
+    state gives."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """The function of a router's logits."""
     corrects_choice: bool = False

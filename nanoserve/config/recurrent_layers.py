@@ -1,7 +1,8 @@
 """Read the layers with a recurrent state of each family from its config.json. No torch here."""
 
 from nanoserve.config.config_fields import ConfigFields
-from nanoserve.config.model_parts import RecurrentConfig
+from nanoserve.config.model_parts import GatedDeltaNetConfig, RecurrentConfig
+from nanoserve.errors import ModelError
 
 
 def short_convolutions(fields: ConfigFields, num_layers: int) -> RecurrentConfig | None:
@@ -22,4 +23,34 @@ def short_convolutions(fields: ConfigFields, num_layers: int) -> RecurrentConfig
         channels=fields.positive("hidden_size"),
         kernel_size=fields.positive("conv_L_cache"),
         bias=fields.flag("conv_bias", default=False),
+    )
+
+
+def gated_delta_net(fields: ConfigFields, num_layers: int) -> RecurrentConfig | None:
+    """Gated DeltaNet in the layers that layer_types calls linear_attention, or else in all but
+    every `full_attention_interval`th. None if no layer has it."""
+    kinds = fields.layer_types(num_layers, ("linear_attention", "full_attention"))
+    if kinds is None:
+        interval = fields.positive("full_attention_interval", 4)
+        recurrent_layers = {layer for layer in range(num_layers) if (layer + 1) % interval != 0}
+    else:
+        recurrent_layers = {layer for layer, kind in enumerate(kinds) if kind == "linear_attention"}
+    if not recurrent_layers:
+        return None
+    heads = GatedDeltaNetConfig(
+        num_key_heads=fields.positive("linear_num_key_heads"),
+        num_value_heads=fields.positive("linear_num_value_heads"),
+        key_head_dim=fields.positive("linear_key_head_dim"),
+        value_head_dim=fields.positive("linear_value_head_dim"),
+    )
+    if heads.num_value_heads % heads.num_key_heads:
+        raise ModelError(
+            f"{fields.source}: linear_num_value_heads {heads.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {heads.num_key_heads}"
+        )
+    return RecurrentConfig(
+        recurrent_layers=frozenset(recurrent_layers),
+        channels=heads.channels,
+        kernel_size=fields.positive("linear_conv_kernel_dim"),
+        delta_net=heads,
     )

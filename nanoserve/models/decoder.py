@@ -200,10 +200,28 @@ class FeedForward(nn.Module):
         return output
 
 
+class SharedExperts(FeedForward):
+    """The experts that every token goes through, as one; where they have a gate, their output is
+    multiplied by its sigmoid."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__(replace(config, intermediate_size=moe.shared_size))
+        self.gate: Linear | None = None
+        if moe.gates_shared:
+            self.gate = Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = super().forward(hidden)
+        if self.gate is None:
+            return output
+        opened: Tensor = self.gate(hidden).sigmoid()
+        return output * opened
+
+
 class MixtureOfExperts(nn.Module):
     """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every
     token, and their outputs are added, weighted. Shared experts are one more expert, without a
-    weight."""
+    weight of the router."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -215,7 +233,7 @@ class MixtureOfExperts(nn.Module):
         if moe.corrects_choice:
             self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
         if moe.shared_size:
-            self.shared = FeedForward(replace(config, intermediate_size=moe.shared_size))
+            self.shared = SharedExperts(config, moe)
         biased = moe.style == "gpt_oss"
         self.router = Linear(hidden_size, num_experts, bias=biased)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden_size))
@@ -401,6 +419,10 @@ class DecoderLayer(nn.Module):
         else:
             width = sum(config.qkv_sizes)
         self.qkv = Linear(config.hidden_size, width, bias=config.attention.qkv_bias)
+        if config.attention.output_gate:
+            self.output_gate = Linear(
+                config.hidden_size, config.output_size, bias=config.attention.qkv_bias
+            )
         if config.attention.qk_norm:
             query_size = key_size = config.head_dim
             if config.attention.qk_norm_spans_heads:
@@ -475,9 +497,7 @@ class DecoderLayer(nn.Module):
         """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T,
         hidden_size]; `between_sums` may be compiled."""
         config = self.config
-        if config.attention.mla is not None:
-            attention_output = self.latent.expand(attention_output)
-        attended = self.output(attention_output)
+        attended = self.project_attention(attention_output, residual)
         if config.norms.places == "shared":
             fed = self.feed_forward(self.attention_norm(residual))
             return residual + self.group.all_reduce(attended + fed)
@@ -493,6 +513,19 @@ class DecoderLayer(nn.Module):
         if config.norms.layer_scale and not config.embedding.per_layer_size:
             output = output * self.scale
         return output
+
+    def project_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
+        """From the arguments of `post_attention` to this rank's addend of attention, [T,
+        hidden_size]."""
+        attention = self.config.attention
+        if attention.mla is not None:
+            attention_output = self.latent.expand(attention_output)
+        if attention.output_gate:
+            # Made here, and not with the query, so that nothing else passes around attention.
+            gate = self.output_gate(self.attention_norm(residual))
+            attention_output = attention_output * gate.sigmoid()
+        attended: Tensor = self.output(attention_output)
+        return attended
 
     def add_per_layer_input(self, hidden: Tensor, per_layer_input: Tensor) -> Tensor:
         """Add the layer's embedding of each token, [T, per_layer_input_size], gated by the hidden

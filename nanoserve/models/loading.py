@@ -362,7 +362,11 @@ def _with_matrices(
     """The tensors with each quantized matrix in the place of those that make it. It stops at the
     first missing part."""
     left = dict(stored)
+    found_parts = set[str]()
     for part in parts:
+        if part.name in found_parts:
+            continue
+        found_parts.add(part.name)
         matrix = find_matrix(part, stored, config, open_file)
         if matrix is None:
             if part.name not in stored:
@@ -399,8 +403,12 @@ def _check(
 ) -> list[TensorPart]:
     """The parts, after a check that the checkpoint holds each in the right shape, and nothing else.
     It stops at the first missing part, because a config may name any number of experts."""
+    parts = list[TensorPart]()
     known: dict[str, TensorPart] = {}
     for part in wanted_parts:
+        parts.append(part)
+        if part.name in known:
+            continue
         found = stored.get(part.name)
         if found is None:
             raise _missing(part.name, stored, list(files))
@@ -426,7 +434,7 @@ def _check(
         raise ModelError(
             f"{found.path}: tensor {name} does not belong to a {config.family} model of this config"
         )
-    return list(known.values())
+    return parts
 
 
 def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path]) -> ModelError:

@@ -21,6 +21,9 @@ from nanoserve.models.weights import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
 
+_UNROUNDED = ("router.weight", "shared.gate.weight", "rates.weight", "kernel", "_bias")
+"""Ends of the names of parameters of two dimensions that `--quantization` leaves as they are."""
+
 
 class MatrixForm(NamedTuple):
     """How a stored matrix is packed."""
@@ -147,6 +150,8 @@ class PackedExperts(nn.Module):
         self.correction_bias = replaced.correction_bias
         self.gate_up = gate_up
         self.down = down
+        if self.moe.shared_size:
+            self.shared = replaced.shared
         if replaced.biases is not None:
             self.gate_up_bias, self.down_bias = replaced.gate_up_bias, replaced.down_bias
 
@@ -162,7 +167,7 @@ class PackedExperts(nn.Module):
         weights, experts = route(self.router(hidden), self.moe, self.correction_bias)
         gate_up, down = self.gate_up.shape, self.down.shape
         formats = gate_up.segments[0].format, down.segments[0].format
-        return sparse_packed_experts(
+        output = sparse_packed_experts(
             hidden,
             weights,
             experts,
@@ -173,6 +178,9 @@ class PackedExperts(nn.Module):
             self.biases,
             self.moe.style,
         )
+        if self.moe.shared_size:
+            output = output + self.shared(hidden)
+        return output
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
@@ -253,15 +261,15 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
 
 def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str, PackedFormat]:
     """The format of each tensor that `--quantization` rounds, from the parts of the whole model:
-    all matrices but routers. The vocabulary's have 8 bits, or with int4 6 bits where 256 divides
-    their columns. A matrix that no group divides is left alone. Raises UsageError if the user named
-    the group. Ranks have slices of what is rounded so, and no format depends on how many there
-    are."""
+    all matrices but routers and others of few rows. The vocabulary's have 8 bits, or with int4 6
+    bits where 256 divides their columns. A matrix that no group divides is left alone. Raises
+    UsageError if the user named the group. Ranks have slices of what is rounded so, and no format
+    depends on how many there are."""
     rounding = config.quantization
     assert rounding is not None
     found: dict[str, PackedFormat] = {}
     for part in parts:
-        if len(part.shape) != 2 or part.parameter.endswith(("router.weight", "_bias")):
+        if len(part.shape) != 2 or part.parameter.endswith(_UNROUNDED):
             continue
         columns = part.shape[1]
         group = rounding.group_of(columns, _head(part, config))

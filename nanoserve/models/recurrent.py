@@ -14,6 +14,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import RecurrentConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import DecoderLayer, Linear
+from nanoserve.models.gated_delta_net import GatedDeltaNet
 from triton_ops import causal_convolution
 from triton_ops.recurrent import SEGMENT_FIELDS
 
@@ -95,8 +96,12 @@ class RecurrentLayer(DecoderLayer):
     def _make_attention(self) -> None:
         config = self.config
         recurrent = config.recurrent
-        assert recurrent is not None and recurrent.delta_net is None, "the only kind so far"
-        self.mixer = ShortConvolution(config, recurrent)
+        assert recurrent is not None, "the layer has a state"
+        self.mixer: ShortConvolution | GatedDeltaNet
+        if recurrent.delta_net is None:
+            self.mixer = ShortConvolution(config, recurrent)
+        else:
+            self.mixer = GatedDeltaNet(config, recurrent, recurrent.delta_net)
         self.output = Linear(self.mixer.output_size, config.hidden_size, bias=recurrent.bias)
 
     def forward(
@@ -114,3 +119,7 @@ class RecurrentLayer(DecoderLayer):
     def _mix(self, hidden: Tensor, states: RecurrentStates) -> Tensor:
         mixed = self.mixer(self.attention_norm(hidden), states)
         return self.post_attention(mixed, hidden)
+
+    def project_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
+        projected: Tensor = self.output(attention_output)
+        return projected

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from nanoserve.config.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import MlaConfig, MoeConfig, RecurrentConfig
+from nanoserve.config.model_parts import (
+    GatedDeltaNetConfig,
+    MlaConfig,
+    MoeConfig,
+    RecurrentConfig,
+)
 from nanoserve.models.shards import Shard, divided
 
 _FANNING_IN = frozenset({"output", "down"})
@@ -100,8 +105,8 @@ class TensorPart:
 
 
 def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
-    """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and
-    not listed."""
+    """Every tensor that the checkpoint must hold, once, or in parts one after another. A tied
+    output matrix is the embedding and not listed."""
     names = checkpoint_names(config)
     embedding, head = tied_parts(config)
     hidden = config.hidden_size
@@ -159,12 +164,12 @@ def unfilled_regions(
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in
-    8 bits, a copy of a tied matrix, a layer for drafts, keys and values of a layer that shares
-    others, or a part that reads images."""
+    8 bits, a copy of a tied matrix, layers for drafts (multi-token prediction), keys and values of
+    a layer that shares others, or a part that reads images."""
     names = checkpoint_names(config)
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
-    if _CACHE_SCALES.search(name):
+    if _CACHE_SCALES.search(name) or name.startswith(("mtp.", "model.visual.")):
         return True
     drafting_layer = names.layer_prefix.format(config.num_layers)
     if config.attention.mla is not None and name.startswith(drafting_layer):
@@ -222,12 +227,33 @@ def _attention_parts(
 ) -> Iterator[TensorPart]:
     """The matrices of attention."""
     hidden = config.hidden_size
+    bias = config.attention.qkv_bias
     if config.attention.mla is not None:
         yield from _latent_parts(config, config.attention.mla, layer, prefix, target)
+    elif config.attention.output_gate:
+        query, key, value = (prefix + name for name in layer.qkv)
+        size = config.head_dim
+        yield from _interleaved_rows(
+            query,
+            [target + "qkv", target + "output_gate"],
+            [size, size],
+            config.num_heads,
+            hidden,
+            bias=bias,
+        )
+        query_size, *key_and_value = config.qkv_sizes
+        yield from _rows(
+            [key, value],
+            target + "qkv",
+            tuple(key_and_value),
+            hidden,
+            bias=bias,
+            first_row=query_size,
+        )
     else:
         sizes = config.qkv_sizes
         qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
-        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=config.attention.qkv_bias)
+        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=bias)
     yield from _rows(
         [prefix + layer.output],
         target + "output",
@@ -235,22 +261,6 @@ def _attention_parts(
         config.output_size,
         bias=config.attention.output_bias,
     )
-
-
-def _mixer_parts(
-    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
-) -> Iterator[TensorPart]:
-    """The tensors of a layer that has a state in place of keys and values."""
-    hidden, channels, bias = config.hidden_size, recurrent.channels, recurrent.bias
-    inputs = [prefix + layer.convolution_inputs]
-    yield from _rows(inputs, target + "mixer.inputs", (3 * channels,), hidden, bias=bias)
-    kernel = prefix + layer.convolution_kernel
-    shape = (channels, 1, recurrent.kernel_size)
-    yield TensorPart(f"{kernel}.weight", target + "mixer.kernel", shape)
-    if bias:
-        yield TensorPart(f"{kernel}.bias", target + "mixer.kernel_bias", (channels,))
-    output = [prefix + layer.convolution_output]
-    yield from _rows(output, target + "output", (hidden,), channels, bias=bias)
 
 
 def _norm_parts(
@@ -312,6 +322,109 @@ def _latent_parts(
     )
 
 
+def _interleaved_rows(
+    name: str,
+    parameters: Sequence[str],
+    sizes: Sequence[int],
+    num_heads: int,
+    columns: int,
+    *,
+    first_rows: Sequence[int] | None = None,
+    bias: bool = False,
+) -> Iterator[TensorPart]:
+    """The parts of a stored matrix whose rows are, for each head in turn, `sizes` rows of each of
+    these parameters, where they begin at `first_rows` (None: at 0)."""
+    if first_rows is None:
+        first_rows = [0] * len(sizes)
+    stored_rows = num_heads * sum(sizes)
+    kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (stored_rows, columns))]
+    if bias:
+        kinds.append(("bias", (stored_rows,)))
+    for kind, shape in kinds:
+        stored = 0
+        for head in range(num_heads):
+            for parameter, size, first_row in zip(parameters, sizes, first_rows, strict=True):
+                yield TensorPart(
+                    f"{name}.{kind}",
+                    f"{parameter}.{kind}",
+                    shape,
+                    first_row + head * size,
+                    rows=range(stored, stored + size),
+                )
+                stored += size
+
+
+def _mixer_parts(
+    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
+) -> Iterator[TensorPart]:
+    """The tensors of a layer that has a state in place of keys and values."""
+    heads = recurrent.delta_net
+    if heads is None:
+        yield from _convolution_parts(config, recurrent, layer, prefix, target)
+        return
+    hidden = config.hidden_size
+    prefix += layer.delta_net + "."
+    mixer = target + "mixer."
+    yield from _delta_net_inputs(heads, layer, prefix, mixer, hidden)
+    kernel = (heads.channels, 1, recurrent.kernel_size)
+    yield TensorPart(prefix + "conv1d.weight", mixer + "kernel", kernel)
+    by_head = (heads.num_value_heads,)
+    yield TensorPart(prefix + "A_log", mixer + "log_decay", by_head)
+    yield TensorPart(prefix + "dt_bias", mixer + "step_bias", by_head)
+    yield TensorPart(prefix + "norm.weight", mixer + "norm.weight", (heads.value_head_dim,))
+    yield TensorPart(
+        prefix + "out_proj.weight", target + "output.weight", (hidden, heads.value_size)
+    )
+
+
+def _convolution_parts(
+    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
+) -> Iterator[TensorPart]:
+    """The tensors of a short convolution between two gates."""
+    hidden, channels, bias = config.hidden_size, recurrent.channels, recurrent.bias
+    inputs = [prefix + layer.convolution_inputs]
+    yield from _rows(inputs, target + "mixer.inputs", (3 * channels,), hidden, bias=bias)
+    kernel = prefix + layer.convolution_kernel
+    shape = (channels, 1, recurrent.kernel_size)
+    yield TensorPart(f"{kernel}.weight", target + "mixer.kernel", shape)
+    if bias:
+        yield TensorPart(f"{kernel}.bias", target + "mixer.kernel_bias", (channels,))
+    output = [prefix + layer.convolution_output]
+    yield from _rows(output, target + "output", (hidden,), channels, bias=bias)
+
+
+def _delta_net_inputs(
+    heads: GatedDeltaNetConfig, layer: LayerNames, prefix: str, mixer: str, hidden: int
+) -> Iterator[TensorPart]:
+    """The matrices that Gated DeltaNet multiplies hidden states with."""
+    inputs = [prefix + name for name in layer.delta_net_inputs]
+    rates = [prefix + name for name in layer.delta_net_rates]
+    num_heads = heads.num_value_heads
+    if len(inputs) > 1:
+        sizes = (heads.channels, heads.value_size)
+        yield from _rows(inputs, mixer + "inputs", sizes, hidden, bias=False)
+        yield from _rows(rates, mixer + "rates", (num_heads, num_heads), hidden, bias=False)
+        return
+    shared = num_heads // heads.num_key_heads
+    key, value = heads.key_head_dim, shared * heads.value_head_dim
+    yield from _interleaved_rows(
+        inputs[0],
+        [mixer + "inputs"] * 4,
+        [key, key, value, value],
+        heads.num_key_heads,
+        hidden,
+        first_rows=[0, heads.key_size, 2 * heads.key_size, heads.channels],
+    )
+    yield from _interleaved_rows(
+        rates[0],
+        [mixer + "rates"] * 2,
+        [shared, shared],
+        heads.num_key_heads,
+        hidden,
+        first_rows=[0, num_heads],
+    )
+
+
 def _rows(
     names: Sequence[str],
     parameter: str,
@@ -346,6 +459,9 @@ def _expert_parts(
         yield TensorPart(prefix + down_bias, target + "down_bias", (count, hidden))
     if moe.corrects_choice:
         yield TensorPart(prefix + layer.correction_bias, target + "correction_bias", (count,))
+    if moe.gates_shared:
+        name = f"{prefix}{layer.shared_gate}.weight"
+        yield TensorPart(name, target + "shared.gate.weight", (1, hidden))
     shared = moe.shared_size
     if shared:
         names = [prefix + name for name in layer.shared_gate_up]
@@ -431,8 +547,9 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
 
 def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
     """The kept rows of each block that this part fills; only a fused tensor fills several
-    blocks."""
-    part_end = part.first_row + part.shape[0]
+    blocks. A part may be some rows of a tensor already."""
+    part_end = part.first_row + part.num_rows
+    first_stored = part.rows.start if part.rows is not None else 0
     whole, own = 0, 0
     for block in blocks:
         kept_start = whole + block.kept.start
@@ -440,7 +557,8 @@ def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart
         first = max(kept_start, part.first_row)
         after = min(kept_end, part_end)
         if first < after:
-            rows = range(first - part.first_row, after - part.first_row)
+            shift = first_stored - part.first_row
+            rows = range(first + shift, after + shift)
             yield replace(part, rows=rows, first_row=own + first - kept_start)
         whole += block.size
         own += block.width
@@ -467,7 +585,7 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
     is_mixer = matrix == "output" or ".mixer." in part.parameter
     if config.recurrent is not None and config.is_recurrent(layer) and is_mixer:
         return _mixer_blocks(matrix, config.recurrent, shard)
-    if matrix == "output":
+    if matrix in ("output", "output_gate"):
         return (_evenly(config.output_size, shard),)
     if matrix == "sinks":
         return (_evenly(config.num_heads, shard),)
@@ -501,9 +619,29 @@ def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_
 
 
 def _mixer_blocks(matrix: str, recurrent: RecurrentConfig, shard: Shard) -> tuple[_Block, ...]:
-    """Channels are divided, in each of the three matrices that are one."""
+    """Value heads are divided with the key head that they share."""
     if matrix == "output":
         return (_evenly(recurrent.output_size, shard),)
+    heads = recurrent.delta_net
+    if heads is None:
+        return _convolution_blocks(matrix, recurrent, shard)
+    key = _evenly(heads.key_size, shard)
+    value = _evenly(heads.value_size, shard)
+    by_head = _evenly(heads.num_value_heads, shard)
+    blocks = {
+        "inputs": (key, key, value, value),
+        "kernel": (key, key, value),
+        "rates": (by_head, by_head),
+        "log_decay": (by_head,),
+        "step_bias": (by_head,),
+    }
+    return blocks.get(matrix, ())
+
+
+def _convolution_blocks(
+    matrix: str, recurrent: RecurrentConfig, shard: Shard
+) -> tuple[_Block, ...]:
+    """Channels are divided, in each of the three matrices that are one."""
     channels = _evenly(recurrent.channels, shard)
     if matrix == "inputs":
         return channels, channels, channels

@@ -306,6 +306,51 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+_DELTA_NET = {
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # The norm of a head's output makes noise of an output that is almost zero, if it is less.
+    "rms_norm_eps": 1e-4,
+}
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: _config(
+        "qwen3_next", **_DELTA_NET, **_SHARED_EXPERT, decoder_sparse_step=2
+    ),
+    "qwen3_next-biased": lambda: _config(
+        "qwen3_next",
+        **_DELTA_NET | {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        **_SHARED_EXPERT,
+        full_attention_interval=2,
+        linear_conv_kernel_dim=3,
+        mlp_only_layers=[1, 2],
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+    ),
+    "qwen3_5_text": lambda: _config("qwen3_5_text", **_DELTA_NET),
+    "qwen3_5_text-biased": lambda: _config(
+        "qwen3_5_text",
+        **_DELTA_NET | {"num_hidden_layers": 3, "rms_norm_eps": 0.01},
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        attention_bias=True,
+        rope_parameters={**_YARN, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},
+    ),
+    "qwen3_5_moe_text": lambda: _config("qwen3_5_moe_text", **_DELTA_NET, **_SHARED_EXPERT),
+}
+"""Families some of whose layers have a recurrent state."""
+
+
 _SLOW = (
     "ministral",
     "ministral3",
@@ -335,14 +380,23 @@ def families(*quick: str) -> list[Any]:
 
 
 def make_checkpoint(
-    family: str, directory: Path, *, shard_size: str = "5GB", seed: int = 0
+    family: str,
+    directory: Path,
+    *,
+    shard_size: str = "5GB",
+    seed: int = 0,
+    num_layers: int | None = None,
 ) -> PreTrainedModel:
     """Write the family's checkpoint (float32) into the directory and return the model it was
-    written from."""
+    written from. A family whose layers are of a repeating kind may have another number of
+    layers."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        FAMILIES[family](), dtype=torch.float32
-    ).eval()
+    config = (FAMILIES | RECURRENT)[family]()
+    if num_layers is not None:
+        config = type(config)(
+            **config.to_dict() | {"num_hidden_layers": num_layers, "layer_types": None}
+        )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     return model
@@ -352,9 +406,12 @@ def randomize(model: PreTrainedModel) -> None:
     """Weights whose every number leaves its mark."""
     kept = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept))
+    is_recurrent = any("linear_attn" in name for name, _ in model.named_parameters())
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *buffers):
             centre = 1.0 if "norm" in name or name.endswith("layer_scalar") else 0.0
+            if is_recurrent and not name.endswith("linear_attn.norm.weight"):
+                centre = 0.0  # others are stored less 1
             parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
 
 

@@ -20,6 +20,7 @@ from nanoserve.models.loading import load_model
 from tests.models.test_decoder import layer_caches, layer_states, set_segments
 from tests.oracle.checkpoints import (
     FAMILIES,
+    RECURRENT,
     VOCAB_SIZE,
     families,
     make_checkpoint,
@@ -32,6 +33,7 @@ Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 PROMPT_LENGTH = 45  # longer than every sliding window
 GREEDY_TOKENS = 64
 TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 5e-5
 NO_SUCH_TOKEN = -1  # so that nothing ends early
 BLOCK_SIZE = 16
 
@@ -97,6 +99,36 @@ def test_logits_are_those_of_transformers(family: str, checkpoint: Checkpoint) -
     torch.testing.assert_close(
         dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0
     )
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_model_with_recurrent_states_answers_as_transformers_does(
+    family: str, checkpoint: Checkpoint
+) -> None:
+    directory, model = checkpoint(family)
+    decoder, config = load_model(directory, "fp32")
+    tokens = torch.cat((prompt(), prompt(1)))  # longer than a chunk of the scan
+    expected = reference_logits(model, tokens)
+    assert expected.std() > 0.5, "a flat reference would prove nothing"
+    found = dense_logits(decoder, config, tokens)
+    difference = found.log_softmax(-1) - expected.log_softmax(-1)
+    assert difference.abs().max() <= LOGPROB_TOLERANCE
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("num_layers", [4, 12, 48])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_model_with_recurrent_states_may_have_any_number_of_layers(
+    family: str, num_layers: int, tmp_path: Path
+) -> None:
+    model = make_checkpoint(family, tmp_path, num_layers=num_layers)
+    decoder, config = load_model(tmp_path, "fp32")
+    assert config.recurrent is not None
+    assert len(config.recurrent.recurrent_layers) == num_layers * 3 // 4
+    tokens = prompt()[:8]  # few, as each of many layers rounds
+    found = dense_logits(decoder, config, tokens).log_softmax(-1)
+    expected = reference_logits(model, tokens).log_softmax(-1)
+    torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", families())

@@ -15,7 +15,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.loading import load_model
 from tests.oracle import test_families
-from tests.oracle.checkpoints import FAMILIES, randomize
+from tests.oracle.checkpoints import FAMILIES, RECURRENT, randomize
 from tests.oracle.test_families import TOLERANCE, dense_logits, reference_logits
 
 VISION: dict[str, Any] = {
@@ -31,6 +31,19 @@ GEMMA4_TOKENS = {
     for place, name in enumerate(("image", "video", "audio", "boi", "eoi"))
 }
 GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 16}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+QWEN_TOKENS = {
+    f"{name}_token_id": 150 + place
+    for place, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "mistral3": (
@@ -38,6 +51,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16}},
     ),
     "gemma4": ("gemma4_text", {"vision_config": GEMMA4_VISION, **GEMMA4_TOKENS}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": QWEN_VISION, **QWEN_TOKENS}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": QWEN_VISION, **QWEN_TOKENS}),
 }
 
 
@@ -49,7 +64,7 @@ def prompt() -> Tensor:
 def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedModel:
     family, others = MULTIMODAL[name]
     config: PreTrainedConfig = transformers.AutoConfig.for_model(
-        name, text_config=FAMILIES[family](), **others
+        name, text_config=(FAMILIES | RECURRENT)[family](), **others
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -59,12 +74,19 @@ def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedM
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "gemma4"]
+    "name",
+    [
+        "gemma3",
+        pytest.param("mistral3", marks=pytest.mark.slow),
+        "gemma4",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ],
 )
 def test_the_text_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model = write(name, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert any("vision_tower" in tensor for tensor in file.keys())  # noqa: SIM118
+        assert any("vis" in tensor for tensor in file.keys())  # noqa: SIM118
     decoder, config = load_model(tmp_path, "fp32")
     assert config.family == MULTIMODAL[name][0] and config.eos_token_ids == (2,)
     logits, expected = dense_logits(decoder, config, prompt()), reference_logits(model, prompt())
