@@ -36,26 +36,32 @@ def causal_convolution(
 
     out, inputs: [T, channels]; weight: [channels, kernel_size], the last column for the newest
     position; bias: [channels]; states: [slots, channels, kernel_size - 1], the inputs before a
-    segment, oldest first; segments: int32 [N, SEGMENT_FIELDS], those of a row in order and the slot
-    before a segment not written by another row. With `silu` the result passes through SiLU.
+    segment, oldest first; segments: int32 [N, SEGMENT_FIELDS]. The segments of a row follow one
+    another in order, and each reads the slot that the one before it wrote. No row reads a slot that
+    another one writes. With `silu` the result passes through SiLU.
     """
-    kept = states.shape[-1]
-    for begin, end, source, target, _ in segments.tolist():
-        if source < 0:
-            before = states.new_zeros(states.shape[1:])
-        else:
-            before = states[source]
-        seen = torch.cat((before.to(inputs.dtype), inputs[begin:end].T), dim=-1)
-        result = functional.conv1d(
-            seen[None].float(),
-            weight[:, None].float(),
-            None if bias is None else bias.float(),
-            groups=seen.shape[0],
-        )[0]
-        if silu:
-            result = functional.silu(result)
-        out[begin:end] = result.T
-        states[target] = seen[:, seen.shape[-1] - kept :]
+    single, others = _split(segments)
+    if len(single):
+        first, _, source, target, _ = single.T.long()
+        seen = torch.cat((_states_before(states, source), inputs[first, :, None]), dim=-1)
+        out[first] = _convolve(seen, weight, bias, silu=silu)[..., 0].to(out.dtype)
+        states[target] = seen[..., 1:]
+    for begin, end, source, target, _ in others:
+        before = states[source] if source >= 0 else states.new_zeros(states.shape[1:])
+        seen = torch.cat((before, inputs[begin:end].T), dim=-1)
+        out[begin:end] = _convolve(seen, weight, bias, silu=silu).T
+        states[target] = seen[:, end - begin :]
+
+
+def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    """Inputs [..., channels, kernel_size - 1 + L] -> float32 [..., channels, L]"""
+    length = seen.shape[-1] - weight.shape[1] + 1
+    result = torch.zeros_like(seen[..., :length], dtype=torch.float32)
+    if bias is not None:
+        result += bias[:, None].float()
+    for place in range(weight.shape[1]):
+        result += weight[:, place, None].float() * seen[..., place : place + length].float()
+    return functional.silu(result) if silu else result
 
 
 @OPERATORS.define(writes=("out", "states"))
@@ -77,20 +83,48 @@ def gated_delta_rule(
     same shape; states: float32 [slots, num_value_heads, key_head_dim, value_head_dim]; segments:
     as of `causal_convolution`. Neighbouring value heads share a key head.
     """
-    for begin, end, source, target, position in segments.tolist():
-        if source < 0:
-            state = states.new_zeros(states.shape[1:])
-        else:
-            state = states[source]
+    single, others = _split(segments)
+    if len(single):
+        first, _, source, target, _ = single.T.long()
+        result, states[target] = delta_rule_step(
+            query[first],
+            key[first],
+            value[first],
+            decay[first],
+            beta[first],
+            _states_before(states, source),
+        )
+        out[first] = result.to(out.dtype)
+    for begin, end, source, target, position in others:
+        state = states[source] if source >= 0 else states.new_zeros(states.shape[1:])
         first = begin
         while first < end:
             chunk_end = min(end, first + CHUNK - (position + first - begin) % CHUNK)
             tokens = slice(first, chunk_end)
-            out[tokens], state = delta_rule_chunk(
-                query[tokens], key[tokens], value[tokens], decay[tokens], beta[tokens], state
-            )
+            inputs = (query[tokens], key[tokens], value[tokens], decay[tokens], beta[tokens])
+            if chunk_end - first == 1:
+                out[tokens], states_after = delta_rule_step(*inputs, state[None])
+                state = states_after[0]
+            else:
+                out[tokens], state = delta_rule_chunk(*inputs, state)
             first = chunk_end
         states[target] = state
+
+
+def delta_rule_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over one position of each of N sequences: the arguments of
+    `gated_delta_rule` for them, and the states before them, [N, num_value_heads, key_head_dim,
+    value_head_dim]. Returns the outputs [N, num_value_heads, value_head_dim] and the states after
+    them.
+    """
+    query, key = _normed_pair(query, key, value.shape[1])
+    states = decay.exp()[..., None, None] * states
+    known = (key[..., None, :] @ states)[..., 0, :]
+    correction = beta[..., None] * (value.float() - known)
+    states = states + key[..., None] * correction[..., None, :]
+    return (query[..., None, :] @ states)[..., 0, :], states
 
 
 def delta_rule_chunk(
@@ -105,30 +139,56 @@ def delta_rule_chunk(
     and the state after the chunk is exp(D_C) S + sum of exp(D_C - D_j) k_j u_j (arXiv 2412.06464,
     section 3.3).
     """
-    shared = value.shape[1] // key.shape[1]
-    query = _normed(query).repeat_interleave(shared, dim=1).transpose(0, 1)
-    query = query * query.shape[-1] ** -0.5
-    key = _normed(key).repeat_interleave(shared, dim=1).transpose(0, 1)
-    exact = value.float().transpose(0, 1)
-    total = decay.T.cumsum(-1)  # [heads, C]
+    query, key = _normed_pair(query, key, value.shape[1])
+    query, key, exact = query.transpose(0, 1), key.transpose(0, 1), value.float().transpose(0, 1)
     rate = beta.T[..., None]
-    later = total[:, :, None] - total[:, None, :]
-    length = total.shape[-1]
+    length = len(decay)
     is_seen = torch.ones(length, length, dtype=torch.bool, device=value.device).tril()
-    factors = later.masked_fill(~is_seen, -torch.inf).exp()
+    # Differences of the totals D would be less exact, where one factor is all but 0.
+    between = decay.T[..., None].expand(-1, -1, length).masked_fill(~is_seen.tril(-1), 0.0)
+    factors = between.cumsum(-2).exp() * is_seen
+    grown = decay.T.cumsum(-1).exp()[..., None]
     system = (key @ key.mT) * factors * rate
-    read = total.exp()[..., None] * (key @ state)
     corrections = torch.linalg.solve_triangular(
-        system, rate * (exact - read), upper=False, unitriangular=True
+        system, rate * (exact - grown * (key @ state)), upper=False, unitriangular=True
     )
-    scores = (query @ key.mT) * factors
-    output = total.exp()[..., None] * (query @ state) + scores @ corrections
-    left = (total[:, -1:] - total).exp()[..., None]
-    state = total[:, -1, None, None].exp() * state + (left * key).mT @ corrections
+    output = grown * (query @ state) + (query @ key.mT * factors) @ corrections
+    left = factors[:, -1, :, None]
+    state = grown[:, -1:] * state + (left * key).mT @ corrections
     return output.transpose(0, 1), state
+
+
+def _normed_pair(query: Tensor, key: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [T, H, D] scaled to length 1, the queries by D ** -0.5 too, in float32, each
+    repeated for the heads that share it: [T, heads, D]."""
+    shared = heads // key.shape[1]
+    query = _normed(query) * query.shape[-1] ** -0.5
+    return query.repeat_interleave(shared, dim=1), _normed(key).repeat_interleave(shared, dim=1)
 
 
 def _normed(heads: Tensor) -> Tensor:
     """Heads [T, H, D] scaled to length 1, in float32."""
     exact = heads.float()
     return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+def _split(segments: Tensor) -> tuple[Tensor, list[list[int]]]:
+    """Split a table of segments into those of one token that are a row of their own, which can be
+    computed together, and the others in order."""
+    rows = list[list[list[int]]]()
+    for segment in segments.tolist():
+        if rows and segment[2] == rows[-1][-1][3]:
+            rows[-1].append(segment)
+        else:
+            rows.append([segment])
+    single, others = list[list[int]](), list[list[int]]()
+    for row in rows:
+        begin, end, *_ = row[0]
+        (single if len(row) == 1 and end - begin == 1 else others).extend(row)
+    return segments.new_tensor(single), others
+
+
+def _states_before(states: Tensor, source: Tensor) -> Tensor:
+    """The states in these slots; zeros for slots of -1."""
+    is_new = (source < 0).view(-1, *[1] * (states.dim() - 1))
+    return states[source.clamp(min=0)].masked_fill(is_new, 0.0)

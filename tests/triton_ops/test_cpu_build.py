@@ -264,7 +264,8 @@ def test_the_older_instruction_set_gives_the_same_results() -> None:
     if not cpu_operators().expected:
         pytest.skip(f"no CPU operators: {cpu_operators().problem}")
     here = Path(__file__).parent
-    tests = [str(here / name) for name in ("test_paged_attention.py", "test_linear.py")]
+    names = ("test_paged_attention.py", "test_linear.py", "test_recurrent.py")
+    tests = [str(here / name) for name in names]
     outcome = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cpu", *tests],
         env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"},

@@ -7,7 +7,9 @@
 
 #include "amx_tiles.h"
 #include "cache_write.h"
+#include "causal_convolution.h"
 #include "decode_attention.h"
+#include "gated_delta_rule.h"
 #include "linear.h"
 #include "packed_linear.h"
 #include "prefill_attention.h"
@@ -78,7 +80,9 @@ TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
 TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
   library.impl("allow_tokens", &nanoserve::allow_tokens);
   library.impl("cache_write", &nanoserve::cache_write);
+  library.impl("causal_convolution", &nanoserve::causal_convolution);
   library.impl("draw_tokens", &nanoserve::draw_tokens);
+  library.impl("gated_delta_rule", &nanoserve::gated_delta_rule);
   library.impl("linear", &nanoserve::linear);
   library.impl("packed_linear", &nanoserve::packed_linear);
   library.impl("paged_attention", &nanoserve::paged_attention);

@@ -1,0 +1,422 @@
+"""Convolutions and the gated delta rule against their formulas in float64, one token after another,
+over segments that are cut anywhere."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_ops import causal_convolution, gated_delta_rule
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# absolute and relative
+TOLERANCES = {
+    torch.float32: (3e-6, 2e-5),
+    torch.bfloat16: (1e-5, 2**-8),
+    torch.float16: (2e-5, 2**-11),
+}
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    absolute, relative = TOLERANCES[dtype]
+    torch.testing.assert_close(found, expected, atol=absolute, rtol=relative)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Consecutive positions of one sequence, cut into segments of these lengths."""
+
+    position: int
+    lengths: tuple[int, ...]
+    is_new: bool = False
+    in_place: bool = False
+    """Whether its last segment writes the slot that its first one reads."""
+
+
+MIXED = [
+    Row(70, (1,)),
+    Row(0, (3, 61, 64, 2), is_new=True),
+    Row(5, (1,), in_place=True),
+    Row(0, (1,), is_new=True),
+    Row(37, (1, 1, 90, 1, 5)),
+    Row(64, (65,), in_place=True),
+    Row(127, (1, 64, 1), in_place=True),
+    Row(0, (1, 1), is_new=True),
+]
+SLOTS = 40
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's table of segments, and where its rows' tokens and slots are."""
+
+    segments: Tensor
+    tokens: list[range]
+    sources: list[int]
+    """The slot that each row reads, or -1."""
+    written: list[list[int]]
+    """The slots that each row writes, the last one last."""
+
+
+def make_step(rows: list[Row], seed: int = 0) -> Step:
+    """Lay out rows one after another in shuffled slots."""
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed)).tolist()
+    slots = iter(order)
+    table = list[tuple[int, ...]]()
+    tokens, sources, written = list[range](), list[int](), list[list[int]]()
+    begin = 0
+    for row in rows:
+        source, position = -1 if row.is_new else next(slots), row.position
+        targets = list(itertools.islice(slots, len(row.lengths)))
+        if row.in_place:
+            targets[-1] = source
+        sources.append(source)
+        written.append(targets)
+        tokens.append(range(begin, begin + sum(row.lengths)))
+        for length, target in zip(row.lengths, targets, strict=True):
+            table.append((begin, begin + length, source, target, position))
+            begin, position, source = begin + length, position + length, target
+    return Step(torch.tensor(table, dtype=torch.int32).view(-1, 5), tokens, sources, written)
+
+
+def poisoned(states: Tensor, step: Step) -> Tensor:
+    """The states with NaN in each slot that no row reads."""
+    unread = [slot for slot in range(SLOTS) if slot not in step.sources]
+    states[unread] = torch.nan
+    return states
+
+
+def only_written(before: Tensor, after: Tensor, step: Step) -> None:
+    kept = [slot for slot in range(SLOTS) if slot not in itertools.chain(*step.written)]
+    torch.testing.assert_close(after[kept], before[kept], equal_nan=True, atol=0, rtol=0)
+
+
+# ------------------------------------------------------------------------------------ convolutions
+
+
+@dataclass
+class ConvolutionCall:
+    """The arguments of `causal_convolution`."""
+
+    out: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    states: Tensor
+
+    def run(self, step: Step, *, silu: bool) -> None:
+        causal_convolution(
+            self.out, self.inputs, self.weight, self.bias, self.states, step.segments, silu
+        )
+
+    def part(self, tokens: range) -> "ConvolutionCall":
+        """The call for some tokens, with the same states."""
+        some = slice(tokens.start, tokens.stop)
+        return replace(self, out=self.out[some], inputs=self.inputs[some])
+
+
+def a_convolution(
+    step: Step, channels: int, kernel_size: int, dtype: torch.dtype, *, bias: bool, seed: int = 1
+) -> ConvolutionCall:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(len(tokens) for tokens in step.tokens)
+    # the inputs are some columns of a projection
+    inputs, weight, added, states = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in (
+            (count, 2 * channels + 3),
+            (channels, kernel_size),
+            (channels,),
+            (SLOTS, channels, kernel_size - 1),
+        )
+    )
+    return ConvolutionCall(
+        torch.full((count, channels), torch.nan, dtype=dtype),
+        inputs[:, 3 : 3 + channels],
+        weight,
+        added if bias else None,
+        poisoned(states, step),
+    )
+
+
+def convolved(call: ConvolutionCall, inputs: Tensor, *, silu: bool) -> Tensor:
+    """All positions of one sequence in float64: out[t] = sum over j of weight[j] inputs[t - K + 1 +
+    j]. `inputs` has those before the first position."""
+    kernel_size = call.weight.shape[1]
+    result = []
+    for place in range(kernel_size - 1, len(inputs)):
+        seen = inputs[place - kernel_size + 1 : place + 1].double()
+        total = (call.weight.double().T * seen).sum(0)
+        total = total if call.bias is None else total + call.bias.double()
+        result.append(total * total.sigmoid() if silu else total)
+    return torch.stack(result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("channels", "kernel_size", "bias", "silu"),
+    [
+        (8, 4, False, True),
+        (129, 4, True, True),
+        (300, 3, True, False),
+        (12, 2, False, False),
+        (33, 5, True, True),
+        (7, 1, False, False),
+    ],
+)
+def test_each_channel_sees_its_last_positions(
+    *, dtype: torch.dtype, channels: int, kernel_size: int, bias: bool, silu: bool
+) -> None:
+    step = make_step(MIXED)
+    call = a_convolution(step, channels, kernel_size, dtype, bias=bias)
+    before = call.states.clone()
+    call.run(step, silu=silu)
+    only_written(before, call.states, step)
+    for tokens, source, written in zip(step.tokens, step.sources, step.written, strict=True):
+        kept = before[source].T if source >= 0 else torch.zeros(kernel_size - 1, channels)
+        inputs = torch.cat((kept.to(dtype), call.inputs[tokens.start : tokens.stop]))
+        expected = convolved(call, inputs, silu=silu)
+        found = call.out[tokens.start : tokens.stop]
+        assert_close(found.double(), expected, dtype)
+        last = inputs[len(inputs) - kernel_size + 1 :].T
+        assert torch.equal(call.states[written[-1]], last), "the inputs themselves"
+
+
+# -------------------------------------------------------------------------------- the delta rule
+
+
+@dataclass
+class DeltaCall:
+    """The arguments of `gated_delta_rule`."""
+
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+    states: Tensor
+
+    def run(self, step: Step) -> None:
+        gated_delta_rule(
+            self.out,
+            self.query,
+            self.key,
+            self.value,
+            self.decay,
+            self.beta,
+            self.states,
+            step.segments,
+        )
+
+    def part(self, tokens: range) -> "DeltaCall":
+        """The call for some tokens, with the same states."""
+        some = slice(tokens.start, tokens.stop)
+        return DeltaCall(
+            self.out[some],
+            self.query[some],
+            self.key[some],
+            self.value[some],
+            self.decay[some],
+            self.beta[some],
+            self.states,
+        )
+
+
+@dataclass(frozen=True)
+class Heads:
+    key_heads: int
+    shared: int
+    key_dim: int
+    value_dim: int
+
+
+def a_delta_call(
+    step: Step, heads: Heads, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> DeltaCall:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(len(tokens) for tokens in step.tokens)
+    value_heads = heads.key_heads * heads.shared
+    # queries, keys and values lie side by side, as a convolution leaves them
+    sizes = [
+        heads.key_heads * heads.key_dim,
+        heads.key_heads * heads.key_dim,
+        value_heads * heads.value_dim,
+    ]
+    mixed = torch.randn(count, sum(sizes), generator=generator).to(dtype)
+    query, key, value = torch.split(mixed, sizes, dim=1)
+    decay = -torch.rand(count, value_heads, generator=generator).mul(4).exp().sub(0.9).mul(0.3)
+    beta = torch.rand(count, value_heads, generator=generator)
+    shape = (SLOTS, value_heads, heads.key_dim, heads.value_dim)
+    return DeltaCall(
+        torch.full((count, value_heads, heads.value_dim), torch.nan, dtype=dtype),
+        query.unflatten(1, (heads.key_heads, heads.key_dim)),
+        key.unflatten(1, (heads.key_heads, heads.key_dim)),
+        value.unflatten(1, (value_heads, heads.value_dim)),
+        decay,
+        beta,
+        poisoned(torch.randn(*shape, generator=generator), step),
+    )
+
+
+def recurrence(call: DeltaCall, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Equation 10 of arXiv 2412.06464 in float64: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) +
+    beta_t v_t k_t^T, and o_t = S_t q_t. States are [heads, value_dim, key_dim] here."""
+    shared = call.value.shape[1] // call.key.shape[1]
+    query, key = (
+        (given.double() / given.double().norm(dim=-1, keepdim=True)).repeat_interleave(shared, 1)
+        for given in (call.query, call.key)
+    )
+    key_dim = key.shape[-1]
+    value, alpha, beta = call.value.double(), call.decay.double().exp(), call.beta.double()
+    outputs = []
+    for t in range(len(value)):
+        outer = torch.einsum("hk,hj->hkj", key[t], key[t])
+        kept = torch.eye(key_dim, dtype=torch.float64) - beta[t, :, None, None] * outer
+        written = torch.einsum("hv,hk->hvk", value[t], key[t])
+        state = alpha[t, :, None, None] * (state @ kept) + beta[t, :, None, None] * written
+        outputs.append(torch.einsum("hvk,hk->hv", state, query[t]) * key_dim**-0.5)
+    return torch.stack(outputs), state
+
+
+def close_to_recurrence(call: DeltaCall, before: Tensor, step: Step) -> None:
+    dtype = call.out.dtype
+    for tokens, source, written in zip(step.tokens, step.sources, step.written, strict=True):
+        start = before[source] if source >= 0 else torch.zeros(before.shape[1:])
+        part = call.part(tokens)
+        expected, state = recurrence(part, start.double().mT)
+        assert_close(part.out.double(), expected, dtype)
+        found = call.states[written[-1]].double().mT
+        torch.testing.assert_close(found, state, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(2, 1, 8, 8), Heads(1, 3, 12, 24), Heads(2, 3, 24, 12), Heads(1, 2, 20, 136)],
+    ids=str,
+)
+def test_it_is_the_recurrence_over_segments_of_any_kind(dtype: torch.dtype, heads: Heads) -> None:
+    step = make_step(MIXED)
+    call = a_delta_call(step, heads, dtype)
+    before = call.states.clone()
+    call.run(step)
+    only_written(before, call.states, step)
+    close_to_recurrence(call, before, step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_128(dtype: torch.dtype) -> None:
+    step = make_step([Row(3, (1,)), Row(0, (64, 15), is_new=True), Row(9, (1,), in_place=True)])
+    call = a_delta_call(step, Heads(1, 1, 128, 128), dtype)
+    before = call.states.clone()
+    call.run(step)
+    close_to_recurrence(call, before, step)
+
+
+def test_a_state_that_is_all_but_forgotten() -> None:
+    """A factor of exp(-300) is 0 in float32, and the factors between later positions are not."""
+    step = make_step([Row(0, (64,)), Row(10, (1,))])
+    call = a_delta_call(step, Heads(1, 1, 8, 8))
+    call.decay[::5] = -300.0
+    before = call.states.clone()
+    call.run(step)
+    close_to_recurrence(call, before, step)
+
+
+def test_a_step_without_segments_changes_nothing() -> None:
+    step = make_step([])
+    call, convolution = calls(step, torch.float32, Heads(2, 1, 8, 8))
+    states = call.states.clone(), convolution.states.clone()
+    call.run(step)
+    convolution.run(step, silu=True)
+    for found, expected in zip((call.states, convolution.states), states, strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
+
+
+# --------------------------------------------------------------------------------- the same bits
+
+
+def parts(step: Step, row: int, *, by_segment: bool) -> list[tuple[range, Tensor]]:
+    """A row's tokens and table for a step that has nothing else; or those of each segment."""
+    tokens = step.tokens[row]
+    is_of_row = (step.segments[:, 0] >= tokens.start) & (step.segments[:, 1] <= tokens.stop)
+    found = []
+    for table in torch.split(step.segments[is_of_row], 1 if by_segment else SLOTS):
+        begin, end = int(table[0, 0]), int(table[-1, 1])
+        shifted = table.clone()
+        shifted[:, :2] -= begin
+        found.append((range(begin, end), shifted))
+    return found
+
+
+def run_in_parts(
+    step: Step, delta: DeltaCall, convolution: ConvolutionCall, *, by_segment: bool
+) -> None:
+    """Run both operators for one row, or one segment, after the other."""
+    for row in range(len(step.tokens)):
+        for tokens, table in parts(step, row, by_segment=by_segment):
+            alone = Step(table, [], [], [])
+            delta.part(tokens).run(alone)
+            convolution.part(tokens).run(alone, silu=True)
+
+
+Call = DeltaCall | ConvolutionCall
+
+
+def assert_same(implementation: str, found: Tensor, expected: Tensor) -> None:
+    """The same bits. Torch's own functions give others where a vector ends."""
+    if implementation == "plain":
+        assert_close(found, expected, found.dtype)
+    else:
+        assert torch.equal(found, expected)
+
+
+def calls(step: Step, dtype: torch.dtype, heads: Heads) -> tuple[DeltaCall, ConvolutionCall]:
+    return a_delta_call(step, heads, dtype), a_convolution(step, 150, 4, dtype, bias=True)
+
+
+@pytest.mark.parametrize("lengths", [(64, 136), (128, 72), (64, 64, 64, 8), (64, 128, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_prompt_that_is_cut_at_chunks_gives_the_same_bits(
+    implementation: str, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    """In one step, and in a step for each part."""
+    heads = Heads(2, 2, 24, 40)
+    whole, cut = (make_step([Row(0, some, is_new=True)]) for some in ((sum(lengths),), lengths))
+    delta, convolution = calls(whole, dtype, heads)
+    delta.run(whole)
+    convolution.run(whole, silu=True)
+    for in_steps in (False, True):
+        delta_cut, convolution_cut = calls(whole, dtype, heads)
+        if in_steps:
+            run_in_parts(cut, delta_cut, convolution_cut, by_segment=True)
+        else:
+            delta_cut.run(cut)
+            convolution_cut.run(cut, silu=True)
+        last, last_cut = whole.written[0][-1], cut.written[0][-1]
+        pairs: list[tuple[Call, Call]] = [(delta_cut, delta), (convolution_cut, convolution)]
+        for found, expected in pairs:
+            assert_same(implementation, found.out, expected.out)
+            assert_same(implementation, found.states[last_cut], expected.states[last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("heads", [Heads(2, 3, 24, 40), Heads(1, 2, 128, 128)], ids=str)
+def test_a_row_does_not_depend_on_the_others(
+    implementation: str, dtype: torch.dtype, heads: Heads
+) -> None:
+    step = make_step(MIXED)
+    together, alone = calls(step, dtype, heads), calls(step, dtype, heads)
+    together[0].run(step)
+    together[1].run(step, silu=True)
+    run_in_parts(step, *alone, by_segment=False)
+    written = list(itertools.chain(*step.written))
+    pairs: list[tuple[Call, Call]] = [(together[0], alone[0]), (together[1], alone[1])]
+    for ours, theirs in pairs:
+        assert_same(implementation, ours.out, theirs.out)
+        assert_same(implementation, ours.states[written], theirs.states[written])
