@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,11 +248,8 @@ class ModelConfig:
         size; recurrent states are float32."""
         if self.recurrent is None:
             return 0
-        recurrent = self.recurrent
-        of_layer = recurrent.channels * (recurrent.kernel_size - 1) * dtype_bytes
-        if recurrent.matrix_shape is not None:
-            of_layer += 4 * prod(recurrent.matrix_shape)
-        return of_layer * len(recurrent.recurrent_layers)
+        layers = len(self.recurrent.recurrent_layers)
+        return layers * int(self.recurrent.layer_bytes(dtype_bytes))
 
     def rounded(self, quantization: str | None, *, on_gpu: bool = False) -> "ModelConfig":
         """The model as `--quantization` rounds it on a device. Raises UsageError if it is quantized

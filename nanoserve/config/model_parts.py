@@ -1,6 +1,7 @@
 """The parts of a ModelConfig, whose defaults are those of a plain family. No torch here."""
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal, NamedTuple
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
@@ -238,6 +239,14 @@ class RecurrentConfig:
         if heads is None:
             return None
         return heads.num_value_heads, heads.key_head_dim, heads.value_head_dim
+
+    def layer_bytes(self, number_bytes: float) -> float:
+        """Bytes of a sequence's state in one layer. The convolution's inputs have numbers of this
+        size, the recurrent state is float32."""
+        found = self.channels * (self.kernel_size - 1) * number_bytes
+        if self.matrix_shape is not None:
+            found += 4 * prod(self.matrix_shape)
+        return found
 
     def part(self, layers: range, degree: int) -> "RecurrentConfig":
         """The part of one of `degree` ranks, with these layers, counted from 0."""

@@ -19,7 +19,12 @@ _ATTENTION = (
     "qkv",
     "query_up",
     "latent_up",
+    "output_gate",
     "attention",
+    "inputs",
+    "rates",
+    "convolution",
+    "state",
     "output",
 )
 _EXPERTS = ("router", "experts", "shared_gate_up", "shared_down")
@@ -47,7 +52,8 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float  # batch / tpot
     # output tokens over the time of their prompts and their own
     tokens_per_second_with_prefill: float
-    # keys and values of whole sequences over the memory that weights leave; above 1 they do not fit
+    # keys, values and states of whole sequences over the memory that weights leave; above 1 they do
+    # not fit
     kv_share: float
 
     @property
@@ -58,7 +64,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 class Analysis:
     """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room
     for keys and values. Decoding is looked at in the middle of the answer, but memory must hold
-    whole sequences, but for what their windows leave behind."""
+    whole sequences: their states, and keys and values but for what their windows leave behind."""
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
         self.costs = costs
@@ -72,8 +78,8 @@ class Analysis:
 
     @property
     def largest_batch(self) -> int:
-        """Whole sequences that the KV cache can hold."""
-        return self.blocks // self.blocks_per_sequence
+        """Whole sequences whose keys, values and states fit."""
+        return self.costs.memory.sequences(self.blocks_per_sequence, BLOCK_SIZE)
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""
@@ -100,7 +106,7 @@ class Analysis:
             tpot=tpot,
             tokens_per_second=batch / tpot,
             tokens_per_second_with_prefill=self.output_tokens * batch / whole_seconds,
-            kv_share=batch * self.blocks_per_sequence / self.blocks,
+            kv_share=self.costs.memory.share(batch, self.blocks_per_sequence, BLOCK_SIZE),
         )
 
     @cached_property

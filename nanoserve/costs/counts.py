@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import LayerShape, MoeConfig
+from nanoserve.config.model_parts import LayerShape, MoeConfig, RecurrentConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout, stage_layers, tensor_degrees
@@ -40,7 +40,9 @@ _CHUNK = 3 * _DECODES  # tokens of a prompt in the mixed step, none of them its 
 # costs are parts in a billion of the whole model: integers, so that equal stages are equal
 _UNITS = 10**9
 
-OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
+OperatorKind = Literal["matrix", "prefill attention", "decode attention", "recurrence", "look-up"]
+SCAN_CHUNK = 64
+"""Positions of a prompt that a scan over recurrent states computes together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +90,11 @@ class Operator(msgspec.Struct, frozen=True):
     weight_bytes: float
     kv_bytes: float
     activation_bytes: float
+    state_bytes: float = 0.0  # of recurrent states, read and written
 
     @property
     def bytes(self) -> float:
-        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes + self.state_bytes
 
     @property
     def intensity(self) -> float:
@@ -117,6 +120,7 @@ class LayerKind(NamedTuple):
     # of the layer's matrices, by name; empty if the model is not quantized
     bits: tuple[tuple[str, Bits], ...]
     shape: LayerShape | None  # None: the model's shape
+    recurrent: bool  # whether it has a state in place of keys and values
 
 
 def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -125,6 +129,7 @@ def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
         sparse=model.is_sparse(layer),
         bits=tuple(matrix_bits(model, layer).items()),
         shape=model.layers.shapes[layer] if model.layers.shapes else None,
+        recurrent=model.is_recurrent(layer),
     )
 
 
@@ -155,6 +160,10 @@ class ModelCounts:
             )
         self.heads = model.num_heads // degree
         self.kv_heads = max(1, model.num_kv_heads // degree)
+        self.recurrent: RecurrentConfig | None = None
+        """The device's part of a recurrent layer."""
+        if model.recurrent is not None:
+            self.recurrent = model.recurrent.part(range(model.num_layers), degree)
         self.windows = tuple(sorted({window for window in model.layers.sliding_windows if window}))
         stages = self.layout.pipeline_parallel
         layers = stage_layers(
@@ -222,17 +231,20 @@ class ModelCounts:
         )
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and decodes are apart: they run in different
-        kernels. The draft tokens of a row see about the keys of its first token, which are read
-        once."""
+        """Attention of a stage's layers, and the recurrence of those with a state. Prompts and
+        decodes attend apart: they run in different kernels. The draft tokens of a row see about the
+        keys of its first token, which are read once."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(
                 f"sum the work up for this model's sliding windows {self.windows}: "
                 "StepWork.of(windows=)"
             )
-        found = []
+        found = list[Operator]()
         for kind, layers in self.stages[stage].items():
             window = kind.window
+            if kind.recurrent:
+                found += self._recurrence(work, layers)
+                continue
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
                 pairs: float = sum(
@@ -273,8 +285,28 @@ class ModelCounts:
         return self._parts[stage].token_numbers * self.precision.kv_bytes
 
     def block_bytes(self, block_size: int, stage: int) -> float:
-        """Bytes of a block, which holds the keys and values of one cache group's layers."""
+        """Bytes of a block, which holds the keys and values of one cache group's layers. 0 for a
+        stage without attention."""
         return block_size * self._parts[stage].block_numbers * self.precision.kv_bytes
+
+    def state_bytes(self, stage: int) -> float:
+        """Bytes of a sequence's recurrent states in the stage's layers, however long it is."""
+        layers = sum(count for kind, count in self.stages[stage].items() if kind.recurrent)
+        return layers * self._layer_state_bytes
+
+    @property
+    def all_state_bytes(self) -> float:
+        """Bytes of a sequence's recurrent states on all devices together."""
+        if self.model.recurrent is None:
+            return 0.0
+        layers = len(self.model.recurrent.recurrent_layers)
+        return layers * self.model.recurrent.layer_bytes(self.precision.other_bytes)
+
+    @property
+    def _layer_state_bytes(self) -> float:
+        if self.recurrent is None:
+            return 0.0
+        return self.recurrent.layer_bytes(self.precision.other_bytes)
 
     @property
     def layer_kv_bytes(self) -> float:
@@ -290,7 +322,8 @@ class ModelCounts:
     def _attention_sizes(self, model: ModelConfig) -> tuple[int, float]:
         """Numbers in a query of all heads and in a sum of values; bytes that a layer reads of a
         token."""
-        numbers = model.layer_kv_numbers(self.layout.tensor_parallel)[0]
+        kv_heads = max(1, model.num_kv_heads // self.layout.tensor_parallel)
+        numbers = kv_heads * model.kv_numbers // model.num_kv_heads
         return self.heads * (model.head_dim + model.value_dim), numbers * self.precision.kv_bytes
 
     def step_bytes(self, tokens: int, stage: int) -> float:
@@ -336,7 +369,10 @@ class ModelCounts:
                 name, columns, rows, bits.get(name, NUMBERS), self.precision.weight_bytes
             )
 
-        yield from self._attention_matrices(model, matrix)
+        if kind.recurrent and self.recurrent is not None:
+            yield from self._recurrent_matrices(self.recurrent, matrix)
+        else:
+            yield from self._attention_matrices(model, matrix)
         if kind.sparse and model.moe is not None:
             yield from self._expert_matrices(model, model.moe, bits, matrix)
         else:
@@ -360,6 +396,8 @@ class ModelCounts:
         if model.attention.mla is None:
             keys_and_values = [key] * (len(model.qkv_sizes) - 1)
             yield matrix("qkv", hidden, query, *keys_and_values)
+            if model.attention.output_gate:
+                yield matrix("output_gate", hidden, query)
         else:
             mla, query = model.attention.mla, model.attention.mla.query_size(self.heads)
             yield matrix("qkv", hidden, mla.q_lora_rank or query, model.head_dim)
@@ -372,6 +410,25 @@ class ModelCounts:
             )
             yield Matrix("latent_up", size, 2 * absorbed, size * self.precision.weight_bytes)
         yield matrix("output", model.output_size // degree, hidden)
+
+    def _recurrent_matrices(
+        self, recurrent: RecurrentConfig, matrix: Callable[..., Matrix]
+    ) -> Iterator[Matrix]:
+        """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
+        hidden, channels, heads = self.model.hidden_size, recurrent.channels, recurrent.delta_net
+        output_size = channels
+        if heads is None:
+            # the inputs of the convolution, and the gates before and after it
+            yield matrix("inputs", hidden, 3 * channels)
+        else:
+            # queries, keys, values, and a gate for the output; a decay and a rate of each head
+            output_size, rates = heads.value_size, 2 * heads.num_value_heads
+            yield matrix("inputs", hidden, channels + output_size)
+            yield self._matrix("rates", hidden, (rates,), NUMBERS, self.precision.other_bytes)
+        kernel = channels * recurrent.kernel_size
+        kernel_bytes = kernel * self.precision.other_bytes
+        yield Matrix("convolution", kernel, 2 * channels, kernel_bytes)
+        yield matrix("output", output_size, hidden)
 
     def _expert_matrices(
         self,
@@ -407,6 +464,31 @@ class ModelCounts:
             reached=chosen / experts,
         )
 
+    def _recurrence(self, work: StepWork, layers: int) -> Iterator[Operator]:
+        """Everything that recurrent layers do with states: each row reads its own and writes it,
+        but a prompt begins without one."""
+        if self.recurrent is None or not work.tokens:
+            return
+        beginning = sum(start == 0 for start, _ in work.chunks)
+        moves = 2 * work.rows - beginning
+        heads, flops, activations = self.recurrent.delta_net, 0.0, 0
+        if heads is not None:
+            # Each token's key and query read the state, and a product of key and value is added.
+            numbers = heads.key_head_dim * heads.value_head_dim
+            pairs = sum([scan_pairs(start, length) for start, length in work.chunks])
+            both = heads.key_head_dim + heads.value_head_dim
+            flops = heads.num_value_heads * (6.0 * numbers * work.tokens + 2.0 * both * pairs)
+            activations = work.tokens * (self.recurrent.channels + heads.value_size)
+        yield Operator(
+            "state",
+            "recurrence",
+            flops * layers,
+            0.0,
+            0.0,
+            activations * self.precision.other_bytes * layers,
+            moves * self._layer_state_bytes * layers,
+        )
+
     def _attention(
         self, name: OperatorKind, tokens: int, keys: int, pairs: float, kind: LayerKind, layers: int
     ) -> Operator:
@@ -421,6 +503,15 @@ class ModelCounts:
             keys * kv_bytes * layers,
             activation_bytes,
         )
+
+
+def scan_pairs(start: int, length: int) -> int:
+    """Pairs of positions that the scan of a chunk multiplies, within pieces that end at multiples
+    of SCAN_CHUNK. Of n positions, n (n - 1) / 2 pairs are of corrections, which depend on earlier
+    ones, and n (n + 1) / 2 of outputs: n^2 together."""
+    first = min(length, -start % SCAN_CHUNK)
+    pieces, last = divmod(length - first, SCAN_CHUNK)
+    return first**2 + pieces * SCAN_CHUNK**2 + last**2
 
 
 def chunk_keys(start: int, length: int, window: int = 0) -> int:

@@ -15,7 +15,7 @@ from nanoserve.utils.files import read_toml
 
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9
-GIBI = 2**30
+MEBI, GIBI = 2**20, 2**30
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]

@@ -1,7 +1,7 @@
 """StepCosts: the time of each part of a step, and the room in memory, from counts and data-sheet
 figures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -32,23 +32,32 @@ class DeviceMemory:
         self._usable = machine.device.memory_bytes * efficiency.usable_memory
 
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """Bytes left for keys and values on one device of the stage; negative if the weights do not
-        fit. A step that needs more than the rest of memory takes from the usable share, as an
-        engine measures it."""
+        """Bytes left for keys, values and recurrent states on one device of the stage; negative if
+        the weights do not fit. A step that needs more than the rest of memory takes from the usable
+        share, as an engine measures it."""
         usable = self._usable
         if step_tokens:
             step = self._counts.step_bytes(step_tokens, stage)
             usable = min(usable, self._machine.device.memory_bytes - _LIBRARY_BYTES - step)
         return usable - self._counts.stage_weight_bytes(stage)
 
-    def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks of the cache groups that every stage can hold: all share one block table. Raises
-        DoesNotFit if not one fits."""
+    def kv_blocks(self, block_size: int, step_tokens: int = 0, states: int = 0) -> int:
+        """Blocks of the cache groups that every stage can hold: all share one block table.
+        ``states`` are the sequences whose recurrent states have their place beside them. Raises
+        DoesNotFit if not one block fits."""
         fitting = []
         for stage in range(len(self._counts.stages)):
             block_bytes = self._counts.block_bytes(block_size, stage)
-            fitting.append(int(self.kv_bytes(stage, step_tokens) // block_bytes))
+            if block_bytes:
+                beside = states * self._counts.state_bytes(stage)
+                fitting.append(int((self.kv_bytes(stage, step_tokens) - beside) // block_bytes))
         blocks = min(fitting)
+        if blocks < 1 and states:
+            self.kv_blocks(block_size, step_tokens)  # says what is missing without states
+            raise DoesNotFit(
+                f"the states of {states:,} sequences leave no room for one KV block; let fewer "
+                "sequences run"
+            )
         if blocks < 1 and step_tokens:
             self.kv_blocks(block_size)  # says what is missing without a step, if anything is
             raise DoesNotFit(
@@ -63,6 +72,36 @@ class DeviceMemory:
         if blocks < 1:
             raise DoesNotFit(self._refusal())
         return blocks
+
+    def sequences(self, blocks: int, block_size: int, step_tokens: int = 0) -> int:
+        """Sequences that fit, each with this many blocks and its recurrent states."""
+        return min(
+            int(room // needed) for room, needed in self._rooms(blocks, block_size, step_tokens)
+        )
+
+    def share(self, sequences: int, blocks: int, block_size: int) -> float:
+        """The share of what weights leave that so many such sequences take, in the stage where it
+        is largest; above 1 they do not fit."""
+        return max(sequences * needed / room for room, needed in self._rooms(blocks, block_size, 0))
+
+    def states(self, most: int, step_tokens: int = 0) -> int:
+        """Sequences whose recurrent states get a place where their lengths are not known: ``most``,
+        or as many as half of what weights leave can hold, but at least one."""
+        found = most
+        for room, state_bytes in self._rooms(0, 1, step_tokens):
+            if state_bytes:
+                found = min(found, int(room / 2 // state_bytes))
+        return max(1, found)
+
+    def _rooms(
+        self, blocks: int, block_size: int, step_tokens: int
+    ) -> Iterator[tuple[float, float]]:
+        """For each stage, the bytes beside its weights, and those of a sequence with this many
+        blocks."""
+        counts = self._counts
+        for stage in range(len(counts.stages)):
+            needed = blocks * counts.block_bytes(block_size, stage) + counts.state_bytes(stage)
+            yield self.kv_bytes(stage, step_tokens), needed
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
         """Blocks of whole cache groups, with all heads."""
@@ -119,7 +158,8 @@ class DeviceMemory:
         """Whether these weights fit with room for a few thousand tokens."""
         for stage in range(len(counts.stages)):
             room = self._usable - counts.stage_weight_bytes(stage)
-            if room < _USEFUL_TOKENS * counts.kv_bytes_per_token(stage):
+            tokens_bytes = _USEFUL_TOKENS * counts.kv_bytes_per_token(stage)
+            if room < tokens_bytes + counts.state_bytes(stage):
                 return False
         return True
 
@@ -153,6 +193,7 @@ class StepCosts:
             "matrix": flops,
             "look-up": flops,
             "decode attention": flops,
+            "recurrence": device.flops * factors.attention,
         }
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
@@ -201,6 +242,7 @@ class StepCosts:
         return self.counts.layers(stage) * beside + products
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
+        """Attention of a stage's layers, and the recurrence of those with a state."""
         return sum(
             [self.operator_seconds(operator) for operator in self.counts.attention(work, stage)]
         )

@@ -39,8 +39,18 @@ def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
     found = {}
     for matrix, (columns, names) in _layer_matrices(shaped, layer).items():
         modules = [prefix + name for name in names]
-        found[matrix] = _bits(quantization, matrix, columns, modules, shaped.head_dim)
+        found[matrix] = _bits(quantization, matrix, columns, modules, _head(shaped, layer))
     return found
+
+
+def _head(model: ModelConfig, layer: int) -> int:
+    """Columns of a layer's output matrix that belong to a head; 0 where there are no heads."""
+    recurrent = model.recurrent
+    if recurrent is None or not model.is_recurrent(layer):
+        return model.head_dim
+    if recurrent.delta_net is None:
+        return 0
+    return recurrent.delta_net.value_head_dim
 
 
 def _vocabulary_bits(model: ModelConfig, quantization: Quantization) -> dict[str, Bits]:
@@ -62,6 +72,14 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
         "qkv": (model.hidden_size, query_key_value),
         "output": (model.num_heads * model.head_dim, [names.output]),
     }
+    if model.attention.output_gate:
+        matrices["output_gate"] = model.hidden_size, names.qkv[:1]
+    recurrent = model.recurrent
+    if recurrent is not None and model.is_recurrent(layer):
+        size = recurrent.channels
+        if recurrent.delta_net is not None:
+            size = recurrent.delta_net.value_size
+        matrices = {"inputs": (model.hidden_size, ["inputs"]), "output": (size, [names.output])}
     if moe is None or not model.is_sparse(layer):
         matrices["gate_up"] = model.hidden_size, names.gate_up
         matrices["down"] = model.intermediate_size, [names.down]

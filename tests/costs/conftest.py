@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import MoeConfig
+from nanoserve.config.model_parts import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    MoeConfig,
+    RecurrentConfig,
+)
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import Device, Link, Machine
 
@@ -58,3 +63,52 @@ def round_machine(**changes: object) -> Machine:
 @pytest.fixture
 def machine() -> Machine:
     return round_machine()
+
+
+def tiny_delta_net(**changes: object) -> ModelConfig:
+    """Three layers, the first two with Gated DeltaNet: two key heads of 4, four value heads of 6,
+    and a convolution over 4 positions of 2 * 8 + 24 channels."""
+    heads = GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6
+    )
+    recurrent = RecurrentConfig(frozenset({0, 1}), heads.channels, kernel_size=4, delta_net=heads)
+    return tiny_model(num_layers=3, num_kv_heads=2, recurrent=recurrent, **changes)
+
+
+def tiny_convolutions(**changes: object) -> ModelConfig:
+    """That model with short convolutions over 3 positions of 8 channels in its first two layers."""
+    recurrent = RecurrentConfig(frozenset({0, 1}), channels=8, kernel_size=3)
+    return tiny_model(num_layers=3, num_kv_heads=2, recurrent=recurrent, **changes)
+
+
+def qwen3_next() -> ModelConfig:
+    """Qwen3-Next-80B-A3B, after config.json of Qwen/Qwen3-Next-80B-A3B-Instruct."""
+    heads = GatedDeltaNetConfig(
+        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128
+    )
+    recurrent = RecurrentConfig(
+        frozenset(layer for layer in range(48) if layer % 4 != 3),
+        heads.channels,
+        kernel_size=4,
+        delta_net=heads,
+    )
+    moe = MoeConfig(
+        num_experts=512,
+        experts_per_token=10,
+        intermediate_size=512,
+        normalize_weights=True,
+        sparse_layers=frozenset(range(48)),
+        shared_size=512,
+    )
+    return replace(
+        load_shape("qwen3-30b-a3b"),
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        max_position_embeddings=262144,
+        attention=AttentionConfig(qk_norm=True, output_gate=True),
+        recurrent=recurrent,
+        moe=moe,
+    )

@@ -10,7 +10,7 @@ from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.tables import columns, print_table
 from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
 from nanoserve.costs.counts import Precision
-from nanoserve.costs.hardware import GIBI, GIGA, load_machine
+from nanoserve.costs.hardware import GIBI, GIGA, MEBI, load_machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import UsageError, shown
 from nanoserve.lab.benchmarks.report import Report
@@ -148,11 +148,14 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
         "GB/s,"
         f" {device.intensity:.0f} FLOP/byte; {costs.machine.source}"
     )
+    kept = f"keys and values: {analysis.kv_tokens:,} tokens"
+    if costs.counts.recurrent is not None:
+        state = costs.counts.state_bytes(fullest) / MEBI
+        kept = f"keys, values and states: {state:.1f} MiB of state in a sequence"
     print(
-        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys "
-        "and values:"
-        f" {analysis.kv_tokens:,} tokens, {analysis.largest_batch:,} sequences of"
-        f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
+        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for "
+        f"{kept}, {analysis.largest_batch:,} sequences of {analysis.input_tokens:,} +"
+        f" {analysis.output_tokens:,}"
     )
     for phase, operators in phases.items():
         milliseconds = 1e3 * sum(row.seconds for row in operators)

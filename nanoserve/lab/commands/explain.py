@@ -153,8 +153,9 @@ def _explanation(options: ExplainOptions) -> Explanation:
 
 def _simulated(options: ExplainOptions) -> Explanation:
     policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
-    simulated, size, most = options.simulated(), options.block_size, options.max_num_seqs
-    hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
+    simulated, size = options.simulated(), options.block_size
+    hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens, options.max_num_seqs)
+    most = hardware.max_num_seqs
     what = (
         hardware.layouts,
         hardware.kv_blocks,

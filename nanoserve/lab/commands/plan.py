@@ -114,6 +114,7 @@ def run(options: PlanOptions) -> None:
                 if work.rate and math.isfinite(latency):
                     row["estimated_e2el_s"] = latency
                 row |= {"kv_blocks": candidate.kv_blocks, "host_blocks": candidate.host_blocks}
+                row["states"] = candidate.states
                 report.add(row)
 
 
@@ -136,9 +137,9 @@ def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
     return partial(profile.costs, read_config(resolved, options.quantization))
 
 
-def _columns(*, closed: bool, pairs: bool) -> list[Column]:
+def _columns(*, closed: bool, pairs: bool, states: bool) -> list[Column]:
     """The estimate stands beside what the layouts are ordered by: throughput of a closed batch,
-    else latency. Only pairs of layouts have transitions."""
+    else latency. Only pairs of layouts have transitions, and only some models states."""
     found = columns(
         ("", "layout"),
         ("<", "policy"),
@@ -147,13 +148,15 @@ def _columns(*, closed: bool, pairs: bool) -> list[Column]:
         (",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each")),
         (",.1f", ("estimated", "estimated_e2el_s")),
         ("", ("KV blocks", "blocks")),
-        (",d", "transitions"),
+        (",d", "states", "transitions"),
     )
     unused = ["estimated_tokens_per_second"]
     if closed:
         unused = ["estimated_e2el_s"]
     if not pairs:
         unused.append("transitions")
+    if not states:
+        unused.append("states")
     return [column for column in found if column.path not in unused]
 
 
@@ -177,7 +180,9 @@ def _show(report: Report, work: PlannedWork) -> None:
     )
     requests = f"{len(work.shapes)} requests of {settings['workload']}"
     pairs = any(len(row["kv_blocks"]) > 1 for row in rows)
-    print_table(f"{requests}, {order}", _columns(closed=closed, pairs=pairs), rows, keys=2)
+    states = any(row["states"] is not None for row in rows)
+    shown = _columns(closed=closed, pairs=pairs, states=states)
+    print_table(f"{requests}, {order}", shown, rows, keys=2)
     if left_out := report.document["left_out"]:
         brief = [
             {**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out

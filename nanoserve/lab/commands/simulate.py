@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nanoserve.commands.engine_options import parallel_pair, parsed_split, quantization_option
-from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
+from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, flag_of, option
 from nanoserve.commands.tables import columns, print_table
 from nanoserve.commands.terminal import remark
 from nanoserve.costs.hardware import GIBI, load_machine
@@ -245,14 +245,17 @@ class SimulatedHardware(NamedTuple):
     kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
     windows: tuple[int, ...]  # of the cache groups, whose blocks these are
+    max_num_seqs: int  # sequences at a time: no more than have a place for their states
     facts: Mapping[str, Any] = {}  # what a report says of it where the options do not
 
     @classmethod
-    def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
+    def of(
+        cls, options: HardwareOptions, step_tokens: int, max_num_seqs: int
+    ) -> "SimulatedHardware":
         """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if
         they do not fit."""
         if options.profile is not None:
-            return cls._measured(options, options.profile)
+            return cls._measured(options, options.profile, max_num_seqs)
         split, machine = parsed_split(options.pp_split), load_machine(options.hardware)
         shape = find_shape(options.model, options.quantization)
         costs = [
@@ -261,12 +264,20 @@ class SimulatedHardware(NamedTuple):
         name = f"--pp {options.pp} --tp {options.tp}"
         if len(costs) > 1:
             name = " -> ".join(one.layout.name for one in costs)
-        blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
+        states, facts = 0, dict[str, Any]()
+        if shape.recurrent is not None:
+            _check_one_tier(options)
+            states = max_num_seqs = costs[0].memory.states(max_num_seqs, step_tokens)
+            facts["states"] = states
+        blocks = [_kv_blocks(options, each, step_tokens, states) for each in costs]
         host_blocks, windows = _host_blocks(options, costs[0]), costs[0].counts.groups.windows
-        return cls(name, costs, layout_predictors(costs), blocks, host_blocks, windows)
+        predictors = layout_predictors(costs)
+        return cls(name, costs, predictors, blocks, host_blocks, windows, max_num_seqs, facts)
 
     @classmethod
-    def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
+    def _measured(
+        cls, options: HardwareOptions, path: Path, max_num_seqs: int
+    ) -> "SimulatedHardware":
         """One layout of one stage, by the profile in a file; it has as many blocks as the measured
         engine had."""
         if options.changed("prefill_parallel", "decode_parallel"):
@@ -289,16 +300,31 @@ class SimulatedHardware(NamedTuple):
             "tensor_parallel": 1,
         }
         predictors, windows = [MeasuredPredictor(profile)], profile.model.cache_groups.windows
-        return cls("as measured", [times], predictors, [blocks], host_blocks, windows, facts)
+        return cls(
+            "as measured", [times], predictors, [blocks], host_blocks, windows, max_num_seqs, facts
+        )
 
 
-def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
-    """The blocks that were asked for, or as many as fit beside the weights and a step."""
-    fitting = costs.memory.kv_blocks(options.block_size, step_tokens)
+def _check_one_tier(options: HardwareOptions) -> None:
+    """Raises UsageError for options that move keys and values of a model with recurrent states."""
+    for name in ("host_kv_memory", "prefill_parallel"):
+        if options.changed(name):
+            raise UsageError(
+                f"{flag_of(name)}: the recurrent states of {options.model} stay on their devices; "
+                "leave it out"
+            )
+
+
+def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int, states: int) -> int:
+    """The blocks that were asked for, or as many as fit beside the weights, a step and the
+    states."""
+    fitting = costs.memory.kv_blocks(options.block_size, step_tokens, states)
     if options.num_blocks is None:
         return _countable(fitting)
     if options.num_blocks > fitting:
         fit = f"only {fitting} blocks of {options.block_size} tokens fit beside the weights"
+        if states:
+            fit += f" and {states} states"
         advice = "ask for fewer, or for more devices"
         raise UsageError(
             f"--num-blocks {options.num_blocks}: {fit} in layout {costs.layout.name}; {advice}"
@@ -379,7 +405,12 @@ def run(options: SimulateOptions) -> None:
     _check_together(options, len(chosen))
     slo = parse_slo(options.slo)
     drafter = SimulatedDrafter.parse(options.speculate) if options.speculate else None
-    hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
+    hardware = SimulatedHardware.of(options, options.max_num_batched_tokens, options.max_num_seqs)
+    if drafter is not None and "states" in hardware.facts:
+        raise UsageError(
+            f"--speculate: draft tokens cannot be taken back from the recurrent states of "
+            f"{options.model}; leave it out"
+        )
     settings = _settings(options, hardware)
     settings |= {"slo_ms": msgspec.to_builtins(slo), "speculate": options.speculate}
     place = _place(settings, hardware)
@@ -444,7 +475,7 @@ def _prepared(
         num_blocks=hardware.kv_blocks[0],
         block_size=options.block_size,
         windows=hardware.windows,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=hardware.max_num_seqs,
         runtime=_RUNTIMES[options.metadata],
         slo=slo,
         replicas=options.replicas,
@@ -511,6 +542,8 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     )
     if hardware.host_blocks:
         place += f", {hardware.host_blocks:,d} in host memory"
+    if "states" in settings:
+        place += f", states of {settings['states']:,d} sequences"
     if settings["replicas"] > 1:
         place += f", {settings['replicas']} replicas ({settings['router']})"
     return place

@@ -1,5 +1,5 @@
-"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits,
-speculative sampling.
+"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
+paging, few bits, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
@@ -8,7 +8,7 @@ Perplexity and what drafters foresee are measured.
 
 from collections.abc import Callable, Sequence
 from itertools import chain, count, islice, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +16,13 @@ from nanoserve.commands.tables import columns
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
-from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.hardware import GIBI, Efficiency, Machine, load_machine
+from nanoserve.costs.hardware import Efficiency, Machine, load_machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.lab.papers.ratio_test import acceptance_probability
+from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
 from nanoserve.lab.simulator.workload import length_tables
 from nanoserve.record.metrics import Spread
 from nanoserve.request import RequestShape
@@ -285,108 +285,6 @@ def _slots_to(tokens: int) -> int:
     return BLOCK * (BLOCK * _sum_to(blocks) + rest * (blocks + 1))
 
 
-_SIXTEEN_BITS = 2
-LENGTHS = tuple(1024 * 2**power for power in range(8))
-SHOWN_LENGTHS, LONG = (1024, 8192, 32768, 131072), 32768
-FULL_MODELS = ("llama-2-13b", "llama-2-70b", "llama-3.1-8b")
-WINDOW_MODELS = ("mistral-7b", "gemma-3-27b", "gpt-oss-20b", "olmo-3-7b", "command-r7b")
-_OLDER_MISTRAL = (4096,) * 32  # Mistral 7B before version 0.3 had this window on all layers
-
-
-class Latent(NamedTuple):
-    """Multi-head latent attention (arXiv 2405.04434): a layer keeps a latent and a rotated key for
-    all heads."""
-
-    layers: int
-    heads: int
-    rank: int = 512
-    rotated: int = 64
-    key_size: int = 192
-    value_size: int = 128
-
-    @property
-    def width(self) -> int:
-        """Numbers that a layer keeps of a token."""
-        return self.rank + self.rotated
-
-
-LATENT_MODELS = {"deepseek-v2-lite": Latent(27, 16), "deepseek-v3": Latent(61, 128)}
-
-
-class Kept(NamedTuple):
-    """Bytes that a sequence keeps of its tokens' keys and values."""
-
-    how: str
-    sizes: list[float]
-    """Bytes at each of LENGTHS."""
-    over: float
-    """By how much that is less than what it would be without `how`, at LONG."""
-
-
-def _kept(model: str) -> Kept:
-    shape = load_shape(model)
-    layer = ModelCounts(shape).kv_bytes_per_token(0) / shape.num_layers
-    windows = shape.layers.sliding_windows or (0,) * shape.num_layers
-    if model == "mistral-7b":
-        windows = _OLDER_MISTRAL
-    sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
-    if not any(windows):
-        return Kept(
-            f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size
-        )
-    how = f"windows of {max(windows)} in {sum(map(bool, windows))} of {len(windows)} layers"
-    return Kept(how, sizes, layer * len(windows) * LONG / sizes[LENGTHS.index(LONG)])
-
-
-def _kept_of_latents(latent: Latent) -> Kept:
-    token = latent.layers * latent.width * _SIXTEEN_BITS
-    over = latent.heads * (latent.key_size + latent.value_size) / latent.width
-    return Kept(
-        f"a latent of {latent.rank} + {latent.rotated}",
-        [token * length for length in LENGTHS],
-        over,
-    )
-
-
-_KV_COLUMNS = columns(
-    ("", "model", ("what makes it smaller", "how")),
-    (",.0f", ("bytes per token at 1k", "token")),
-    (",.3f", *((f"GiB at {length // 1024}k", f"{length // 1024}k") for length in SHOWN_LENGTHS)),
-    (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
-)
-
-
-def kv(scale: Scale, run: Run) -> Finding:
-    """Section 2.1: what a sequence keeps of its tokens, in 16 bits, by what makes it smaller."""
-    found = {model: _kept(model) for model in FULL_MODELS + WINDOW_MODELS}
-    found |= {model: _kept_of_latents(latent) for model, latent in LATENT_MODELS.items()}
-    pairs = [size / 2 for size in found[MODEL].sizes]
-    found[f"{MODEL}, layers in pairs"] = Kept("one cache for two layers", pairs, 2.0)
-    latent, local = LATENT_MODELS["deepseek-v3"], 1024 / LONG
-    ours = {
-        "2.1.1": found["llama-3.1-8b"].over,
-        "2.1.2 keys": latent.heads * 128 / latent.width,
-        "2.1.2 both": 2 * latent.heads * 128 / latent.width,
-        "2.1.2 own": found["deepseek-v3"].over,
-        "2.1.3": found[MODEL].sizes[0] / pairs[0],
-        "2.1.4 pattern": 100 * (1 + 6 * local) / 7,
-        "2.1.4 gemma": found["gemma-3-27b"].over,
-        "2.1.4 gpt-oss": found["gpt-oss-20b"].over,
-        "2.1.4 mistral": found["mistral-7b"].over,
-    }
-    gib = {model: [size / GIBI for size in kept.sizes] for model, kept in found.items()}
-    rows = [
-        {"model": model, "how": kept.how, "token": kept.sizes[0] / LENGTHS[0], "over": kept.over}
-        | {f"{length // 1024}k": gib[model][LENGTHS.index(length)] for length in SHOWN_LENGTHS}
-        for model, kept in found.items()
-    ]
-    thousands = [length / 1024 for length in LENGTHS]
-    lines = panel(
-        "one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True
-    )
-    return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows)
-
-
 _STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 weights
 
 
@@ -615,7 +513,13 @@ PAPER = Paper(
             number="kv",
             title="keys and values of a sequence against its length, in 16 bits",
             make=kv,
-            columns=_KV_COLUMNS,
+            columns=KV_COLUMNS,
+        ),
+        PaperFigure(
+            number="state",
+            title="bytes of a sequence against its length: states beside keys and values",
+            make=state,
+            columns=STATE_COLUMNS,
         ),
         PaperFigure(
             number="paging",

@@ -100,6 +100,8 @@ class Candidate:
     replicas: int
     work: PlannedWork
     """The total of all replicas."""
+    states: int | None = None
+    """Sequences of a replica that have a place for their recurrent states; None without states."""
 
     @property
     def name(self) -> str:
@@ -184,6 +186,8 @@ class Candidate:
 
     def simulate(self, policy: Policy, max_num_seqs: int) -> SimulationResult:
         """One replica with its share of the work, and KV blocks that hold its longest request."""
+        if self.states is not None:
+            max_num_seqs = min(max_num_seqs, self.states)
         return simulate(
             policy,
             self.layouts[0],
@@ -286,9 +290,13 @@ def find_candidates(
             refused.append((weights, error))
     if not fitting:
         raise min(refused, key=lambda one: one[0])[1]
-    if work.rate is not None or not fitting[0].layouts[0].machine.host_memory_bytes:
+    has_states = fitting[0].states is not None
+    has_host_memory = fitting[0].layouts[0].machine.host_memory_bytes > 0
+    if has_states or work.rate is not None or not has_host_memory:
         why = "need host memory: none is known"
-        if work.rate is not None:
+        if has_states:
+            why = "are for models without recurrent states, which stay on their devices"
+        elif work.rate is not None:
             why = "are for closed batches: without a rate"
         left_out.append(LeftOut("pairs of layouts", why))
         return Candidates(tuple(fitting), tuple(left_out))
@@ -317,15 +325,34 @@ def _candidate(
     costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int
 ) -> Candidate:
     """One layout; raises UsageError if the weights, or the longest request, do not fit."""
-    blocks = costs.memory.kv_blocks(BLOCK_SIZE, step_tokens)
+    states = _states(costs, work, limits, step_tokens)
+    blocks = costs.memory.kv_blocks(BLOCK_SIZE, step_tokens, states or 0)
     if limits.device_bytes is not None:
-        blocks = min(blocks, costs.memory.host_kv_blocks(limits.device_bytes, BLOCK_SIZE))
+        kv_bytes = limits.device_bytes - (states or 0) * costs.counts.all_state_bytes
+        blocks = min(blocks, costs.memory.host_kv_blocks(kv_bytes, BLOCK_SIZE))
     if work.longest > (
         tokens := most_tokens(costs.counts.groups.windows, blocks, BLOCK_SIZE, work.longest)
     ):
         missing = f"{work.longest - tokens:,} fewer than the longest request"
         raise DoesNotFit(f"its KV cache holds {tokens:,} tokens, {missing}")
-    return Candidate((costs,), (blocks,), 0, replicas, work)
+    return Candidate((costs,), (blocks,), 0, replicas, work, states)
+
+
+def _states(
+    costs: StepCosts, work: PlannedWork, limits: CacheLimits, step_tokens: int
+) -> int | None:
+    """Sequences whose recurrent states get a place: as many as fit with the keys and values of the
+    mean request, at least one. None for a model without states."""
+    counts = costs.counts
+    if counts.recurrent is None:
+        return None
+    mean = -(-work.tokens // len(work.shapes))
+    blocks = most_blocks(counts.groups.windows, mean, BLOCK_SIZE)
+    fitting = min(len(work.shapes), costs.memory.sequences(blocks, BLOCK_SIZE, step_tokens))
+    if limits.device_bytes is not None:
+        kv_bytes = blocks * BLOCK_SIZE * counts.groups.block_numbers * counts.precision.kv_bytes
+        fitting = min(fitting, int(limits.device_bytes // (kv_bytes + counts.all_state_bytes)))
+    return max(1, fitting)
 
 
 def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candidate:

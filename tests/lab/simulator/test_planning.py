@@ -3,6 +3,7 @@ says."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from nanoserve.lab.simulator.planning import (
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.policies import make_policy
+from tests.costs.conftest import qwen3_next
 
 WORK = PlannedWork((RequestShape(200, 40), RequestShape(400, 10)) * 20)
 
@@ -107,6 +109,45 @@ def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
         find_candidates(
             partial(StepCosts, model, machine), 4, WORK, limits=CacheLimits(device_bytes=2**20)
         )
+
+
+def test_states_take_their_part_of_memory() -> None:
+    """As many sequences have a place for their states as fit with the mean request; pairs of
+    layouts are left out. Two stages have 18 states each, and keys and values of 6 layers."""
+    model, machine = qwen3_next(), load_machine("h200")
+    work = PlannedWork((RequestShape(200, 40), RequestShape(400, 32)) * 2000)
+    found = find_candidates(partial(StepCosts, model, machine), 2, work)
+    assert {one.name for one in found.fitting} == {"P2", "T2"}
+    assert (
+        "models without recurrent states"
+        in {one.name: one.reason for one in found.left_out}["pairs of layouts"]
+    )
+    costs = found.named("P2").layouts[0]
+    states = [costs.counts.state_bytes(stage) for stage in range(2)]
+    blocks = [costs.counts.block_bytes(16, stage) for stage in range(2)]
+    rooms = [costs.memory.kv_bytes(stage) for stage in range(2)]
+    # the mean request of 336 tokens takes 21 blocks
+    expected = min(int(rooms[at] // (states[at] + 21 * blocks[at])) for at in range(2))
+    assert found.named("P2").states == expected
+    assert found.named("P2").kv_blocks == (
+        min(int((rooms[at] - expected * states[at]) // blocks[at]) for at in range(2)),
+    )
+    limit = 10 * (73.6875 * 2**20 + 336 * 24576)
+    limited = find_candidates(
+        partial(StepCosts, model, machine), 2, work, limits=CacheLimits(device_bytes=limit)
+    )
+    assert {one.states for one in limited.fitting} == {10}
+    assert {one.kv_blocks for one in limited.fitting} == {(210,)}
+
+
+def test_a_simulated_plan_runs_no_more_sequences_than_have_states() -> None:
+    model, machine = qwen3_next(), load_machine("h200")
+    work = PlannedWork((RequestShape(32, 20),) * 6)
+    found = find_candidates(partial(StepCosts, model, machine), 2, work).named("T2")
+    few = replace(found, states=2)
+    policy = make_policy("sarathi", 512)
+    assert few.simulate(policy, 64).seconds == found.simulate(policy, 2).seconds
+    assert few.simulate(policy, 64).seconds > found.simulate(policy, 64).seconds
 
 
 def test_what_is_estimated_is_near_what_is_simulated() -> None:

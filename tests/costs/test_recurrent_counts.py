@@ -1,0 +1,238 @@
+"""Counts of layers with a recurrent state: by hand on models that fit on a page, against the tensors
+that hold the states, and against transformers' Qwen3-Next."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
+from nanoserve.costs.counts import SCAN_CHUNK, ModelCounts, Operator, Precision, scan_pairs
+from nanoserve.costs.hardware import Efficiency, Machine, load_machine
+from nanoserve.costs.step_costs import DoesNotFit, StepCosts
+from nanoserve.layout import ParallelLayout
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.recurrent import make_states
+from nanoserve.scheduler.work import StepWork
+from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net
+from triton_ops.recurrent import CHUNK
+
+# Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.
+WORK = StepWork.of([3, 5], [(2, 3)], sampled=2)
+STATE = 40 * 3 * 2 + 4 * 4 * 6 * 4
+"""Bytes of the state in a layer of tiny_delta_net: three inputs of 40 channels in 16 bits, and four
+heads of 4 x 6 in float32."""
+IDEAL = Efficiency.ideal()
+
+
+def in_recurrent_layers(model: ModelConfig, work: StepWork) -> dict[str, Operator]:
+    """Operators of the first two layers by name, which are alike, up to the output."""
+    operators = ModelCounts(model).operators(work, 0)
+    first = next(index for index, one in enumerate(operators) if one.name == "inputs")
+    after = first + 1 + [one.name for one in operators[first:]].index("output")
+    found = {one.name: one for one in operators[first:after]}
+    return found | {one.name: one for one in operators if one.name == "state"}
+
+
+def test_a_step_of_gated_delta_nets_by_hand() -> None:
+    found = in_recurrent_layers(tiny_delta_net(), WORK)
+    rows = 8 + 8 + 24 + 24  # queries, keys, values and gates
+    # name: (operations, bytes of weights, of activations), both layers, 2 bytes a number
+    expected = {
+        "inputs": (2 * 2 * 5 * 8 * rows, 2 * 2 * 8 * rows, 2 * 2 * 5 * (8 + rows)),
+        # a decay and a rate for each of four heads
+        "rates": (2 * 2 * 5 * 8 * 8, 2 * 2 * 8 * 8, 2 * 2 * 5 * (8 + 8)),
+        "convolution": (2 * 2 * 5 * 40 * 4, 2 * 2 * 40 * 4, 2 * 2 * 5 * (40 + 40)),
+        "output": (2 * 2 * 5 * 24 * 8, 2 * 2 * 24 * 8, 2 * 2 * 5 * (24 + 8)),
+        # a head's matrix has 24 numbers: three products for each token, and for the 3 x 3 pairs of
+        # the chunk products of 4 and of 6 numbers
+        "state": (2 * 4 * (6 * 24 * 5 + 2 * (4 + 6) * 9), 0, 2 * 2 * 5 * (40 + 24)),
+    }
+    assert {
+        name: (one.flops, one.weight_bytes, one.activation_bytes) for name, one in found.items()
+    } == expected
+    # three rows read a state and write it, in two layers
+    assert found["state"].state_bytes == 2 * 3 * 2 * STATE
+    assert found["state"].bytes == 2 * 3 * 2 * STATE + 2 * 2 * 5 * (40 + 24)
+    assert all(one.kv_bytes == 0 for one in found.values())
+
+
+def test_a_step_of_short_convolutions_by_hand() -> None:
+    found = in_recurrent_layers(tiny_convolutions(), WORK)
+    expected = {
+        "inputs": (2 * 2 * 5 * 8 * 24, 2 * 2 * 8 * 24),
+        "convolution": (2 * 2 * 5 * 8 * 3, 2 * 2 * 8 * 3),
+        "output": (2 * 2 * 5 * 8 * 8, 2 * 2 * 8 * 8),
+        "state": (0, 0),
+    }
+    assert {name: (one.flops, one.weight_bytes) for name, one in found.items()} == expected
+    assert found["state"].bytes == 2 * 3 * 2 * (8 * 2 * 2)  # two inputs of 8 channels
+
+
+def test_attention_is_counted_in_the_layers_that_attend() -> None:
+    found = ModelCounts(tiny_delta_net()).attention(WORK, 0)
+    attended = {one.kind: one for one in found if one.name == "attention"}
+    assert attended["decode attention"].kv_bytes == 2 * 2 * 4 * 2 * 8  # 8 keys in one layer
+    assert attended["prefill attention"].kv_bytes == 2 * 2 * 4 * 2 * 5
+    assert ModelCounts(tiny_delta_net()).kv_bytes_per_token(0) == 2 * 2 * 4 * 2
+
+
+def test_a_prompt_begins_without_a_state() -> None:
+    found = in_recurrent_layers(tiny_delta_net(), StepWork.of([], [(0, 3)]))
+    assert found["state"].state_bytes == 2 * STATE
+
+
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 100])
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 200])
+def test_pairs_of_a_scan_by_counting(start: int, length: int) -> None:
+    """A correction depends on earlier positions of its piece, an output also on its own."""
+    assert SCAN_CHUNK == CHUNK
+    pieces: dict[int, int] = {}
+    for position in range(start, start + length):
+        pieces[position // 64] = pieces.get(position // 64, 0) + 1
+    expected = sum(sum(range(count)) + sum(range(1, count + 1)) for count in pieces.values())
+    assert scan_pairs(start, length) == expected
+
+
+@pytest.mark.parametrize("model", [tiny_delta_net(), tiny_convolutions(), qwen3_next()])
+@pytest.mark.parametrize(("bits", "dtype"), [(16, torch.bfloat16), (32, torch.float32)])
+def test_states_take_the_bytes_of_their_tensors(
+    model: ModelConfig, bits: int, dtype: torch.dtype
+) -> None:
+    states = make_states(model, 2, dtype)
+    layer = states.convolution.nbytes
+    if states.matrix is not None:
+        layer += states.matrix.nbytes
+    assert model.recurrent is not None
+    layers = len(model.recurrent.recurrent_layers)
+    counts = ModelCounts(model, None, Precision.of(bits))
+    assert 2 * counts.state_bytes(0) == layers * layer
+    assert counts.state_bytes(0) == model.state_bytes(bits // 8) == counts.all_state_bytes
+
+
+def test_weights_are_those_of_the_decoder() -> None:
+    matrices = [one for one in Decoder(tiny_convolutions()).parameters() if one.dim() == 2]
+    expected = 2 * sum(one.numel() for one in matrices)
+    assert ModelCounts(tiny_convolutions()).stage_weight_bytes(0) == expected
+
+
+def test_qwen3_next_has_the_weights_of_transformers_model() -> None:
+    """All matrices, but for the gate of the shared expert, one row in each layer. Four layers are a
+    twelfth of the model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3NextConfig(num_hidden_layers=4))
+    sizes = [one.numel() for one in model.parameters() if one.dim() > 1]
+    around = 2 * 151936 * 2048
+    layers = 12 * (sum(sizes) - around - 4 * 2048)
+    assert ModelCounts(qwen3_next()).stage_weight_bytes(0) / 2 == layers + around
+
+
+def test_qwen3_nexts_state_is_worth_3144_of_its_tokens() -> None:
+    counts = ModelCounts(qwen3_next())
+    assert counts.state_bytes(0) / 2**20 == 73.6875
+    assert counts.kv_bytes_per_token(0) == 12 * 2 * 2 * 256 * 2
+    assert counts.state_bytes(0) == 3144 * counts.kv_bytes_per_token(0)
+
+
+def test_tensor_parallelism_divides_states_by_heads() -> None:
+    half = ParallelLayout(tensor_parallel=2)
+    for model in (tiny_delta_net(), tiny_convolutions()):
+        whole, part = ModelCounts(model), ModelCounts(model, half)
+        assert part.state_bytes(0) == whole.state_bytes(0) / 2 == whole.all_state_bytes / 2
+        assert part.all_state_bytes == whole.all_state_bytes
+
+
+def test_stages_without_attention_hold_states_alone(machine: Machine) -> None:
+    layout = ParallelLayout(pipeline_parallel=3)
+    costs = StepCosts(tiny_delta_net(), machine, layout, efficiency=IDEAL)
+    counts = costs.counts
+    assert [counts.state_bytes(stage) for stage in range(3)] == [STATE, STATE, 0]
+    assert [counts.block_bytes(4, stage) for stage in range(3)] == [0, 0, 4 * 2 * 2 * 4 * 2]
+    assert costs.memory.kv_blocks(4) == costs.memory.kv_bytes(2) // counts.block_bytes(4, 2)
+    # The first stage has the embedding, and room for its weights and states only.
+    assert costs.memory.sequences(1, 4) == min(
+        costs.memory.kv_bytes(0) // STATE, costs.memory.kv_bytes(2) // counts.block_bytes(4, 2)
+    )
+
+
+def test_states_and_blocks_share_what_weights_leave(machine: Machine) -> None:
+    device = msgspec.structs.replace(machine.device, memory_bytes=12_000.0)
+    costs = StepCosts(tiny_delta_net(), replace(machine, device=device), efficiency=IDEAL)
+    recurrent, attending = 576 + 160 + 192, 192 + 64
+    left = 12_000 - 2 * (2 * recurrent + attending + 3 * 384 + 2 * 256)
+    block = 4 * 2 * 2 * 4 * 2
+    memory = costs.memory
+    assert memory.kv_blocks(4) == left // block
+    assert memory.kv_blocks(4, states=1) == (left - 2 * STATE) // block
+    assert memory.sequences(3, 4) == left // (3 * block + 2 * STATE)
+    assert memory.share(2, 3, 4) == 2 * (3 * block + 2 * STATE) / left
+    assert memory.states(1) == 1
+    assert memory.states(100) == left // 2 // (2 * STATE)
+    with pytest.raises(DoesNotFit, match="the states of 4 sequences leave no room"):
+        memory.kv_blocks(4, states=4)
+    with pytest.raises(DoesNotFit, match="the model does not fit"):
+        StepCosts(qwen3_next(), load_machine("t4")).memory.kv_blocks(16, states=1)
+
+
+def test_half_of_what_weights_leave_is_for_states() -> None:
+    """9.3 GiB beside the weights of Qwen3-Next are 129 states."""
+    counts = ModelCounts(qwen3_next())
+    machine = load_machine("h200")
+    memory_bytes = counts.stage_weight_bytes(0) + 9.3 * 2**30
+    device = msgspec.structs.replace(machine.device, memory_bytes=memory_bytes)
+    memory = StepCosts(qwen3_next(), replace(machine, device=device), efficiency=IDEAL).memory
+    assert [memory.states(most) for most in (1000, 20)] == [64, 20]
+    left = 9.3 * 2**30 - 64 * counts.state_bytes(0)
+    assert memory.kv_blocks(16, states=64) == left // (16 * 24576)
+
+
+@pytest.mark.parametrize("tokens", [160, 16_000])
+def test_how_many_sequences_of_qwen3_next_fit_by_hand(tokens: int) -> None:
+    """Half of its layers are in each stage: 18 states of 2 MiB and 48 KiB, and keys and values of 6
+    layers."""
+    layout = ParallelLayout(pipeline_parallel=2)
+    costs = StepCosts(qwen3_next(), load_machine("h200"), layout, pipeline_split=[24, 24])
+    analysis = Analysis(costs, tokens - 16, 16)
+    room = min(costs.memory.kv_bytes(stage) for stage in range(2))
+    each = 18 * (2 * 2**20 + 48 * 2**10) + tokens * 6 * 2 * 2 * 256 * 2
+    assert analysis.blocks_per_sequence == tokens // BLOCK_SIZE
+    assert analysis.largest_batch == room // each
+    assert analysis.batch_row(3).kv_share == 3 * each / room
+
+
+def test_a_decode_moves_its_state_whatever_its_context() -> None:
+    """A step of Qwen3-Next with one sequence moves 147 MiB of state, at any length."""
+    costs = StepCosts(qwen3_next(), load_machine("h200"))
+    for context in (1, 100_000):
+        found = costs.counts.operators(costs.work([context]), 0)
+        assert sum(one.state_bytes for one in found) == 2 * 73.6875 * 2**20
+    rows = Analysis(
+        StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(pipeline_parallel=2)),
+        1000,
+        200,
+    ).operator_rows("any", costs.work([1000] * 64))
+    assert {"inputs", "convolution", "state", "attention"} <= {row.operator for row in rows}
+
+
+def test_rounded_matrices_take_fewer_bytes_and_states_the_same() -> None:
+    """Four bits and a 16-bit scale for 32 weights: the inputs' 8,192 + 4,096 rows and the output, in
+    36 layers. Rates and convolutions stay as they are."""
+    plain, rounded = (
+        in_recurrent_layers(model, StepWork.of([1]))
+        for model in (qwen3_next(), qwen3_next().rounded("int4"))
+    )
+    assert rounded["inputs"].weight_bytes == 36 * 2048 * (8192 + 4096) * 4.5 / 8
+    assert rounded["output"].weight_bytes == 36 * 4096 * 2048 * 4.5 / 8
+    for name in ("rates", "convolution", "state"):
+        assert rounded[name] == plain[name]
+    assert plain["rates"].weight_bytes == 36 * 2048 * 64 * 2
+    gates = [
+        one.weight_bytes
+        for model in (qwen3_next(), qwen3_next().rounded("int4"))
+        for one in ModelCounts(model).products(StepWork.of([1]), 0)
+        if one.name == "output_gate"
+    ]
+    assert gates == [12 * 2048 * 4096 * 2, 12 * 2048 * 4096 * 4.5 / 8]

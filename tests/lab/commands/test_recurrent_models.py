@@ -1,0 +1,116 @@
+"""``nanoserve analyze``, ``plan``, ``simulate`` and ``explain`` with a model that has recurrent
+states: Qwen3-Next in its published shape."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.costs.hardware import load_machine
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.layout import ParallelLayout
+from tests.costs.conftest import qwen3_next
+
+Run = Callable[..., tuple[int, str, str]]
+STAGES = StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(pipeline_parallel=2))
+
+
+@pytest.fixture(autouse=True)
+def find_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(spec: str, quantization: str | None = None) -> ModelConfig:
+        return qwen3_next()
+
+    for command in ("analyze", "plan", "simulate"):
+        monkeypatch.setattr(f"nanoserve.lab.commands.{command}.find_shape", find)
+
+
+def test_analyze_says_how_much_state_a_sequence_has(command: Run, tmp_path: Path) -> None:
+    report = tmp_path / "found.json"
+    code, out, _ = command(
+        *("analyze", "-m", "qwen3-next", "--hardware", "h200", "--tp", "2", "--lengths", "1008+16"),
+        *("--batch-sizes", "1,64", "--json", str(report)),
+    )
+    assert code == 0
+    # two devices have 16 of 32 value heads each
+    assert "GiB for keys, values and states: 36.8 MiB of state in a sequence" in out
+    found = json.loads(report.read_text())
+    rows = {row["operator"]: row for row in found["operators"] if row["phase"] == "decode"}
+    activations = 2 * 36 * 64 * (4096 + 2048)  # q, k, v of one token, and what is read for it
+    assert rows["state"]["bytes"] == 2 * 64 * 73.6875 * 2**20 / 2 + activations
+    memory = StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(tensor_parallel=2)).memory
+    sequence = 73.6875 * 2**20 / 2 + 1024 * 24576 / 2
+    assert found["rows"][1]["kv_share"] == pytest.approx(64 * sequence / memory.kv_bytes(0))
+
+
+@pytest.mark.parametrize(("limit", "states"), [([], None), (["--max-num-seqs", "20"], 20)])
+def test_no_more_sequences_run_than_have_a_place_for_their_states(
+    command: Run, tmp_path: Path, limit: list[str], states: int | None
+) -> None:
+    """Half of what weights leave is for states, unless fewer sequences may run."""
+    report = tmp_path / "found.json"
+    code, out, _ = command(
+        *("simulate", "-m", "qwen3-next", "--hardware", "h200", "--pp", "2", "--requests", "60"),
+        *("--lengths", "40+20", *limit, "--json", str(report)),
+    )
+    assert code == 0
+    room = min(STAGES.memory.kv_bytes(stage, 2048) for stage in range(2))
+    expected = states or room // 2 // (18 * (2 * 2**20 + 48 * 2**10))
+    assert f"states of {expected:,.0f} sequences" in out
+    settings = json.loads(report.read_text())["settings"]
+    assert settings["states"] == expected
+    assert settings["kv_blocks"] == STAGES.memory.kv_blocks(16, 2048, int(expected))
+
+
+def test_explain_simulates_no_more_sequences_either(command: Run, tmp_path: Path) -> None:
+    """Beside the weights, this device has room for five states, so two of three sequences run."""
+    counts = StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(tensor_parallel=2)).counts
+    usable = counts.stage_weight_bytes(0) + 5 * counts.state_bytes(0)
+    hardware, report = tmp_path / "small.toml", tmp_path / "found.json"
+    hardware.write_text(
+        f"[devices.small]\nmemory_gib = {usable / 0.9 / 2**30}\nmemory_gb_per_s = 4800\n"
+        'tflops = 989\nlink = "nvlink4"\nsource = "made up for this test"\n'
+    )
+    code, _, err = command(
+        *("explain", "--simulate", "-m", "qwen3-next", "--hardware", str(hardware), "--tp", "2"),
+        *("--lengths", "40+4", "--requests", "3", "--policy", "sarathi", "--json", str(report)),
+    )
+    assert code == 0, err
+    steps = json.loads(report.read_text())["runs"][0]["steps"]
+    assert steps[0]["load"]["free_slots"] == 2
+    assert max(len(step["rows"]) for step in steps) == 2
+
+
+def test_plan_shows_how_many_sequences_have_a_place(command: Run, tmp_path: Path) -> None:
+    report = tmp_path / "found.json"
+    code, out, _ = command(
+        *("plan", "-m", "qwen3-next", "--hardware", "h200", "--gpus", "2", "--requests", "20"),
+        *("--lengths", "60+6", "--policy", "sarathi", "--json", str(report)),
+    )
+    assert code == 0
+    found = json.loads(report.read_text())
+    assert {(row["layout"], row["states"]) for row in found["rows"]} == {("P2", 20), ("T2", 20)}
+    assert "states" in out and "stay on their devices" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--prefill-parallel", "P2", "--decode-parallel", "T2"],
+            "--prefill-parallel: the recurrent states of qwen3-next stay on their devices",
+        ),
+        (["--host-kv-memory", "8GiB"], "--host-kv-memory: the recurrent states of qwen3-next"),
+        (["--speculate", "0.8,0.7"], "--speculate: draft tokens cannot be taken back from the"),
+        (["--num-blocks", "10000000"], "blocks of 16 tokens fit beside the weights and 3 states"),
+    ],
+)
+def test_what_states_do_not_do_is_refused_in_one_line(
+    refused: Callable[..., str], words: list[str], says: str
+) -> None:
+    named = ["simulate", "-m", "qwen3-next", "--hardware", "h200", "--requests", "3"]
+    stages = ["--max-num-seqs", "3"]
+    if "--prefill-parallel" not in words and "--pp" not in words:
+        stages += ["--pp", "2"]
+    refused([*named, *stages, *words], says)
