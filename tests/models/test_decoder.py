@@ -1,6 +1,8 @@
 """The decoder by itself: it trains, it compiles, its two halves are separate, and batches do not
 mix."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, MixtureOfExperts
+from nanoserve.models.recurrent import RecurrentStates, make_states
 from tests.executor.small_model import small_config
 from tests.oracle.checkpoints import FAMILIES
 
@@ -44,6 +47,24 @@ def layer_caches(
     return list(keys), list(values)
 
 
+def layer_states(config: ModelConfig, slots: int) -> list[RecurrentStates | None]:
+    """The states of each layer that has them."""
+    made = list[RecurrentStates | None]()
+    for layer in range(config.num_layers):
+        states = None
+        if config.is_recurrent(layer):
+            states = make_states(config, slots, torch.get_default_dtype())
+            states.convolution.fill_(torch.nan)
+        made.append(states)
+    return made
+
+
+def set_segments(states: Sequence[RecurrentStates | None], segments: list[list[int]]) -> None:
+    for of_layer in states:
+        if of_layer is not None:
+            of_layer.segments = torch.tensor(segments, dtype=torch.int32)
+
+
 def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
     """Whole prompts of these lengths, each on blocks of its own."""
     starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
@@ -55,6 +76,10 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
         for position in range(length)
     ]
     keys, values = layer_caches(config, tables.numel(), BLOCK_SIZE)
+    states = layer_states(config, len(lengths))
+    set_segments(
+        states, [[starts[row], starts[row + 1], -1, row, 0] for row in range(len(lengths))]
+    )
     return PagedAttention(
         config,
         key_caches=keys,
@@ -65,6 +90,7 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
             context_lengths=torch.tensor(lengths, dtype=torch.int32),
             slot_mapping=torch.tensor(slots),
         ),
+        states=states,
     )
 
 
