@@ -85,8 +85,8 @@ class Family:
     rope: RopeRules = RopeRules()
     experts: Callable[[ConfigFields, int], MoeConfig] | None = None
     """Reads its mixture of experts, given the number of layers."""
-    recurrent: Callable[[ConfigFields, int], RecurrentConfig | None] | None = None
-    """Reads its layers with a recurrent state, given the number of layers."""
+    recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
+    """Reads its layers with a state, given the number of layers."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False

@@ -4,11 +4,13 @@ from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.model_parts import GatedDeltaNetConfig, RecurrentConfig
 from nanoserve.errors import ModelError
 
+_QWEN_KINDS = ("linear_attention", "full_attention")
+
 
 def short_convolutions(fields: ConfigFields, num_layers: int) -> RecurrentConfig | None:
     """Short convolutions in the layers that layer_types calls conv. Older checkpoints list the
     others in full_attn_idxs. None if all layers attend, as they do without both keys."""
-    kinds = fields.layer_types(num_layers, ("conv", "full_attention"))
+    kinds = fields.layer_types(("conv", "full_attention"), num_layers)
     if kinds is not None:
         recurrent = [layer for layer in range(num_layers) if kinds[layer] == "conv"]
     elif fields.get("full_attn_idxs") is not None:
@@ -26,17 +28,15 @@ def short_convolutions(fields: ConfigFields, num_layers: int) -> RecurrentConfig
     )
 
 
-def gated_delta_net(fields: ConfigFields, num_layers: int) -> RecurrentConfig | None:
+def gated_delta_net(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
     """Gated DeltaNet in the layers that layer_types calls linear_attention, or else in all but
-    every `full_attention_interval`th. None if no layer has it."""
-    kinds = fields.layer_types(num_layers, ("linear_attention", "full_attention"))
-    if kinds is None:
-        interval = fields.positive("full_attention_interval", 4)
-        recurrent_layers = {layer for layer in range(num_layers) if (layer + 1) % interval != 0}
+    every `full_attention_interval`th."""
+    kinds = fields.layer_types(_QWEN_KINDS, num_layers)
+    if kinds is not None:
+        recurrent = [layer for layer in range(num_layers) if kinds[layer] == "linear_attention"]
     else:
-        recurrent_layers = {layer for layer, kind in enumerate(kinds) if kind == "linear_attention"}
-    if not recurrent_layers:
-        return None
+        interval = fields.positive("full_attention_interval", 4)
+        recurrent = [layer for layer in range(num_layers) if (layer + 1) % interval != 0]
     heads = GatedDeltaNetConfig(
         num_key_heads=fields.positive("linear_num_key_heads"),
         num_value_heads=fields.positive("linear_num_value_heads"),
@@ -49,7 +49,7 @@ def gated_delta_net(fields: ConfigFields, num_layers: int) -> RecurrentConfig | 
             f"linear_num_key_heads {heads.num_key_heads}"
         )
     return RecurrentConfig(
-        recurrent_layers=frozenset(recurrent_layers),
+        recurrent_layers=frozenset(recurrent),
         channels=heads.channels,
         kernel_size=fields.positive("linear_conv_kernel_dim"),
         delta_net=heads,

@@ -23,7 +23,13 @@ from nanoserve.models.shards import Shard, make_shards, shard_config, shards_of_
 from nanoserve.models.weights import shard_parts, tensor_parts
 from tests.models.test_decoder import paged, random_tokens
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
-from tests.oracle.checkpoints import FAMILIES, families, make_checkpoint, rename_glm_as_chatglm
+from tests.oracle.checkpoints import (
+    FAMILIES,
+    centre_of,
+    families,
+    make_checkpoint,
+    rename_glm_as_chatglm,
+)
 
 LENGTHS = [1, 30, 4, 13]
 # Sizes that no degree divides: all are padded.
@@ -35,9 +41,10 @@ def write_checkpoint(family: str, directory: Path, **sizes: int | None) -> Model
     hf = FAMILIES[family]().to_dict() | sizes
     config = ModelConfig.from_hf(hf)
     generator = torch.Generator().manual_seed(0)
+    has_delta_net = config.recurrent is not None and config.recurrent.delta_net is not None
     tensors = {
         part.name: torch.randn(part.shape, generator=generator) * 0.15
-        + (1.0 if "norm" in part.name or "layer_scalar" in part.name else 0.0)
+        + centre_of(part.name, has_delta_net=has_delta_net)
         for part in tensor_parts(config)
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -78,6 +78,22 @@ _LFM2_MOE = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
+_DELTA_NET = {
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # The norm of a head's output makes noise of an output that is almost zero, if it is less.
+    "rms_norm_eps": 1e-2,
+}
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -294,41 +310,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         routed_scaling_factor=1.5,
         conv_bias=True,
     ),
-    "qwen3_moe-sparse-step": lambda: _config(
-        "qwen3_moe",
-        head_dim=16,
-        moe_intermediate_size=40,
-        num_experts=5,
-        num_experts_per_tok=2,
-        norm_topk_prob=False,
-        decoder_sparse_step=2,
-    ),
-}
-
-
-_DELTA_NET = {
-    "num_hidden_layers": 5,
-    "head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    # The norm of a head's output makes noise of an output that is almost zero, if it is less.
-    "rms_norm_eps": 1e-4,
-}
-_SHARED_EXPERT = {
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 24,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-}
-RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": lambda: _config(
         "qwen3_next", **_DELTA_NET, **_SHARED_EXPERT, decoder_sparse_step=2
     ),
     "qwen3_next-biased": lambda: _config(
         "qwen3_next",
-        **_DELTA_NET | {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        **_DELTA_NET | {"linear_num_value_heads": 4},
         **_SHARED_EXPERT,
         full_attention_interval=2,
         linear_conv_kernel_dim=3,
@@ -346,9 +333,19 @@ RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_bias=True,
         rope_parameters={**_YARN, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},
     ),
-    "qwen3_5_moe_text": lambda: _config("qwen3_5_moe_text", **_DELTA_NET, **_SHARED_EXPERT),
+    "qwen3_5_moe_text": lambda: _config(
+        "qwen3_5_moe_text", **_DELTA_NET | {"num_hidden_layers": 4}, **_SHARED_EXPERT
+    ),
+    "qwen3_moe-sparse-step": lambda: _config(
+        "qwen3_moe",
+        head_dim=16,
+        moe_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+    ),
 }
-"""Families some of whose layers have a recurrent state."""
 
 
 _SLOW = (
@@ -391,7 +388,7 @@ def make_checkpoint(
     written from. A family whose layers are of a repeating kind may have another number of
     layers."""
     torch.manual_seed(seed)
-    config = (FAMILIES | RECURRENT)[family]()
+    config = FAMILIES[family]()
     if num_layers is not None:
         config = type(config)(
             **config.to_dict() | {"num_hidden_layers": num_layers, "layer_types": None}
@@ -406,13 +403,21 @@ def randomize(model: PreTrainedModel) -> None:
     """Weights whose every number leaves its mark."""
     kept = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept))
-    is_recurrent = any("linear_attn" in name for name, _ in model.named_parameters())
+    has_delta_net = model.config.get_text_config().model_type.startswith(("qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *buffers):
-            centre = 1.0 if "norm" in name or name.endswith("layer_scalar") else 0.0
-            if is_recurrent and not name.endswith("linear_attn.norm.weight"):
-                centre = 0.0  # others are stored less 1
+            centre = centre_of(name, has_delta_net=has_delta_net)
             parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
+
+
+def centre_of(name: str, *, has_delta_net: bool) -> float:
+    """The mean of a random tensor: 1 for norms and scales. Models with Gated DeltaNet store all
+    norms but its own less 1; they round too much if those are twice as large as usual."""
+    if has_delta_net and not name.endswith("linear_attn.norm.weight"):
+        return 0.0
+    if "norm" in name or name.endswith("layer_scalar"):
+        return 1.0
+    return 0.0
 
 
 _CHATGLM_NAMES = {

@@ -15,7 +15,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.loading import load_model
 from tests.oracle import test_families
-from tests.oracle.checkpoints import FAMILIES, RECURRENT, randomize
+from tests.oracle.checkpoints import FAMILIES, randomize
 from tests.oracle.test_families import TOLERANCE, dense_logits, reference_logits
 
 VISION: dict[str, Any] = {
@@ -64,7 +64,7 @@ def prompt() -> Tensor:
 def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedModel:
     family, others = MULTIMODAL[name]
     config: PreTrainedConfig = transformers.AutoConfig.for_model(
-        name, text_config=(FAMILIES | RECURRENT)[family](), **others
+        name, text_config=FAMILIES[family](), **others
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
