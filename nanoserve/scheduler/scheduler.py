@@ -90,9 +90,7 @@ class Scheduler:
         if any(windows):
             blocks = WindowedBlocks(self.pool, windows)
         if extensions.state is not None:
-            if any(windows):
-                raise ValueError("recurrent states together with sliding windows: choose one")
-            blocks = extensions.state.make_blocks(self.pool)
+            blocks = extensions.state.make_blocks(self.pool, windows)
         self.table = SequenceTable(
             blocks=blocks,
             moments=self._moments,

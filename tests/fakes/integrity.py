@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.kv import NO_BLOCK, BlockPool
-from nanoserve.scheduler.optional import draft_of
+from nanoserve.scheduler.optional import NO_STATE, draft_of
+from nanoserve.scheduler.recurrent_state.state_pool import StatePool
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
 from nanoserve.scheduler.windows import WindowedBlocks, first_seen
@@ -20,6 +21,10 @@ def check_integrity(scheduler: Scheduler) -> None:
     for sequence in sequences:
         _check_state(table, sequence)
     _check_device_blocks(table, sequences)
+    if table.blocks.states is not None:
+        _check_states(table.blocks.states, sequences)
+    elif any(sequence.state is not None for sequence in sequences):
+        raise RuntimeError("a sequence has a state, and the model has none")
     host = scheduler.extensions.host
     if host is not None:
         _check_host(table, host, sequences)
@@ -145,6 +150,39 @@ def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequen
     check_pool(pool, owners)
     if max(owners.values(), default=0) > 1:
         raise RuntimeError("a host block has two owners")
+
+
+def _check_states(pool: StatePool, sequences: Iterable[Sequence]) -> None:
+    """The owners of slots are exactly these sequences, and each that runs has one of its own."""
+    owners, working = Counter[int](), set[int]()
+    for sequence in sequences:
+        slots = sequence.state
+        if (slots is None) != (sequence.place is Place.NONE):
+            raise RuntimeError(f"sequence {sequence.sequence_id} is in {sequence.place}: {slots}")
+        if slots is None:
+            continue
+        held = [slots.working, *(slot for _, slot in slots.unanswered)]
+        if slots.current != slots.working:
+            held.append(slots.current)
+        if slots.for_siblings is not None:
+            held.append(slots.for_siblings)
+        owners.update(slot for slot in held if slot != NO_STATE)
+        if slots.working == NO_STATE or slots.working in working:
+            raise RuntimeError(f"sequence {sequence.sequence_id} has no slot of its own")
+        if (slots.current == NO_STATE) != (sequence.computed == 0):
+            raise RuntimeError(f"sequence {sequence.sequence_id} has lost its state")
+        working.add(slots.working)
+    free = [*pool._blank, *pool._reusable]
+    if len(free) != len(set(free)):
+        raise RuntimeError("a slot is free twice")
+    if pool._references != [owners[slot] for slot in range(pool.num_slots)]:
+        raise RuntimeError(f"slots have references {pool._references}, and owners {owners}")
+    if set(free) != {slot for slot in range(pool.num_slots) if owners[slot] == 0}:
+        raise RuntimeError("free slots and slots without an owner differ")
+    if pool._slots != {column: slot for slot, column in enumerate(pool._columns) if column}:
+        raise RuntimeError("the snapshots by column and by slot differ")
+    if not all((slot in pool._reusable) == (slot in pool._slots.values()) for slot in free):
+        raise RuntimeError("a snapshot is blank, or a slot without content waits to be reused")
 
 
 def host_pool(scheduler: Scheduler) -> BlockPool:

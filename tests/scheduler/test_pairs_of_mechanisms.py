@@ -13,8 +13,10 @@ from msgspec.structs import replace as with_params
 
 from nanoserve.engine.engine import Engine
 from nanoserve.scheduler.load import Decision
-from nanoserve.scheduler.optional import LayoutCapacity, draft_of
+from nanoserve.scheduler.optional import NO_STATE, LayoutCapacity, StateRow, draft_of
+from nanoserve.scheduler.plan import StepPlan
 from tests.scheduler.lives import Arrival, lives
+from tests.scheduler.states import STATES
 from tests.scheduler.test_host_losses import LOSSES
 from tests.scheduler.test_losses import DEATHS
 from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom, check
@@ -31,10 +33,20 @@ MECHANISMS = (
     "drafts",
     "host lost",
     "workers lost",
+    "state",
 )
-EXCLUDED = {("window", "cohorts")}
-"""Attention on the CPU takes no cache groups."""
-PAIRS = [pair for pair in combinations(MECHANISMS, 2) if pair not in EXCLUDED]
+MEETING_STATE = {"fork", "async", "preemption", "workers lost"}
+"""The mechanisms that a model with recurrent states takes."""
+
+
+def _may_meet(pair: tuple[str, str]) -> bool:
+    """Whether two mechanisms may be there together. Attention on the CPU takes no cache groups."""
+    if "state" in pair:
+        return not MEETING_STATE.isdisjoint(pair)
+    return pair != ("window", "cohorts")
+
+
+PAIRS = [pair for pair in combinations(MECHANISMS, 2) if _may_meet(pair)]
 CUT = st.sampled_from([(1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1)])
 USES_HOST = {"swap", "parked", "cohorts", "host lost"}
 
@@ -107,8 +119,16 @@ def _met(pair: Sequence[str], engine: Engine) -> set[str]:
         "drafts": any(draft_of(row).verify for row in rows),
         "host lost": executor.times_host_was_lost > 0,  # type: ignore[attr-defined]
         "workers lost": executor.losses > 0,  # type: ignore[attr-defined]
+        "state": any(_is_resumed(row, plan) for plan in plans for row in plan.state.rows),
     }
     return {name for name in pair if took_part[name]}
+
+
+def _is_resumed(placed: StateRow, plan: StepPlan) -> bool:
+    """Whether a sequence begins at the snapshot of another one, or at its own older one."""
+    return placed.source != NO_STATE and any(
+        begin.sequence == placed.sequence and begin.index == 0 for begin in plan.begin
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
@@ -139,6 +159,10 @@ def test_every_request_gets_its_tokens_where_two_mechanisms_meet(pair: tuple[str
             tiers["other_layouts"] = [LayoutCapacity(life["num_blocks"], life["depth"])]
         if "drafts" in pair:
             tiers["drafter"] = data.draw(st.sampled_from(["knows", "sometimes", "errs"]))
+        if "state" in pair:
+            tiers |= {"host_blocks": 0, "other_layouts": [], "drafter": None}
+            tiers |= data.draw(STATES)
+            life["prefix_caching"] = True
         deaths = data.draw(DEATHS) if "workers lost" in pair else ()
         losses = data.draw(LOSSES) if "host lost" in pair else ()
         policy = AtRandom(

@@ -3,6 +3,7 @@ die, and policies for them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.optional import HostDecision, LayoutCapacity
+from nanoserve.scheduler.recurrent_state.recurrent_state import RecurrentState
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
 from nanoserve.scheduler.windows import most_tokens
@@ -18,6 +20,7 @@ from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.fakes.integrity import host_pool
 from tests.scheduler.drafters import DRAFTERS
 from tests.scheduler.lives import check_outputs, live
+from tests.scheduler.states import check_states
 
 COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
 
@@ -129,6 +132,7 @@ TIERS = st.fixed_dictionaries(
         "cpu_is_done": st.lists(st.booleans(), max_size=4).map(lambda later: [True, *later]),
         "times": st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS)),
         "drafter": st.sampled_from([None, None, None, *DRAFTERS]),
+        "state_slots": st.just(0),
     }
 )
 
@@ -168,6 +172,7 @@ def check(
         drafter=DRAFTERS[drafter or "ngram"],
         deaths=deaths,
         host_losses=host_losses if tiers["host_blocks"] else (),  # what is not there cannot be lost
+        state_slots=tiers["state_slots"],
     )
     fewest = min(layout.num_blocks for layout in layouts)
     longest = most_tokens(life["windows"], fewest, life["block_size"], life["max_model_len"])
@@ -179,6 +184,12 @@ def check(
         if len(one.request.prompt) + one.request.params.min_tokens <= longest
     ]
     arrivals = [one for one in arrivals if len(one.request.prompt) < longest]
+    extensions = make_extensions(
+        host_blocks=tiers["host_blocks"], other_layouts=layouts[1:], proposer=proposer
+    )
+    if tiers["state_slots"]:
+        state = RecurrentState(tiers["state_slots"], chunk=tiers["state_chunk"])
+        extensions = replace(extensions, state=state)
     scheduler = Scheduler(
         policy,
         num_blocks=life["num_blocks"],
@@ -187,9 +198,7 @@ def check(
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        extensions=make_extensions(
-            host_blocks=tiers["host_blocks"], other_layouts=layouts[1:], proposer=proposer
-        ),
+        extensions=extensions,
         async_scheduling=life["async_scheduling"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
         windows=life["windows"],
@@ -198,9 +207,10 @@ def check(
         return
     engine = Engine(scheduler, executor, vocab_size=50)
     watch(engine)
-    outputs, reasons = live(engine, arrivals)
+    outputs, reasons = live(engine, arrivals, partial(check_states, engine))
     check_outputs(arrivals, longest, outputs, reasons, executor.losses)
     assert scheduler.pool.free_blocks == layouts[engine.status.layouts[0]].num_blocks
+    assert tiers["state_slots"] == 0 or extensions.state.pool.free_slots == tiers["state_slots"]
     assert host_pool(scheduler).free_blocks == tiers["host_blocks"]
     assert engine.status.host_losses == executor.times_host_was_lost
     assert proposer is None or not proposer._records

@@ -30,21 +30,25 @@ class RecurrentState(Extension):
     to the working slot again. So this kind of snapshot costs no copy. Within a prompt's row,
     snapshots are taken where other prompts are likely to part from this one: where a message ends.
 
-    A snapshot of a prompt may be read from the next plan on, as plans run in order. One of a decode
-    may be read once the row is answered: only then all tokens before it are known. A slot that a
-    plan reads is owned until that plan is complete, so only later plans write to it.
+    Plans run in order, so the prompts of the next plan may begin at the snapshots that this one
+    takes. Those of decodes may be read once the row is answered: only then all tokens before them
+    are known. A slot that a plan reads is owned until that plan is complete, so only later plans
+    write to it.
     """
 
     def __init__(self, num_slots: int, *, chunk: int = CHUNK) -> None:
         self.pool = StatePool(num_slots)
         self._chunk = chunk
         self._passed: list[int] = []
-        """Slots that the plan which is being completed owns."""
-        self._saved: list[tuple[Sequence, int, int]] = []
-        """The sequence, position and slot of each snapshot of a prompt in that plan."""
+        """Slots that the plan which is being completed reads or writes, to be given up after it."""
+        self._saved: list[tuple[Sequence, int]] = []
+        """The sequence and position of each snapshot of a prompt in that plan."""
 
-    def make_blocks(self, pool: BlockPool) -> StatefulBlocks:
-        """Make the block tables of a scheduler, with these slots."""
+    def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> StatefulBlocks:
+        """Make the block tables of a scheduler, with these slots. Raises ValueError if one of its
+        cache groups has a window."""
+        if any(windows):
+            raise ValueError("recurrent states together with sliding windows: choose one")
         return StatefulBlocks(pool, self.pool, self._chunk)
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -81,7 +85,7 @@ class RecurrentState(Extension):
             placed = self._place(self._table.sequences[row.sequence], row)
             if placed.source != placed.target or placed.saves or row.sequence in begun:
                 moved.append(placed)
-        self._keep_saved()
+        self._give_up_passed()
         if not moved:
             return plan
         return replace(plan, state=StatePlan(tuple(moved)))
@@ -143,7 +147,8 @@ class RecurrentState(Extension):
             return None
         snapshot = self.pool.allocate()
         if snapshot is not None:
-            self._saved.append((prompt, position, snapshot))
+            self.pool.keep(snapshot, column)
+            self._saved.append((prompt, position))
         return snapshot
 
     def _save_for_siblings(
@@ -181,19 +186,14 @@ class RecurrentState(Extension):
         self.pool.share(slots.current)
         return slots.current
 
-    def _keep_saved(self) -> None:
-        """Let later plans find the snapshots of prompts that the plan takes, and give up the slots
-        that it has passed."""
-        saved, self._saved = self._saved, []
-        for sequence, position, slot in saved:
-            column = self._column(sequence, position)
-            assert column is not None, "its slot was taken for a column"
-            self.pool.keep(slot, column)
+    def _give_up_passed(self) -> None:
+        """Give up the slots that the plan has passed; later plans may use them."""
         for slot in self._passed:
             self.pool.release(slot)
         self._passed.clear()
-        for sequence, position, _ in saved:
+        for sequence, position in self._saved:
             self._supersede(sequence, position)
+        self._saved.clear()
 
     def _supersede(self, sequence: Sequence, position: int) -> None:
         """A sequence has a snapshot at this position: make the one before it the first to be
