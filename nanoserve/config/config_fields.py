@@ -81,27 +81,6 @@ class ConfigFields:
             raise self._fail(key, "true or false")
         return value
 
-    def layer_types(self, num_layers: int, known: Collection[str]) -> list[str] | None:
-        """The kind of each layer, one of the known ones; None where layer_types is missing."""
-        layer_types = self.get("layer_types")
-        if layer_types is None:
-            return None
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            found = shown(layer_types)
-            if isinstance(layer_types, list):
-                found = str(len(layer_types))
-            raise ModelError(
-                f"{self.source}: layer_types must name a kind for each of {num_layers} layers, "
-                f"found {found}"
-            )
-        for kind in layer_types:
-            if not isinstance(kind, str) or kind not in known:
-                raise ModelError(
-                    f"{self.source}: layer_types names {shown(kind)}; known are "
-                    f"{' and '.join(known)}"
-                )
-        return layer_types
-
     def integers(self, key: str) -> tuple[int, ...]:
         found = self.get(key, [])
         if not isinstance(found, list):
@@ -110,3 +89,24 @@ class ConfigFields:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise self._fail(key, "an integer from 0 on or a list of them")
         return tuple(found)
+
+    def layer_types(self, known: Collection[str], num_layers: int) -> list[str] | None:
+        """The kind of each layer, one of those that are known; None without `layer_types`."""
+        found = self.get("layer_types")
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != num_layers:
+            listed = shown(found)
+            if isinstance(found, list):
+                listed = str(len(found))
+            raise ModelError(
+                f"{self.source}: layer_types must name a kind for each of {num_layers} layers, "
+                f"found {listed}"
+            )
+        for kind in found:
+            if not isinstance(kind, str) or kind not in known:
+                raise ModelError(
+                    f"{self.source}: layer_types names {shown(kind)}; known are "
+                    f"{' and '.join(known)}"
+                )
+        return found

@@ -324,7 +324,10 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
 def _recurrent(fields: ConfigFields, family: Family, num_layers: int) -> RecurrentConfig | None:
     if family.recurrent is None:
         return None
-    return family.recurrent(fields, num_layers)
+    recurrent = family.recurrent(fields, num_layers)
+    if not recurrent.recurrent_layers:
+        return None
+    return recurrent
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -25,7 +25,7 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RecurrentConfig,
 )
-from nanoserve.config.recurrent_layers import short_convolutions
+from nanoserve.config.recurrent_layers import lfm2_recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Family:
     rope: RopeRules = RopeRules()
     experts: Callable[[ConfigFields, int], MoeConfig] | None = None
     """Reads its mixture of experts, given the number of layers."""
-    recurrent: Callable[[ConfigFields, int], RecurrentConfig | None] | None = None
-    """Reads its layers with a recurrent state, given the number of layers."""
+    recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
+    """Reads its layers with a state, given the number of layers."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -358,7 +358,7 @@ _LFM2 = Family(
     },
     attention=AttentionConfig(qk_norm=True),
     attention_bias="none",
-    recurrent=short_convolutions,
+    recurrent=lfm2_recurrent,
     norm_eps_key="norm_eps",
     adjusts_inner_size=True,
     older_keys={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},

@@ -14,9 +14,9 @@ _WINDOWS = {"sliding_attention": True, "full_attention": False}
 
 def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Each layer's window; empty if there are none."""
-    if family.recurrent is not None:  # it reads layer_types itself
+    if family.recurrent is not None:  # its layer_types say which layers have a state
         return ()
-    listed = _listed_windows(fields, num_layers)
+    listed = fields.layer_types(_WINDOWS, num_layers)
     if family.windows.layers == "none" or fields.get("sliding_window") is None:
         return ()
     if family.windows.are_switched and not fields.flag("use_sliding_window", default=False):
@@ -31,20 +31,14 @@ def read_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple
     if family.windows.layers == "all":
         return (window,) * num_layers
     if listed is None:
-        listed = _unlisted_windows(fields, family, num_layers)
+        sliding = _unlisted_windows(fields, family, num_layers)
+    else:
+        sliding = [_WINDOWS[kind] for kind in listed]
     windows = [0] * num_layers
-    for layer, slides in enumerate(listed):
+    for layer, slides in enumerate(sliding):
         if slides:
             windows[layer] = window
     return tuple(windows)
-
-
-def _listed_windows(fields: ConfigFields, num_layers: int) -> list[bool] | None:
-    """For each layer, whether `layer_types` gives it a window; None without `layer_types`."""
-    layer_types = fields.layer_types(num_layers, _WINDOWS)
-    if layer_types is None:
-        return None
-    return [_WINDOWS[kind] for kind in layer_types]
 
 
 def _unlisted_windows(fields: ConfigFields, family: Family, num_layers: int) -> list[bool]:
