@@ -38,6 +38,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16}},
     ),
     "gemma4": ("gemma4_text", {"vision_config": GEMMA4_VISION, **GEMMA4_TOKENS}),
+    "lfm2_vl": (
+        "lfm2",
+        {
+            "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 32,
+            "image_token_id": 150,
+        },
+    ),
 }
 
 
@@ -59,7 +67,7 @@ def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedM
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "gemma4"]
+    "name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "gemma4", "lfm2_vl"]
 )
 def test_the_text_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model = write(name, tmp_path)
