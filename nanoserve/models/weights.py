@@ -81,12 +81,11 @@ class TensorPart:
         if self.expert is not None:
             parameter = parameter[self.expert]
         filled = parameter[self.first_row : self.first_row + self.num_rows]
-        if self.columns is not None:
-            filled = filled[:, : len(self.columns)]
-        # the kernel of a convolution, which is stored as [channels, 1, kernel_size]
-        if len(self.shape) > filled.dim():
-            filled = filled[:, None]
-        return filled
+        if len(self.shape) > filled.dim():  # the kernel of a convolution, whose groups have a size
+            return filled[:, None]
+        if self.columns is None:
+            return filled
+        return filled[:, : len(self.columns)]
 
     def pieces(self, most: int) -> Iterator["TensorPart"]:
         """The part in runs of rows with at most `most` numbers, or in single rows."""
@@ -186,7 +185,7 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     target = f"layers.{index}."
     hidden = config.hidden_size
     is_recurrent = config.is_recurrent(index)
-    yield from _norm_parts(config, layer, prefix, target, is_recurrent=is_recurrent)
+    yield from _norm_parts(config, layer, prefix, target, has_heads=not is_recurrent)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.norms.layer_scale:
@@ -254,7 +253,7 @@ def _mixer_parts(
 
 
 def _norm_parts(
-    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, is_recurrent: bool
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, has_heads: bool
 ) -> Iterator[TensorPart]:
     """The weights of a layer's norms; those of queries and keys are for layers that attend."""
     hidden = config.hidden_size
@@ -266,7 +265,7 @@ def _norm_parts(
     if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
-    if config.attention.qk_norm and not is_recurrent:
+    if config.attention.qk_norm and has_heads:
         query_size = key_size = config.head_dim
         if config.attention.qk_norm_spans_heads:
             query_size = config.num_heads * config.head_dim
