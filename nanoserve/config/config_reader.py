@@ -38,7 +38,7 @@ _NULLABLE = (
     "block_ffn_dim_multiplier",
 )
 """Keys whose explicit null switches off what the family has by default."""
-_MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
+_MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "lfm2_vl")
 """Models whose text_config is one of the families; what they have for images and sound is left
 alone."""
 _CHATGLM_KEYS: Mapping[str, str] = {

@@ -27,7 +27,7 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RecurrentConfig,
 )
-from nanoserve.config.recurrent_layers import gated_delta_net, short_convolutions
+from nanoserve.config.recurrent_layers import gated_delta_net, lfm2_recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,7 +402,7 @@ _LFM2 = Family(
     },
     attention=AttentionConfig(qk_norm=True),
     attention_bias="none",
-    recurrent=short_convolutions,
+    recurrent=lfm2_recurrent,
     norm_eps_key="norm_eps",
     adjusts_inner_size=True,
     older_keys={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},

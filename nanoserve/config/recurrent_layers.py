@@ -6,20 +6,20 @@ from nanoserve.errors import ModelError
 
 _QWEN_KINDS = ("linear_attention", "full_attention")
 
+_LFM2_KINDS = ("conv", "full_attention")
 
-def short_convolutions(fields: ConfigFields, num_layers: int) -> RecurrentConfig | None:
-    """Short convolutions in the layers that layer_types calls conv. Older checkpoints list the
-    others in full_attn_idxs. None if all layers attend, as they do without both keys."""
-    kinds = fields.layer_types(("conv", "full_attention"), num_layers)
+
+def lfm2_recurrent(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
+    """The layers that `layer_types` calls conv. Older checkpoints list the others in
+    `full_attn_idxs`; without both keys all layers attend."""
+    kinds = fields.layer_types(_LFM2_KINDS, num_layers)
     if kinds is not None:
         recurrent = [layer for layer in range(num_layers) if kinds[layer] == "conv"]
     elif fields.get("full_attn_idxs") is not None:
         attending = fields.integers("full_attn_idxs")
         recurrent = [layer for layer in range(num_layers) if layer not in attending]
     else:
-        return None
-    if not recurrent:
-        return None
+        recurrent = []
     return RecurrentConfig(
         recurrent_layers=frozenset(recurrent),
         channels=fields.positive("hidden_size"),

@@ -170,9 +170,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
             config[key] = file.find(f"{architecture}.{name}", int)
     if config["head_dim"] is None:
         del config["head_dim"]
-    has_experts = file.get(f"{architecture}.expert_count", int, 0) != 0 or architecture.endswith(
-        "moe"
-    )
+    num_experts = file.get(f"{architecture}.expert_count", int, 0)
+    has_experts = num_experts != 0 or architecture.endswith("moe")
     if has_experts:
         config |= _experts(file, architecture)
     config["model_type"] = _model_type(

@@ -209,6 +209,11 @@ def _check(
             f"--method awq needs norms before both parts of a layer, which {config.family} has "
             "not; choose gptq"
         )
+    if recipe.method == "awq" and config.recurrent is not None:
+        raise UsageError(
+            f"--method awq does not scale the layers of {config.family} that have a recurrent "
+            "state; choose gptq"
+        )
     divisor = recipe.group
     if recipe.group == -1:
         divisor = _SMALLEST_GROUP

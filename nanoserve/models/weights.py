@@ -86,12 +86,11 @@ class TensorPart:
         if self.expert is not None:
             parameter = parameter[self.expert]
         filled = parameter[self.first_row : self.first_row + self.num_rows]
-        if self.columns is not None:
-            filled = filled[:, : len(self.columns)]
-        # the kernel of a convolution, which is stored as [channels, 1, kernel_size]
-        if len(self.shape) > filled.dim():
-            filled = filled[:, None]
-        return filled
+        if len(self.shape) > filled.dim():  # the kernel of a convolution, whose groups have a size
+            return filled[:, None]
+        if self.columns is None:
+            return filled
+        return filled[:, : len(self.columns)]
 
     def pieces(self, most: int) -> Iterator["TensorPart"]:
         """The part in runs of rows with at most `most` numbers, or in single rows."""

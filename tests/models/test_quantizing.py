@@ -99,6 +99,7 @@ def plain_model(output: Path, plain: Path) -> transformers.PreTrainedModel:
         ("qwen2", Recipe("llm-int8", 8, -1)),
         ("glm", Recipe("rtn", 8, -1)),
         ("mixtral", Recipe("rtn", 4, -1)),
+        ("lfm2-biased", Recipe("gptq", 4, 32)),
     ],
 )
 def test_transformers_computes_the_same(family: str, recipe: Recipe, tmp_path: Path) -> None:
@@ -303,6 +304,12 @@ def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
             "olmo3",
             "awq",
             "--method awq needs norms before both parts of a layer, which olmo3 has not; choose "
+            "gptq",
+        ),
+        (
+            "lfm2",
+            "awq",
+            "--method awq does not scale the layers of lfm2 that have a recurrent state; choose "
             "gptq",
         ),
     ],

@@ -293,7 +293,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "lfm2-biased": lambda: _config(
         "lfm2",
-        **_LFM2 | {"layer_types": None},
+        **_LFM2 | {"layer_types": None, "hidden_size": 64},
         full_attn_idxs=[0, 2],
         conv_bias=True,
         conv_L_cache=5,

@@ -53,6 +53,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", {"vision_config": GEMMA4_VISION, **GEMMA4_TOKENS}),
     "qwen3_5": ("qwen3_5_text", {"vision_config": QWEN_VISION, **QWEN_TOKENS}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": QWEN_VISION, **QWEN_TOKENS}),
+    "lfm2_vl": (
+        "lfm2",
+        {
+            "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 32,
+            "image_token_id": 150,
+        },
+    ),
 }
 
 
@@ -81,6 +89,7 @@ def write(name: str, directory: Path, *, shard_size: str = "5GB") -> PreTrainedM
         "gemma4",
         "qwen3_5",
         "qwen3_5_moe",
+        "lfm2_vl",
     ],
 )
 def test_the_text_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
