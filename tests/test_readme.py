@@ -83,6 +83,8 @@ FAMILIES = {
     "Cohere 2": {"cohere2"},
     "DeepSeek-V2/V3": {"deepseek_v2", "deepseek_v3"},
     "GLM-4.7-Flash": {"glm4_moe_lite"},
+    "Qwen3-Next": {"qwen3_next"},
+    "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},
 }
 """The model_type of Hugging Face for each name in the table of what is here."""
 

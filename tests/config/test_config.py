@@ -419,6 +419,7 @@ FULL_CONFIGS = {
         "smollm3",
         "cohere2",
         "ministral3",
+        "qwen3_next",
     )
 } | {"llama": llama(rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 30})}
 
