@@ -194,28 +194,27 @@ _QWEN3_5 = Family(
 )
 """The rope of images (mrope_section) turns text as the usual one does: all three of its positions
 are the token's."""
-_QWEN3_5_MOE = replace(
+_QWEN3_NEXT = replace(
     _QWEN3_5,
     defaults={
         **_QWEN3_5.defaults,
         "num_key_value_heads": 2,
-        "intermediate_size": 512,  # no layer is dense
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    },
-    experts=qwen3_5_experts,
-)
-_QWEN3_NEXT = replace(
-    _QWEN3_5_MOE,
-    defaults={
-        **_QWEN3_5_MOE.defaults,
-        "intermediate_size": 5632,
         "num_experts": 512,
         "num_experts_per_tok": 10,
     },
     experts=qwen3_next_experts,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    defaults={
+        **_QWEN3_NEXT.defaults,
+        "intermediate_size": 512,  # of layers without experts, which it has not
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    experts=qwen3_5_experts,
 )
 
 _GPT_OSS = Family(

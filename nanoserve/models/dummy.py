@@ -5,8 +5,10 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,13 @@ def make_dummy_model(
         pack_decoder(decoder, parts, forms)
     place(decoder, device)
     generator = torch.Generator(device)
-    for part in parts:
-        region = region_of(decoder, part)
-        form = formats.get(part.name)
+    for name, of_tensor in groupby(parts, key=attrgetter("name")):
+        filling = [(part, region_of(decoder, part)) for part in of_tensor]
+        form = formats.get(name)
         if form is None:
-            _draw(part, region, generator)
+            _draw(filling, generator)
         else:
-            _draw_rounded(part, region, generator, form, decoder.dtype)
+            _draw_rounded(filling, generator, form, decoder.dtype)
     return decoder, config
 
 
@@ -118,7 +120,7 @@ def save_dummy_checkpoint(
             numbers = memory[:size]
             runs = torch.split(numbers, [part.size for part in parts])
             for part, run in zip(parts, runs, strict=True):
-                _draw(part, run.view(part.shape), generator)
+                _draw([(part, run.view(part.shape))], generator)
                 weight_map[part.name] = name
             make_file(directory / name)
             _write_file(directory / name, parts, dtype, numbers)
@@ -160,7 +162,8 @@ def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers
 def _tensors_by_file(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:
     parts: list[TensorPart] = []
     num_bytes = 0
-    for part in tensor_parts(config):
+    for _, of_tensor in groupby(tensor_parts(config), key=attrgetter("name")):
+        part = replace(next(of_tensor), rows=None)
         own_bytes = part.size * dtype.itemsize
         if parts and num_bytes + own_bytes > _FILE_BYTES:
             yield parts
@@ -175,14 +178,20 @@ def _numbers(parts: list[TensorPart]) -> int:
     return sum(part.size for part in parts)
 
 
-def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
-    """Fill a region with its part of a tensor. The whole tensor is drawn, from random numbers of
+_Filling = Sequence[tuple[TensorPart, Tensor]]
+"""Parts of one tensor, and the region that each fills."""
+
+
+def _draw(filling: _Filling, generator: torch.Generator) -> None:
+    """Fill regions with their parts of a tensor. The whole tensor is drawn, from random numbers of
     its own."""
+    part, region = filling[0]
     if len(part.shape) == 1:
+        value = 1.0  # norms, and rates of decay
         if part.name.endswith(".bias"):
-            region.fill_(0.0)
-        else:
-            region.fill_(1.0)  # other vectors are norms
+            value = 0.0
+        for _, vector in filling:
+            vector.fill_(value)
         return
     digest = hashlib.blake2s(f"{DUMMY_SEED} {part.name}".encode(), digest_size=4).digest()
     generator.manual_seed(int.from_bytes(digest, "little"))
@@ -191,23 +200,25 @@ def _draw(part: TensorPart, region: Tensor, generator: torch.Generator) -> None:
     else:
         whole = region.new_empty(part.shape)
         whole.uniform_(-_HALF_WIDTH, _HALF_WIDTH, generator=generator)
-        region.copy_(whole[part.source])
+        for taken, filled in filling:
+            filled.copy_(whole[taken.source])
 
 
 def _draw_rounded(
-    part: TensorPart,
-    region: Tensor,
+    filling: _Filling,
     generator: torch.Generator,
     form: PackedFormat,
     dtype: torch.dtype,
 ) -> None:
-    """Fill a region with its part of a matrix that is drawn in this dtype and rounded."""
-    numbers = torch.empty(part.shape, dtype=dtype, device=region.device)
-    _draw(replace(part, rows=None, columns=None), numbers, generator)
-    matrix = round_to_nearest(numbers[part.source[0]], form.bits, form.group)
-    if part.columns is not None:
-        matrix = matrix.columns(part.columns)
-    if region.is_floating_point():
-        region.copy_(matrix.dequantize())
-    else:
-        region.copy_(pack(matrix))
+    """Fill regions with their parts of a matrix that is drawn in this dtype and rounded."""
+    first, first_region = filling[0]
+    numbers = torch.empty(first.shape, dtype=dtype, device=first_region.device)
+    _draw([(replace(first, rows=None, columns=None), numbers)], generator)
+    for part, region in filling:
+        matrix = round_to_nearest(numbers[part.source[0]], form.bits, form.group)
+        if part.columns is not None:
+            matrix = matrix.columns(part.columns)
+        if region.is_floating_point():
+            region.copy_(matrix.dequantize())
+        else:
+            region.copy_(pack(matrix))

@@ -110,20 +110,31 @@ def _find_tensor(stored: Mapping[str, Any], files: OpenFile, name: str) -> Any:
 
 
 def _stacked_decoder(part: TensorPart, found: Any, name: str, config: ModelConfig) -> Decode:
-    """The decoder of an expert's matrix, which is stored transposed in one tensor with those of all
-    experts."""
+    """The decoder of an expert's matrix, which is stored in one tensor with those of all experts:
+    transposed (gpt-oss), or with the rows of gate before those of up (Qwen3.5)."""
     wanted: tuple[int, ...] = ()
+    is_transposed = False
     if config.moe is not None:
         rows, columns = part.shape
-        wanted = (config.moe.num_experts, columns, rows)
+        is_transposed = config.moe.style == "gpt_oss"
+        if is_transposed:
+            wanted = (config.moe.num_experts, columns, rows)
+        elif part.parameter.endswith("gate_up"):
+            wanted = (config.moe.num_experts, 2 * rows, columns)
+        else:
+            wanted = (config.moe.num_experts, rows, columns)
     if found.shape != wanted:
         shapes = f"{list(found.shape)}, config.json says {list(wanted)}"
         raise ModelError(f"{found.path}: tensor {name} has shape {shapes}")
 
     def decode_rows(files: OpenFile, rows: slice) -> Tensor:
         stacked = files(found.path).get_slice(found.name)
-        transposed: Tensor = stacked[part.expert, :, rows]
-        return transposed.T
+        if is_transposed:
+            transposed: Tensor = stacked[part.expert, :, rows]
+            return transposed.T
+        first, after, _ = rows.indices(part.shape[0])
+        matrix: Tensor = stacked[part.expert, part.first_row + first : part.first_row + after]
+        return matrix
 
     return decode_rows
 

@@ -195,6 +195,11 @@ def _check(
             f"{source} is quantized already ({config.quantization.method}); give the model in 16 "
             "bits"
         )
+    if config.recurrent is not None:
+        raise UsageError(
+            f"the layers of {config.family} with a recurrent state are not quantized here; round "
+            "the model as it is loaded, by --quantization"
+        )
     if config.moe is not None and config.moe.style == "gpt_oss":
         raise UsageError(
             f"the experts of {config.family} are not quantized here; take its checkpoint in MXFP4"

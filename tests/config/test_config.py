@@ -420,6 +420,7 @@ FULL_CONFIGS = {
         "cohere2",
         "ministral3",
         "lfm2",
+        "qwen3_next",
     )
 } | {"llama": llama(rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 30})}
 

@@ -119,7 +119,17 @@ def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "llama-tied-biased", "glm4", "mixtral", "qwen3_moe", "lfm2"]
+    "family",
+    [
+        "qwen3",
+        "llama-tied-biased",
+        "glm4",
+        "mixtral",
+        "qwen3_moe",
+        "lfm2",
+        "qwen3_next-biased",
+        "qwen3_5_text",
+    ],
 )
 def test_a_written_dummy_is_the_one_that_is_made(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -301,6 +301,12 @@ def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
             "the experts of gpt_oss are not quantized here; take its checkpoint in MXFP4",
         ),
         (
+            "qwen3_5_text",
+            "rtn",
+            "the layers of qwen3_5_text with a recurrent state are not quantized here; round the "
+            "model as it is loaded, by --quantization",
+        ),
+        (
             "olmo3",
             "awq",
             "--method awq needs norms before both parts of a layer, which olmo3 has not; choose "

@@ -25,6 +25,9 @@ from tests.models.test_shards import ragged_batch, sharded_logits, whole_logits,
 from tests.models.thread_ranks import ThreadGroup
 from triton_ops.packed import unpack
 
+NUMBERS = ("_bias", "router.weight", "rates.weight", "shared.gate.weight")
+"""Ends of the names of parameters that are not rounded."""
+
 
 def matrices(decoder: Decoder) -> dict[str, tuple[Tensor, bool]]:
     """The numbers of every matrix by the name of its parameter, and whether it is packed."""
@@ -55,7 +58,7 @@ def slices(
     found = matrices(decoder)
     left = {name: numbers.clone() for name, (numbers, _) in found.items()}
     for part in shard_parts(tensor_parts(config), config, shard):
-        if len(part.shape) == 2 and not part.parameter.endswith(("_bias", "router.weight")):
+        if len(part.shape) == 2 and not part.parameter.endswith(NUMBERS):
             numbers, is_packed = found[part.parameter]
             yield part, part.region(numbers), is_packed
         part.region(left[part.parameter]).zero_()
@@ -87,6 +90,19 @@ def expected_values(weight: Tensor, bits: int, group: int) -> Tensor:
             {"intermediate_size": 224, "moe_intermediate_size": 224, "head_dim": 32},
             4,
         ),
+        (
+            "qwen3_next",
+            "int8",
+            {
+                "intermediate_size": 128,
+                "moe_intermediate_size": 96,
+                "shared_expert_intermediate_size": 64,
+                "head_dim": 32,
+                "linear_value_head_dim": 32,
+            },
+            2,
+        ),
+        ("qwen3_5_text", "int4", {"head_dim": 32, "linear_value_head_dim": 32}, 4),
         ("gpt_oss", "int4", {"intermediate_size": 96, "head_dim": 32}, 2),
         ("gpt_oss", "int8", {"intermediate_size": 160, "head_dim": 32}, 4),
     ],

@@ -191,7 +191,16 @@ def test_checkpoints_of_hugging_face(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize(
-    "family", ["llama-tied-biased", "glm", "qwen3_moe", "lfm2-biased", "lfm2_moe"]
+    "family",
+    [
+        "llama-tied-biased",
+        "glm",
+        "qwen3_moe",
+        "lfm2-biased",
+        "lfm2_moe",
+        "qwen3_next-biased",
+        "qwen3_5_moe_text",
+    ],
 )
 def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degree: int) -> None:
     hf = FAMILIES[family]().to_dict() | {name: size for name, size in UNEVEN.items() if degree > 1}
@@ -215,13 +224,35 @@ def test_every_number_of_a_checkpoint_is_read_where_it_belongs(family: str, degr
             assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
     for part in tensor_parts(config):
         times = readers[part.name]
-        if "norm" in part.name or part.name.endswith((".gate.weight", ".expert_bias")):
+        if "norm" in part.name or part.name.endswith(
+            (".gate.weight", "_gate.weight", ".expert_bias")
+        ):
             expected = degree
         elif ".k_proj." in part.name or ".v_proj." in part.name:
             expected = max(1, degree // config.num_kv_heads)
         else:
             expected = 1 + (part.parameter == "embedding.weight" and config.tie_word_embeddings)
         assert (times == expected).all(), part.name
+
+
+def test_ranks_have_whole_key_heads_of_linear_attention() -> None:
+    config = ModelConfig.from_hf(
+        FAMILIES["qwen3_5_text"]().to_dict()
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+    )
+    parts = [
+        shard_config(config, shard).recurrent
+        for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=2)
+    ]
+    # layers 0 to 2 and 4 of five are linear, and pairs of ranks have the same layers
+    assert [sorted(part.recurrent_layers) for part in parts if part] == [[0, 1, 2]] * 2 + [[1]] * 2
+    heads = [part.delta_net for part in parts if part and part.delta_net]
+    assert {(one.num_key_heads, one.num_value_heads) for one in heads} == {(1, 4)}
+    with pytest.raises(
+        UsageError,
+        match=r"^--tp 4 does not divide 2 key heads of linear attention; choose 1 or 2$",
+    ):
+        make_shards(config, pipeline_parallel=1, tensor_parallel=4)
 
 
 def test_a_shard_reads_only_its_own(tmp_path: Path) -> None:

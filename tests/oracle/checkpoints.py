@@ -364,7 +364,7 @@ _SLOW += (
     "deepseek_v2-greedy",
     "deepseek_v3-halves",
 )
-_SLOW += ("glm4_moe_lite", "gemma4_text-equal")
+_SLOW += ("glm4_moe_lite", "gemma4_text-equal", "qwen3_next-biased", "qwen3_5_text-biased")
 
 
 def families(*quick: str) -> list[Any]:

@@ -131,6 +131,44 @@ def test_a_model_with_recurrent_states_may_have_any_number_of_layers(
     torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
+def test_heads_for_drafts_and_images_beside_the_text_model_are_left_alone(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    directory, model = checkpoint("qwen3_5_text")
+    (tmp_path / "config.json").symlink_to(directory / "config.json")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(2, 2)
+    tensors["model.visual.blocks.0.mlp.linear_fc1.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    logits = dense_logits(*load_model(tmp_path, "fp32"), prompt())
+    torch.testing.assert_close(logits, reference_logits(model, prompt()), atol=TOLERANCE, rtol=0)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"self_attn\.q_proj\.weight does not belong to a qwen3_5"):
+        load_model(tmp_path, "fp32")
+
+
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """As transformers holds them, and the published files of Qwen3.5 do."""
+    directory, model = checkpoint("qwen3_5_moe_text")
+    (tmp_path / "config.json").symlink_to(directory / "config.json")
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if ".experts." not in name
+    }
+    held = {name: one for name, one in model.state_dict().items() if ".experts." in name}
+    assert [list(one.shape) for one in held.values()] == [[6, 80, 64], [6, 64, 40]] * 4
+    save_file(tensors | held, tmp_path / "model.safetensors", {"format": "pt"})
+    logits = dense_logits(*load_model(tmp_path, "fp32"), prompt())
+    assert torch.equal(logits, dense_logits(*load_model(directory, "fp32"), prompt()))
+    name = "model.layers.1.mlp.experts.down_proj"
+    held[name] = held[name].mT.contiguous()
+    save_file(tensors | held, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} has shape \[6, 40, 64\], config.json says"):
+        load_model(tmp_path, "fp32")
+
+
 @pytest.mark.parametrize("family", families())
 def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(
     family: str, checkpoint: Checkpoint

@@ -38,6 +38,12 @@ TINY: dict[str, Any] = {
     "block_ff_dim": 48,
     "block_multiple_of": 8,
     "full_attn_idxs": [1],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 24,
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
