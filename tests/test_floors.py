@@ -204,10 +204,13 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "executor/start/device_start.py: executor.drafting.verification",
         "executor/start/device_start.py: executor.kv_transfer.gpu_staging",
         "executor/start/device_start.py: executor.kv_transfer.transfer",
+        "executor/start/device_start.py: executor.recurrent_state.state_storage",
         "executor/start/device_start.py: executor.start.drafters",
     ],
     "It is for GPUs.": ["executor/start/device_start.py: executor.start"],
     "It is for models of another kind: GGUF files, random weights, weights under several layouts, recurrent states.": [
+        "executor/compile/aot_build.py: models.recurrent",
+        "executor/start/gpu_start.py: models.recurrent",
         "models/attention.py: models.recurrent",
         "models/decoder.py: models.recurrent",
         "executor/start/model_loading.py: models.dummy",

@@ -195,7 +195,7 @@ def _check(
             f"{source} is quantized already ({config.quantization.method}); give the model in 16 "
             "bits"
         )
-    if config.recurrent is not None:
+    if config.recurrent is not None and config.recurrent.delta_net is not None:
         raise UsageError(
             f"the layers of {config.family} with a recurrent state are not quantized here; round "
             "the model as it is loaded, by --quantization"

@@ -20,7 +20,7 @@ from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.mechanism import Mechanism
-from nanoserve.executor.recurrent_state.state_slots import StateSlots
+from nanoserve.executor.recurrent_state.state_storage import StateStorage
 from nanoserve.executor.stage import Stage
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
@@ -99,7 +99,7 @@ def local_executor(
             mechanisms.append(LocalCpuAttention(processor, layers or LayerRunner(), part))
         mechanisms.append(LocalKvTransfer(part))
     if state_slots:
-        mechanisms.append(StateSlots(state_slots))
+        mechanisms.append(StateStorage(state_slots))
     if async_scheduling:
         mechanisms.append(PlaceholderTokens())
     if verifies_drafts:

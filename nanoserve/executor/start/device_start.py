@@ -162,9 +162,9 @@ class DeviceStart:
 
 def _state_slots(num_slots: int) -> Mechanism:
     """Keep the recurrent states of the layers."""
-    from nanoserve.executor.recurrent_state.state_slots import StateSlots
+    from nanoserve.executor.recurrent_state.state_storage import StateStorage
 
-    return StateSlots(num_slots)
+    return StateStorage(num_slots)
 
 
 def _fed_tokens() -> Mechanism:

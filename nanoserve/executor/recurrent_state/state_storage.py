@@ -1,4 +1,4 @@
-"""StateSlots: the Mechanism that keeps the recurrent states of a stage's layers in slots, and tells
+"""StateStorage: the Mechanism that keeps the recurrent states of a stage's layers in slots. It tells
 each step where its rows find and leave theirs."""
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ Segment = tuple[int, int, int, int, int]
 """A row of a table of segments; see `triton_ops.recurrent`."""
 
 
-class StateSlots(Mechanism):
+class StateStorage(Mechanism):
     """States of all recurrent layers of a stage, in `num_slots` slots each.
 
     A row without a StateRow goes on in the slot that the row before it has left its state in.
