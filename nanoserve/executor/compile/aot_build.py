@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import torch
@@ -24,6 +24,9 @@ from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedA
 from nanoserve.models.decoder import DecoderLayer, layer_type
 from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
+
+if TYPE_CHECKING:  # for models with such layers
+    from nanoserve.models.recurrent import RecurrentLayer
 
 LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
 """The part of a layer that is compiled: all of it with its paged attention, the piece before or
@@ -121,7 +124,7 @@ class _PartModule(nn.Module):
             return self.layer.between_sums(*tensors)
         if self.layer.has_state:
             hidden, *states = tensors
-            return (self.layer.of_tensors(hidden, *states),)
+            return (cast("RecurrentLayer", self.layer).of_tensors(hidden, *states),)
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
         attention = PagedAttention(
             self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch)

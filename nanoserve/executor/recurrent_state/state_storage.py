@@ -1,5 +1,5 @@
-"""StateStorage: the Mechanism that keeps the recurrent states of a stage's layers in slots. It tells
-each step where its rows find and leave theirs."""
+"""StateStorage: the Mechanism that keeps the recurrent states of a stage's layers in slots, and
+tells each step where its rows find and leave theirs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
