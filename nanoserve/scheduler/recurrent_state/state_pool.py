@@ -26,9 +26,8 @@ class StatePool:
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._columns: list[CachedColumn | None] = [None] * num_slots  # by slot
         self._slots: dict[CachedColumn, int] = {}
-        self._superseded: set[int] = (
-            set()
-        )  # with owners; the first to be reused when they have none
+        # snapshots with owners that are the first to be reused when they have none
+        self._superseded: set[int] = set()
 
     @property
     def free_slots(self) -> int:
