@@ -431,7 +431,7 @@ class Sequence:
     """With a host tier: blocks in host memory, in order as in the block table. On the device, they
     are reserved for a prompt that will move."""
     state: StateSlots | None = None
-    """With recurrent states: its slots, from its first row on."""
+    """With recurrent states: its slots, while it is on the device."""
 
     @property
     def prompt_length(self) -> int:

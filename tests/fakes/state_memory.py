@@ -62,6 +62,8 @@ class StateMemory:
         writers = dict[int, int]()
         for one in placed:
             for slot in _written(one):
+                if slot not in range(len(self.slots)):
+                    raise StateViolation(f"there is no slot {slot} to write")
                 if slot in writers:
                     raise StateViolation(f"two rows write slot {slot}")
                 writers[slot] = one.sequence

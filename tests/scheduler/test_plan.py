@@ -3,7 +3,16 @@
 import msgspec
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.optional import CohortProgress, HostPlan, HostResult, HostWork, Swap
+from nanoserve.scheduler.optional import (
+    NO_STATE,
+    CohortProgress,
+    HostPlan,
+    HostResult,
+    HostWork,
+    StatePlan,
+    StateRow,
+    Swap,
+)
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan, StepResult
 
 
@@ -62,3 +71,17 @@ def test_a_result_carries_what_the_cpu_took_and_that_its_attention_was_lost() ->
 def test_a_result_that_says_nothing_of_the_host_says_so() -> None:
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(StepResult(0)), type=StepResult)
     assert (plain.host.work, plain.host.lost) == ((), None)
+
+
+def test_a_plan_says_where_its_rows_find_and_leave_recurrent_states() -> None:
+    placed = (StateRow(3, NO_STATE, 5), StateRow(4, 2, 7, ((64, 1), (128, 2))))
+    rows = (Row(3, 0, (1, 2), True, (4,)), Row(4, 0, tuple(range(130)), False, (6,)))
+    plan = StepPlan(9, rows=rows, state=StatePlan(placed))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
+
+
+def test_a_plan_recorded_before_there_were_recurrent_states_can_be_read() -> None:
+    plan = StepPlan(9, rows=(Row(3, 0, (1, 2), True, (4,)),))
+    words = msgspec.msgpack.decode(msgspec.msgpack.encode(plan))
+    assert words.pop() == [[]], "the states are its last word"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(words), type=StepPlan) == plan

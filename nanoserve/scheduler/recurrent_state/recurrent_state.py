@@ -41,8 +41,6 @@ class RecurrentState(Extension):
         self._chunk = chunk
         self._passed: list[int] = []
         """Slots that the plan which is being completed reads or writes, to be given up after it."""
-        self._saved: list[tuple[Sequence, int]] = []
-        """The sequence and position of each snapshot of a prompt in that plan."""
 
     def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> StatefulBlocks:
         """Make the block tables of a scheduler, with these slots. Raises ValueError if one of its
@@ -82,48 +80,59 @@ class RecurrentState(Extension):
         begun = {begin.sequence for begin in plan.begin}
         moved = list[StateRow]()
         for row in plan.rows:
-            placed = self._place(self._table.sequences[row.sequence], row)
+            sequence = self._table.sequences[row.sequence]
+            slots = sequence.state
+            assert slots is not None, "a sequence begins with a slot"
+            end = row.start + len(row.tokens)
+            if sequence.status is _PREFILL:
+                placed = self._place_prompt(sequence, slots, row)
+            elif slots.current != slots.working or end % self._unit == 0:
+                placed = self._place_decode(sequence, slots, row)
+            else:  # it reads and writes its own slot, as most decodes do
+                continue
             if placed.source != placed.target or placed.saves or row.sequence in begun:
                 moved.append(placed)
-        self._give_up_passed()
+        for slot in self._passed:
+            self.pool.release(slot)
+        self._passed.clear()
         if not moved:
             return plan
         return replace(plan, state=StatePlan(tuple(moved)))
 
-    def _place(self, sequence: Sequence, row: Row) -> StateRow:
-        """Choose where a row finds and leaves its state."""
-        slots = sequence.state
-        assert slots is not None, "a sequence begins with a slot"
+    def _place_prompt(self, prompt: Sequence, slots: StateSlots, row: Row) -> StateRow:
+        """Choose where a prompt's row finds and leaves its state, and what it saves on its way."""
         end = row.start + len(row.tokens)
-        source = slots.current
-        saves = dict[int, int]()
-        if sequence.status is _PREFILL:
-            saves = self._save_within(sequence, slots, row.start, end)
-            if sequence.fork is not None and sequence.fork.siblings:
-                self._save_for_siblings(sequence, slots, row.start, end, saves)
-        elif slots.for_siblings is not None and sequence.fork is None:
-            self._passed.append(slots.for_siblings)  # each of them is an owner by now
-            slots.for_siblings = None
-        if source != slots.working:
-            self._passed.append(source)
-        slots.current = self._end_slot(sequence, slots, end)
-        return StateRow(row.sequence, source, slots.current, tuple(sorted(saves.items())))
+        saves = self._save_within(prompt, slots, row.start, end)
+        if prompt.fork is not None and prompt.fork.siblings:
+            self._save_for_siblings(prompt, slots, row.start, end, saves)
+        snapshot = None
+        if end % self._unit == 0:
+            snapshot = self._new_snapshot(prompt, slots, end)
+        return self._place(slots, row, snapshot, saves)
 
-    def _end_slot(self, sequence: Sequence, slots: StateSlots, end: int) -> int:
-        """The slot that takes the state after a row: a snapshot's if one is due and a slot is free,
-        or the working slot."""
-        if end % self._unit or not self._blocks.pool.prefix_caching:
-            return slots.working
-        if sequence.status is _PREFILL:
-            snapshot = self._new_snapshot(sequence, end)
-        else:
+    def _place_decode(self, sequence: Sequence, slots: StateSlots, row: Row) -> StateRow:
+        """Choose where a decode's row finds and leaves its state."""
+        end = row.start + 1
+        snapshot = None
+        if end % self._unit == 0 and self._blocks.pool.prefix_caching:
+            self._supersede_latest(slots)
             snapshot = self.pool.allocate()
-            if snapshot is not None:
-                self.pool.share(snapshot)  # until the row is answered
-                slots.unanswered.append((end, snapshot))
-        if snapshot is None:
-            return slots.working
-        return snapshot
+        if snapshot is not None:
+            self.pool.share(snapshot)  # until the row is answered
+            slots.unanswered.append((end, snapshot))
+        return self._place(slots, row, snapshot, {})
+
+    def _place(
+        self, slots: StateSlots, row: Row, snapshot: int | None, saves: dict[int, int]
+    ) -> StateRow:
+        """Let a row end in a snapshot's slot, or in the working slot if there is none."""
+        source, target = slots.current, slots.working
+        if source != target:
+            self._passed.append(source)
+        if snapshot is not None:
+            target = snapshot
+        slots.current = target
+        return StateRow(row.sequence, source, target, tuple(sorted(saves.items())))
 
     def _save_within(
         self, prompt: Sequence, slots: StateSlots, start: int, end: int
@@ -133,22 +142,26 @@ class RecurrentState(Extension):
         last = (len(prompt.tokens) - 1) // self._unit * self._unit
         for position in sorted({*slots.lasting, last}):
             if start < position < end:
-                snapshot = self._new_snapshot(prompt, position)
+                snapshot = self._new_snapshot(prompt, slots, position)
                 if snapshot is not None:
                     saves[position] = snapshot
                     self._passed.append(snapshot)
         return saves
 
-    def _new_snapshot(self, prompt: Sequence, position: int) -> int | None:
+    def _new_snapshot(self, prompt: Sequence, slots: StateSlots, position: int) -> int | None:
         """Take a slot for the state of a prompt at this position; None if none is free, or there is
         such a snapshot already."""
         column = self._column(prompt, position)
         if column is None or self.pool.find(column) is not None:
             return None
+        is_lasting = position in slots.lasting
+        if not is_lasting:
+            self._supersede_latest(slots)
         snapshot = self.pool.allocate()
         if snapshot is not None:
             self.pool.keep(snapshot, column)
-            self._saved.append((prompt, position))
+            if not is_lasting:
+                slots.latest = column
         return snapshot
 
     def _save_for_siblings(
@@ -186,25 +199,12 @@ class RecurrentState(Extension):
         self.pool.share(slots.current)
         return slots.current
 
-    def _give_up_passed(self) -> None:
-        """Give up the slots that the plan has passed; later plans may use them."""
-        for slot in self._passed:
-            self.pool.release(slot)
-        self._passed.clear()
-        for sequence, position in self._saved:
-            self._supersede(sequence, position)
-        self._saved.clear()
-
-    def _supersede(self, sequence: Sequence, position: int) -> None:
-        """A sequence has a snapshot at this position: make the one before it the first to be
-        reused, unless other prompts are likely to begin with it."""
-        slots = sequence.state
-        assert slots is not None, "a sequence begins with a slot"
-        if position in slots.lasting:
-            return
+    def _supersede_latest(self, slots: StateSlots) -> None:
+        """A newer snapshot of the sequence is about to be taken: the one before it is the first to
+        be reused, perhaps for the newer one."""
         if slots.latest is not None:
             self.pool.reuse_first(slots.latest)
-        slots.latest = self._column(sequence, position)
+            slots.latest = None
 
     def _column(self, sequence: Sequence, position: int) -> CachedColumn | None:
         """The prefix cache's column that ends at a position, which is a multiple of the unit; None
@@ -222,6 +222,9 @@ class RecurrentState(Extension):
         the answer has ended with it."""
         slots = sequence.state
         assert slots is not None, "a sequence in flight has a slot"
+        if slots.for_siblings is not None and sequence.fork is None:
+            self.pool.release(slots.for_siblings)  # each of them is an owner by now
+            slots.for_siblings = None
         if not slots.unanswered or slots.unanswered[0][0] != row.start + 1:
             return
         position, slot = slots.unanswered.pop(0)
@@ -230,7 +233,7 @@ class RecurrentState(Extension):
             column = self._column(sequence, position)
             assert column is not None, "all blocks up to there are shared"
             self.pool.keep(slot, column)
-            self._supersede(sequence, position)
+            slots.latest = column
         self.pool.release(slot)
 
     def abandon(self, *, all_is_lost: bool) -> None:

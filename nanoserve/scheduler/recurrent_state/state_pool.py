@@ -26,6 +26,8 @@ class StatePool:
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._columns: list[CachedColumn | None] = [None] * num_slots  # by slot
         self._slots: dict[CachedColumn, int] = {}
+        # snapshots with owners that are the first to be reused when they have none
+        self._superseded: set[int] = set()
 
     @property
     def free_slots(self) -> int:
@@ -57,21 +59,24 @@ class StatePool:
             return
         if self._references[slot] == 0:
             del self._reusable[slot]
+        self._superseded.discard(slot)
         self._references[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Drop an owner. A snapshot without owner is then the most recently used."""
+        """Drop an owner. A snapshot without owner is then the most recently used, unless it was to
+        be reused first and nobody has shared it since."""
         if slot == NO_STATE:
             return
         self._references[slot] -= 1
         if self._references[slot] > 0:
             return
-        column = self._columns[slot]
-        if column is not None and column.is_known:
-            self._reusable[slot] = None
-        else:
-            self.forget(slot)
+        if self._columns[slot] is None:
             self._blank.append(slot)
+        else:
+            self._reusable[slot] = None
+            if slot in self._superseded:
+                self._superseded.remove(slot)
+                self._reusable.move_to_end(slot, last=False)
 
     def owned_once(self, slot: int) -> bool:
         """Whether it has exactly one owner."""
@@ -83,7 +88,7 @@ class StatePool:
 
     def keep(self, slot: int, column: CachedColumn) -> None:
         """Make an owned slot the snapshot at the end of a column, unless there is one."""
-        if column.is_known and column not in self._slots:
+        if column not in self._slots:
             self._slots[column] = slot
             self._columns[slot] = column
 
@@ -93,18 +98,24 @@ class StatePool:
         if column is not None:
             del self._slots[column]
             self._columns[slot] = None
+            self._superseded.discard(slot)
 
     def reuse_first(self, column: CachedColumn) -> None:
-        """Make the snapshot of a column the first to be reused, unless it has an owner."""
+        """Make the snapshot of a column the first to be reused, as soon as it has no owner."""
         slot = self._slots.get(column)
-        if slot is not None and slot in self._reusable:
+        if slot is None:
+            return
+        if slot in self._reusable:
             self._reusable.move_to_end(slot, last=False)
+        else:
+            self._superseded.add(slot)
 
     def forget_all(self) -> None:
         """No state may be found any longer; owners keep their slots."""
         for slot in self._slots.values():
             self._columns[slot] = None
         self._slots.clear()
+        self._superseded.clear()
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
