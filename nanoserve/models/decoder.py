@@ -791,6 +791,9 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=INITIAL_STANDARD_DEVIATION)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+    kernel = getattr(module, "kernel", None)
+    if isinstance(kernel, nn.Parameter):  # of a mixer (models/recurrent.py)
+        nn.init.normal_(kernel, std=INITIAL_STANDARD_DEVIATION)
     if isinstance(module, MixtureOfExperts):
         nn.init.normal_(module.gate_up, std=INITIAL_STANDARD_DEVIATION)
         nn.init.normal_(module.down, std=INITIAL_STANDARD_DEVIATION)

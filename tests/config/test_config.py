@@ -184,6 +184,43 @@ def test_what_cannot_be_in_deepseek_is_refused(changes: dict[str, Any], complain
         ModelConfig.from_hf(published_shapes()["deepseek-v3"]).rounded("int8")
 
 
+def test_the_state_of_qwen3_next_is_as_large_as_its_keys_and_values_of_3144_tokens() -> None:
+    """In 36 of 48 layers: 3 inputs of 2 * 16 * 128 + 32 * 128 channels in 16 bits, and 32 matrices
+    of 128 * 128 numbers in 32 bits. The other 12 cache 2 * 2 * 256 numbers of a token."""
+    config = ModelConfig.from_hf(published_shapes()["qwen3-next-80b-a3b"])
+    state = 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    assert config.state_bytes(2) == state
+    token = 2 * sum(config.layer_kv_numbers())
+    assert token == 12 * 2 * 2 * 256 * 2
+    assert state // token == 3144 and round(state / 2**20, 1) == 73.7
+    assert [layer for layer in range(9) if not config.is_recurrent(layer)] == [3, 7]
+    assert config.rope.rotary_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads 24 is not a multiple of linear_num_key_heads 16",
+        ),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim must be a positive integer, found 0"),
+        ({"full_attention_interval": 0}, "full_attention_interval must be a positive integer"),
+        (
+            {"layer_types": ["linear_attention"] * 47 + ["sliding_attention"]},
+            "layer_types names 'sliding_attention'; known are linear_attention and full_attention",
+        ),
+        ({"layer_types": ["full_attention"]}, "must name a kind for each of 48 layers, found 1"),
+        ({"num_experts_per_tok": 513}, "more than the 512 experts"),
+    ],
+)
+def test_what_cannot_be_in_qwen3_next_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    shape = dict(published_shapes()["qwen3-next-80b-a3b"])
+    with pytest.raises(ModelError, match=complaint):
+        ModelConfig.from_hf(shape | changes)
+    assert ModelConfig.from_hf(shape | {"layer_types": ["full_attention"] * 48}).recurrent is None
+
+
 def test_yarn_sharpens_the_scores_of_latents() -> None:
     """DeepSeek-V3: heads of 192 before they are absorbed, and a magnitude of 0.1 ln 40 + 1,
     squared."""

@@ -131,7 +131,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(family: str) -> None:
     torch.testing.assert_close(together[30:], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama-llama3", "glm", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama-llama3", "glm", "mistral", "qwen3_moe", "qwen3_next"])
 def test_a_ragged_paged_batch_equals_each_prompt_alone(family: str) -> None:
     decoder, config = build(family)
     lengths = [1, 30, 4, 13]
@@ -146,16 +146,17 @@ def test_a_ragged_paged_batch_equals_each_prompt_alone(family: str) -> None:
             )
 
 
-def test_the_two_halves_of_a_layer_make_the_layer() -> None:
-    decoder, config = build("qwen3")
-    layer = decoder.layers[1]
+@pytest.mark.parametrize(("family", "index"), [("qwen3", 1), ("qwen3_5_text", 3)])
+def test_the_two_halves_of_a_layer_make_the_layer(family: str, index: int) -> None:
+    decoder, config = build(family)
+    layer = decoder.layers[index]
     hidden = torch.randn(6, config.hidden_size)
     cos, sin = decoder.rotary[0](torch.arange(6))
     attention = DenseCausalAttention(config, batch=1, length=6)
     query, key, value = layer.pre_attention(hidden, cos, sin)
     assert query.shape == (6, config.num_heads, config.head_dim)
     assert key.shape == value.shape == (6, config.num_kv_heads, config.head_dim)
-    by_halves = layer.post_attention(attention(1, query, key, value), hidden)
+    by_halves = layer.post_attention(attention(index, query, key, value), hidden)
     assert torch.equal(by_halves, layer(hidden, cos, sin, attention))
 
 
@@ -176,6 +177,13 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
         torch.testing.assert_close(
             traced, decoder(tokens, positions, paged(config, [30])), atol=1e-5, rtol=1e-5
         )
+
+
+def test_a_new_decoder_with_states_has_random_kernels() -> None:
+    decoder, _ = build("qwen3_5_text")
+    kernels = [one for name, one in decoder.named_parameters() if name.endswith(".kernel")]
+    assert len(kernels) == 4
+    assert all(0.015 < kernel.std().item() < 0.025 for kernel in kernels)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -65,6 +65,27 @@ def test_logits_are_those_of_transformers(
         )
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "settings"),
+    [
+        ("qwen3_next", "gptq", {"bits": 4, "group": 32}),
+        ("qwen3_next", "awq", {"bits": 4, "group": 32}),
+        ("qwen3_5_moe_text", "compressed-tensors", {"bits": 8, "group": 32}),
+        ("qwen3_5_moe_text", "fp8", {}),
+    ],
+)
+def test_matrices_whose_rows_are_for_several_parameters(
+    family: str, method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Queries and gates of attention are stored in turn, and what a key head of linear attention
+    needs lies together. Matrices of few rows are left as they are."""
+    modules = "(q|k|v|o|qkvz|out|gate|up|down)_proj|in_proj_(qkv|z)"
+    model = write_random(family, tmp_path, method, modules=modules, **settings)
+    decoder = assert_same_logits(model, tmp_path)
+    is_packed = [isinstance(layer.output, PackedLinear) for layer in decoder.layers]
+    assert is_packed == [method != "fp8"] * decoder.config.num_layers
+
+
 @pytest.mark.parametrize("is_old", [True, False])
 def test_files_of_autogptq(tmp_path: Path, *, is_old: bool) -> None:
     """They have settings and a name of their own, and a bias of zeros for every matrix."""
@@ -181,6 +202,9 @@ def write_random(
     config.intermediate_size, config.mlp_only_layers = inner, []
     if config.model_type == "qwen3_moe":
         config.moe_intermediate_size, config.num_hidden_layers = inner // 2, 2
+    if config.model_type.startswith(("qwen3_next", "qwen3_5")):
+        config.moe_intermediate_size = config.shared_expert_intermediate_size = inner // 2
+        config.linear_value_head_dim = 32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

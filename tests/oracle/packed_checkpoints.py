@@ -69,7 +69,7 @@ def write_packed(
                     f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()
                 }
                 parameter.copy_(values)
-            elif parameter.dim() == 3:
+            elif parameter.dim() == 3 and "conv1d" not in name:
                 stacked = parameter.mT if model.config.model_type == "gpt_oss" else parameter
                 tensors |= _experts(name, stacked, method, **settings)
             else:
