@@ -167,7 +167,7 @@ def schedules() -> Chart:
     """`nanoserve simulate --policy sarathi,throttling --rate 3 --requests 200`: the same second
     under both policies."""
     options = SimulateOptions(policy="sarathi,throttling", rate=3.0, requests=200)
-    hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
+    hardware = SimulatedHardware.of(options, options.max_num_batched_tokens, options.max_num_seqs)
     window, panels, blocks, times = None, [], hardware.kv_blocks[0], hardware.predictors
     for name, policy in parse_policies(options.policy, options.max_num_batched_tokens).items():
         window = StepWindow(beside=window)
@@ -176,6 +176,7 @@ def schedules() -> Chart:
             hardware.layouts[0],
             options.workload(),
             num_blocks=blocks,
+            max_num_seqs=hardware.max_num_seqs,
             observers=(window,),
             predictors=times,
         )
