@@ -176,6 +176,7 @@ def schedules() -> Chart:
             hardware.layouts[0],
             options.workload(),
             num_blocks=blocks,
+            max_num_seqs=hardware.max_num_seqs,
             observers=(window,),
             predictors=times,
         )

@@ -90,6 +90,9 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
             [name.format(0) for name in names.expert_gate_up],
         )
         matrices["expert_down"] = moe.intermediate_size, [names.expert_down.format(0)]
+        if moe.shared_size:
+            matrices["shared_gate_up"] = model.hidden_size, names.shared_gate_up
+            matrices["shared_down"] = moe.shared_size, [names.shared_down]
     return matrices
 
 

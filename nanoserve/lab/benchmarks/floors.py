@@ -1,8 +1,8 @@
 """The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No
 torch.
 
-Counted are each used weight and the keys and values of the whole context, read once, and the
-products; the rest is not.
+Counted are each used weight and the keys and values of the whole context, read once, recurrent
+states, read and written, and the products; the rest is not.
 """
 
 from collections.abc import Sequence
@@ -72,9 +72,9 @@ class ModelCost:
         counts = self._counts
         embeddings = counts.embedding(work.tokens).weight_bytes
         weights = sum(operator.weight_bytes for operator in counts.products(work, 0))
-        return (
-            weights + embeddings + sum(operator.kv_bytes for operator in counts.attention(work, 0))
-        )
+        attention = counts.attention(work, 0)
+        kept = sum(operator.kv_bytes + operator.state_bytes for operator in attention)
+        return weights + embeddings + kept
 
     def step_operations(self, work: StepWork) -> float:
         """Floating point operations of the matrix products."""
