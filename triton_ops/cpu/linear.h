@@ -22,15 +22,14 @@ constexpr int64_t kInputsAtOnce = 4, kWeightsAtOnce = 3, kFewRows = 48;
 constexpr int64_t kWeightsOfOneInput = 4;
 // 16-bit numbers of a cache line: the step of the innermost loop.
 constexpr int64_t kStep = 32;
-// Beyond this many inputs it is faster to make floats of the weights first.
-constexpr int64_t kMostDirectInputs = 7;
-// Rows of weights that a thread takes at a time where it reads them in order, and where it makes floats of them first.
+// With this many groups of inputs it is faster to make floats of the weights anew for each.
+constexpr int64_t kMostDirectGroups = 2;
+// Rows of weights that a thread takes at a time: where each group of inputs passes them by, and where their floats are
+// kept.
 constexpr int64_t kDirectRows = 96;
-constexpr int64_t kPanelRows = 24;
-// As many columns of those floats as the first cache holds. No power of two lies between two rows, or they would share
-// the same places of the cache.
-constexpr int64_t kPanelDepth = 256;
-constexpr int64_t kPanelStride = kPanelDepth + 16;
+constexpr int64_t kPanelRows = 48;
+// Columns of those floats. Fewer would leave more of the first cache to the inputs, but sums go to memory after them.
+constexpr int64_t kPanelDepth = 1024;
 // Numbers between those that are multiplied and those that are fetched meanwhile.
 constexpr int64_t kFetchedAhead = 512;
 // On a processor that multiplies in 16 bits itself, torch's product is faster beyond the inputs that one pass takes, and
@@ -41,10 +40,13 @@ constexpr int64_t kFewRowsBesideTiles = 4;
 constexpr int64_t kTransposedRows = 64;
 constexpr int64_t kTransposedDepth = 128;
 
-// Inputs as floats, rows `stride` apart, zeros behind each.
+// Inputs as floats, in groups of kInputsAtOnce and a last one of those that are left:
+// [depth / kLanes][inputs of the group][kLanes] each, so that a product reads one stretch of memory.
 struct Inputs {
   const float* data;
-  int64_t count, stride;
+  int64_t count, depth;
+
+  int64_t groups() const { return divide_up(count, kInputsAtOnce); }
 };
 
 // `count` rows of weights as given, and the sums with every input: kLanes floats each, [inputs, count].
@@ -57,38 +59,56 @@ struct Share {
   float* sum(int64_t input, int64_t row) const { return sums + (input * count + row) * kLanes; }
 };
 
-// Weights that are fetched while others are multiplied. More can be asked for than the memory brings at a time, so it
-// is done evenly: `advance` numbers of each row at a step.
+// Rows of weights that are multiplied together, `stride` numbers apart. Meanwhile others are fetched, as far apart. More
+// can be asked for than the memory brings at a time, so it is done evenly: `advance` numbers of each row at a step.
 template <typename Number>
-struct Fetch {
-  const Number* place;
-  int64_t stride, advance;
+struct Rows {
+  const Number* data;
+  int64_t stride;
+  const Number* fetched;
+  int64_t advance;
 };
 
-// Adds inputs[Count, depth] weights[Weights, depth]^T to vectors of sums that lie `input_sums` and `weight_sums` floats
-// apart.
-template <int64_t Count, int64_t Weights, typename Number, typename Fetched>
-inline void add_products(
-    const float* inputs, int64_t input_stride, const Number* weights, int64_t weight_stride, int64_t depth,
-    Fetch<Fetched> fetch, float* sums, int64_t input_sums, int64_t weight_sums) {
+// The vectors of sums of a product, and the floats from one to the next. New ones begin at zero.
+struct Sums {
+  float* data;
+  int64_t from_input, from_weight;
+  bool begun;
+};
+
+// Where a product has its weights from: the rows, the rows that it also leaves in a panel as floats, or that panel.
+enum class Source { kRows, kRowsToPanel, kPanel };
+
+// Adds inputs[Count, depth] weights[Weights, depth]^T. A panel is [depth / kLanes][Weights][kLanes].
+template <Source From, int64_t Count, int64_t Weights, typename Number>
+inline void add_products(const float* inputs, int64_t depth, Rows<Number> rows, float* panel, const Sums& sums) {
   Vec totals[Count][Weights];
   for (int64_t m = 0; m < Count; ++m)
-    for (int64_t n = 0; n < Weights; ++n) totals[m][n] = Vec::loadu(sums + m * input_sums + n * weight_sums);
-  for (int64_t k = 0; k < depth; k += kStep) {
-    for (int64_t n = 0; n < Weights; ++n) __builtin_prefetch(fetch.place + n * fetch.stride);
-    fetch.place += fetch.advance;
+    for (int64_t n = 0; n < Weights; ++n)
+      totals[m][n] = sums.begun ? Vec::loadu(sums.data + m * sums.from_input + n * sums.from_weight) : Vec(0.0f);
+  const float* end = inputs + depth * Count;
+  for (; inputs != end; inputs += kStep * Count, panel += kStep * Weights) {
+    for (int64_t n = 0; n < Weights; ++n) __builtin_prefetch(rows.fetched + n * rows.stride);
     c10::ForcedUnroll<kStep / kLanes>{}([&](auto i) {
-      const int64_t at = k + i / 2 * 2 * kLanes;
       Vec weight[Weights];
-      for (int64_t n = 0; n < Weights; ++n) weight[n] = half_of_pair<i % 2>(weights + n * weight_stride + at);
+      for (int64_t n = 0; n < Weights; ++n) {
+        float* kept = panel + (i * Weights + n) * kLanes;
+        if constexpr (From == Source::kPanel)
+          weight[n] = Vec::loadu(kept);
+        else
+          weight[n] = half_of_pair<i % 2>(rows.data + n * rows.stride + i / 2 * 2 * kLanes);
+        if constexpr (From == Source::kRowsToPanel) weight[n].store(kept);
+      }
       for (int64_t m = 0; m < Count; ++m) {
-        const Vec input = Vec::loadu(inputs + m * input_stride + at + i % 2 * kLanes);
+        const Vec input = Vec::loadu(inputs + (i * Count + m) * kLanes);
         for (int64_t n = 0; n < Weights; ++n) totals[m][n] = at::vec::fmadd(input, weight[n], totals[m][n]);
       }
     });
+    rows.data += kStep;
+    rows.fetched += rows.advance;
   }
   for (int64_t m = 0; m < Count; ++m)
-    for (int64_t n = 0; n < Weights; ++n) totals[m][n].store(sums + m * input_sums + n * weight_sums);
+    for (int64_t n = 0; n < Weights; ++n) totals[m][n].store(sums.data + m * sums.from_input + n * sums.from_weight);
 }
 
 // Calls body<count>(); a count beyond kInputsAtOnce is taken for that.
@@ -99,102 +119,102 @@ inline void with_inputs(int64_t count, const Body& body) {
   body.template operator()<Count>();
 }
 
-// Weights straight from memory: as many stretches of them as are multiplied together, each read from end to end.
-// Returns how many rows are done; the few behind them are left over.
+// Weights straight from memory: as many stretches of them as are multiplied together, each read from end to end; then
+// the few rows that are left over from `first` on, one by one.
 template <int64_t Count, int64_t Weights, typename Number>
-inline int64_t add_directly(const Inputs& inputs, const Share<Number>& share) {
-  const int64_t apart = share.count / Weights, stride = apart * share.depth;
-  for (int64_t n = 0; n < apart; ++n) {
+inline void add_directly(const float* inputs, int64_t m, const Share<Number>& share, int64_t first = 0) {
+  const int64_t apart = (share.count - first) / Weights, stride = apart * share.depth;
+  for (int64_t n = first; n < first + apart; ++n) {
     const Number* weights = share.weights + n * share.depth;
-    add_products<Count, Weights>(
-        inputs.data, inputs.stride, weights, stride, share.depth, Fetch<Number>{weights + kFetchedAhead, stride, kStep},
-        share.sum(0, n), share.count * kLanes, apart * kLanes);
+    add_products<Source::kRows, Count, Weights>(
+        inputs, share.depth, Rows<Number>{weights, stride, weights + kFetchedAhead, kStep}, nullptr,
+        Sums{share.sum(m, n), share.count * kLanes, apart * kLanes, false});
   }
-  return apart * Weights;
+  if constexpr (Weights > 1) add_directly<Count, 1>(inputs, m, share, first + apart * Weights);
 }
 
-// The same for some more inputs: they pass the weights by a few at a time. Each time fetches as much of the rows that
-// come next.
+// Some rows of weights from row n and column k on, times any number of inputs. The first group of them leaves floats in
+// a core's cache for the others. Together they fetch the rows that come next.
 template <int64_t Weights, typename Number>
-inline int64_t add_in_passes(const Inputs& inputs, const Share<Number>& share) {
-  const int64_t apart = share.count / Weights, stride = apart * share.depth;
-  const int64_t advance = divide_up(kStep, divide_up(inputs.count, kInputsAtOnce));
-  for (int64_t n = 0; n < apart; ++n) {
-    const Number* weights = share.weights + n * share.depth;
-    const Number* fetched = weights + share.depth;
-    for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce, fetched += share.depth / kStep * advance)
-      with_inputs(inputs.count - m, [&]<int64_t Count>() {
-        add_products<Count, Weights>(
-            inputs.data + m * inputs.stride, inputs.stride, weights, stride, share.depth,
-            Fetch<Number>{fetched, stride, advance}, share.sum(m, n), share.count * kLanes, apart * kLanes);
-      });
-  }
-  return apart * Weights;
+inline void add_by_panel(const Inputs& inputs, const Share<Number>& share, int64_t n, int64_t k) {
+  alignas(64) static thread_local float panel[kWeightsAtOnce * kPanelDepth];
+  const int64_t depth = std::min(kPanelDepth, share.depth - k);
+  const Number* weights = share.weights + n * share.depth + k;
+  Rows<Number> rows{weights, share.depth, weights + Weights * share.depth, divide_up(kStep, inputs.groups())};
+  for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce, rows.fetched += depth / kStep * rows.advance)
+    with_inputs(inputs.count - m, [&]<int64_t Count>() {
+      const float* group = inputs.data + m * inputs.depth + k * Count;
+      const Sums sums{share.sum(m, n), share.count * kLanes, kLanes, k > 0};
+      if (m == 0)
+        add_products<Source::kRowsToPanel, Count, Weights>(group, depth, rows, panel, sums);
+      else
+        add_products<Source::kPanel, Count, Weights>(group, depth, rows, panel, sums);
+    });
 }
 
-// Rows of weights from `first` on, at most kPanelRows, times any number of inputs: they become floats once, in a core's
-// cache.
 template <typename Number>
-inline void add_panels(const Inputs& inputs, const Share<Number>& share, int64_t first) {
-  alignas(64) static thread_local float panel[kPanelRows * kPanelStride];
-  const int64_t depth = share.depth, count = share.count - first;
-  const Number* weights = share.weights + first * depth;
-  for (int64_t k = 0; k < depth; k += kPanelDepth) {
-    const int64_t width = std::min(kPanelDepth, depth - k), padded = round_up(width, kStep);
-    for (int64_t n = 0; n < count; ++n) {
-      convert_scaled_pairs(weights + n * depth + k, panel + n * kPanelStride, width, 1.0f);
-      std::fill(panel + n * kPanelStride + width, panel + n * kPanelStride + padded, 0.0f);
+inline void add_all(const Inputs& inputs, const Share<Number>& share) {
+  if (inputs.groups() <= kMostDirectGroups) {
+    for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce)
+      with_inputs(inputs.count - m, [&]<int64_t Count>() {
+        constexpr int64_t kTogether = Count == 1 ? kWeightsOfOneInput : kWeightsAtOnce;
+        add_directly<Count, kTogether>(inputs.data + m * inputs.depth, m, share);
+      });
+    return;
+  }
+  for (int64_t k = 0; k < share.depth; k += kPanelDepth) {
+    int64_t n = 0;
+    for (; n + kWeightsAtOnce <= share.count; n += kWeightsAtOnce) add_by_panel<kWeightsAtOnce>(inputs, share, n, k);
+    for (; n < share.count; ++n) add_by_panel<1>(inputs, share, n, k);
+  }
+}
+
+// `count` rows with zeros behind them, [count, padded].
+template <typename Number>
+std::vector<Number> padded_rows(const Number* rows, int64_t count, int64_t depth, int64_t padded) {
+  std::vector<Number> copies(count * padded, Number(0.0f));
+  for (int64_t m = 0; m < count; ++m) std::copy_n(rows + m * depth, depth, copies.data() + m * padded);
+  return copies;
+}
+
+// Lays rows out as `Inputs` has them.
+template <typename Number>
+void group_inputs(const Number* rows, int64_t count, int64_t depth, float* inputs) {
+  for (int64_t m = 0; m < count; ++m) {
+    const int64_t first = m / kInputsAtOnce * kInputsAtOnce, together = std::min(kInputsAtOnce, count - first);
+    float* target = inputs + first * depth + (m - first) * kLanes;
+    for (int64_t k = 0; k < depth; k += 2 * kLanes) {
+      const Pair pair = pair_at(rows + m * depth + k);
+      pair.first.store(target + k * together);
+      pair.second.store(target + (k + kLanes) * together);
     }
-    Fetch<Number> fetch{k + width < depth ? weights + k + width : weights + count * depth, depth, 0};
-    fetch.advance = divide_up(kStep, divide_up(inputs.count, kInputsAtOnce));
-    for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce, fetch.place += padded / kStep * fetch.advance)
-      with_inputs(inputs.count - m, [&]<int64_t Count>() {
-        const auto add = [&]<int64_t Weights>(int64_t n) {
-          for (; n + Weights <= count; n += Weights)
-            add_products<Count, Weights>(
-                inputs.data + m * inputs.stride + k, inputs.stride, panel + n * kPanelStride, kPanelStride, padded,
-                Fetch<Number>{fetch.place + n * depth, depth, fetch.advance}, share.sum(m, first + n),
-                share.count * kLanes, kLanes);
-          return n;
-        };
-        add.template operator()<1>(add.template operator()<kWeightsAtOnce>(0));
-      });
   }
-}
-
-template <typename Number>
-inline void add_all(const Inputs& inputs, const Share<Number>& share, bool directly) {
-  int64_t done = 0;
-  if (directly && inputs.count == 1)
-    done = add_directly<1, kWeightsOfOneInput>(inputs, share);
-  else if (directly && inputs.count <= kInputsAtOnce)
-    with_inputs(inputs.count, [&]<int64_t Count>() { done = add_directly<Count, kWeightsAtOnce>(inputs, share); });
-  else if (directly)
-    done = add_in_passes<kWeightsAtOnce>(inputs, share);
-  if (done < share.count) add_panels(inputs, share, done);
 }
 
 template <typename Number>
 void multiply_few_rows(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, at::Tensor& out) {
   const int64_t rows = input.size(0), depth = input.size(1), columns = weight.size(0);
-  const int64_t padded = round_up(depth, kStep), stride = padded + 16;
+  const int64_t padded = round_up(depth, kStep);
   const Number* biases = bias.defined() ? bias.const_data_ptr<Number>() : nullptr;
   Number* outputs = out.mutable_data_ptr<Number>();
-  const at::Tensor exact = at::empty({rows, stride}, input.options().dtype(at::kFloat));
-  float* inputs = exact.mutable_data_ptr<float>();
-  for (int64_t m = 0; m < rows; ++m) {
-    convert_scaled_pairs(input.const_data_ptr<Number>() + m * depth, inputs + m * stride, depth, 1.0f);
-    std::fill(inputs + m * stride + depth, inputs + m * stride + padded, 0.0f);
-  }
-  const bool directly = rows <= kMostDirectInputs && depth % kStep == 0;
-  const int64_t most = directly ? kDirectRows : kPanelRows;
+  const at::Tensor exact = at::empty({rows, padded}, input.options().dtype(at::kFloat));
+  const Number* given = input.const_data_ptr<Number>();
+  const std::vector<Number> copied = depth < padded ? padded_rows(given, rows, depth, padded) : std::vector<Number>();
+  group_inputs(depth < padded ? copied.data() : given, rows, padded, exact.mutable_data_ptr<float>());
+  const Inputs inputs{exact.const_data_ptr<float>(), rows, padded};
+  const int64_t most = inputs.groups() <= kMostDirectGroups ? kDirectRows : kPanelRows;
   share_out(divide_up(columns, most), rows * columns * depth, [&](int64_t item) {
     static thread_local std::vector<float> memory;
     const int64_t first = item * most, count = std::min(most, columns - first);
     float* sums = Scratch(memory).take((rows * count + kLanes) * kLanes);
-    std::fill(sums, sums + (rows * count + kLanes) * kLanes, 0.0f);
+    std::fill_n(sums + rows * count * kLanes, kLanes * kLanes, 0.0f);  // the last vectors are added with some behind
     const Number* weights = weight.const_data_ptr<Number>() + first * depth;
-    add_all(Inputs{inputs, rows, stride}, Share<Number>{weights, count, depth, sums}, directly);
+    if (depth < padded) {
+      const std::vector<Number> copies = padded_rows(weights, count, depth, padded);
+      add_all(inputs, Share<Number>{copies.data(), count, padded, sums});
+    } else {
+      add_all(inputs, Share<Number>{weights, count, depth, sums});
+    }
     for (int64_t m = 0; m < rows; ++m) {
       float products[kDirectRows];
       for (int64_t n = 0; n < count; n += kLanes) {
