@@ -11,6 +11,7 @@ import torch
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.mechanism import Mechanism, bound
 from nanoserve.executor.stage import Stage
+from nanoserve.executor.start.memory import return_freed_memory
 from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
@@ -129,6 +130,7 @@ class LocalExecutor:
             self._stage.close()
             self._stage = None
             gc.collect()
+            return_freed_memory()
             if device.type == "cuda":
                 # After a kernel's error, or a recording that failed, torch refuses even this: the
                 # process has to end, and its error is the first one and not this one.

@@ -15,7 +15,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.mechanism import Mechanism, bound
-from nanoserve.executor.start.memory import kv_bytes_per_block, memory_errors
+from nanoserve.executor.start.memory import keep_freed_memory, kv_bytes_per_block, memory_errors
 from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.scheduler.plan import StepPlan, StepResult
@@ -53,6 +53,7 @@ class Stage:
         self._completing = bound(mechanisms, Mechanism.complete)
         self._libraries = list[BackgroundLibrary]()
         if runner.device.type == "cpu":
+            keep_freed_memory()
             self._libraries.append(cpu_operators())
         if layers is not None:
             self._libraries.extend(layers.libraries)

@@ -111,8 +111,11 @@ class RotaryEmbedding(nn.Module):
         those of queries."""
         by_pair = positions.float()[:, None] * self.inverse_frequencies
         angles = by_pair[:, None, :]
-        cos = angles.cos() * self.attention_factor
-        sin = angles.sin() * self.attention_factor
+        cos = angles.cos()
+        sin = angles.sin()
+        if self.attention_factor != 1.0:
+            cos = cos * self.attention_factor
+            sin = sin * self.attention_factor
         rope = self.rope
         if not rope.query_growth:
             return cos, sin

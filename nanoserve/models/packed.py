@@ -315,6 +315,18 @@ def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:
     return tuple(found)
 
 
+def num_weights(module: nn.Module) -> int:
+    """Number of weights below a module, packed or not."""
+    found = 0
+    for shape in packed_shapes(module):
+        rows = sum(segment.rows for segment in shape.segments)
+        found += max(1, shape.experts) * rows * shape.columns
+    for parameter in module.parameters():
+        if parameter.is_floating_point():  # packed ones are bytes
+            found += parameter.numel()
+    return found
+
+
 def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
     if part.columns is None:
         return

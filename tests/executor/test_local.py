@@ -1,8 +1,12 @@
 """LocalExecutor keeps the Executor's contract."""
 
+import platform
+import resource
 import threading
+from collections.abc import Callable
 from functools import cache
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +56,30 @@ def test_a_plan_runs_when_it_is_collected() -> None:
     assert list(result.answers[0].tokens) == dense_greedy(decoder, PROMPT, 1)
     assert result.seconds > 0
     assert executor.collect(None) == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries differ")
+def test_memory_of_a_step_is_kept_until_the_executor_is_closed() -> None:
+    def step() -> None:
+        tensors = [torch.ones(2**20) for _ in range(16)]
+        del tensors
+
+    def page_faults(run: Callable[[], None]) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        run()
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    executor = make_executor()
+    step()
+    # 64 MiB are 32 pages of the largest size, or 16,384; the interpreter may need some of its own
+    assert min(page_faults(step) for _ in range(5)) < 16
+    kept = resident_bytes()
+    executor.close()
+    assert resident_bytes() < kept - 2**25
 
 
 def test_without_a_plan_it_waits_until_the_time_given() -> None:

@@ -1,18 +1,24 @@
 """Plans written by hand give what the dense causal forward pass gives, however the rows are cut and
 shared."""
 
+import ctypes
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
+from nanoserve.executor.step import forward_pass
 from nanoserve.executor.step.model_runner import ModelRunner
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.attention import AttentionFunction
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.request import SamplingParams, TokenLogprob
 from nanoserve.scheduler.optional import HostRow
 from nanoserve.scheduler.plan import Answer, Begin, Copy, Row, StepPlan
 from tests.executor.small_model import dense_greedy, dense_logits, small_config, small_decoder
 from tests.executor.staged_rows import penalized
+from triton_ops.cpu import cpu_operators
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4
@@ -306,6 +312,56 @@ def test_logprobs_are_raw_and_only_for_those_who_ask(decoder: Decoder, runner: M
     assert_logprobs(answers[1].logprobs, dense_logits(decoder, PROMPT)[-1:], (5,))
     assert answers[1].logprobs[0].top == ()
     assert answers[2].logprobs == answers[2].prompt_logprobs == ()
+
+
+def threads_of_a_region() -> int:
+    """How many threads OpenMP gives to a region that asks for two, as compiled layers do."""
+    openmp, threads = ctypes.CDLL(torch._C.__file__), set[int]()
+    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: threads.add(threading.get_ident()))
+    if not hasattr(openmp, "GOMP_parallel"):
+        pytest.skip("torch's OpenMP is not GNU's")
+    openmp.GOMP_parallel(body, None, 2, 0)
+    return len(threads)
+
+
+def test_a_step_of_little_work_is_computed_by_one_thread(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu_operators().wait():
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
+    found, project = list[int](), decoder.lm_head.forward
+
+    def run_layer(
+        layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        found.append(threads_of_a_region())
+        output: Tensor = layer(hidden, cos, sin, attention)
+        return output
+
+    def watched(hidden: Tensor) -> Tensor:
+        found.append(threads_of_a_region())
+        return project(hidden)
+
+    # 2 layers: qkv, output, gate and up, down, 2 norms; embedding, head and last norm
+    layers = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 2 * 32 * 48 + 48 * 32 + 2 * 32)
+    weights_of_layer = (layers + 2 * 61 * 32 + 32) // 3
+    # and 2 heads of keys and values of 5 tokens
+    most = 32 * (weights_of_layer + 2 * 2 * 8 * 5) + 5 * weights_of_layer
+    monkeypatch.setattr(forward_pass, "MOST_WORK_OF_ONE_THREAD", most)
+    monkeypatch.setattr(decoder.lm_head, "forward", watched)
+    runner = ModelRunner(
+        decoder, num_blocks=24, block_size=4, device=torch.device("cpu"), run_layer=run_layer
+    )
+    execute(runner, begin=(begin(1, PROMPT),), rows=(whole(1, PROMPT[:5], (0, 1)),))
+    assert (found, threads_of_a_region()) == ([1, 1, 1], 2)
+    found.clear()
+    execute(runner, begin=(begin(2, PROMPT),), rows=(whole(2, PROMPT[:6], (2, 3)),))
+    assert (found, threads_of_a_region()) == ([2, 2, 2], 2)
+    found.clear()
+    long = begin(3, PROMPT * 10)
+    execute(runner, begin=(long,), rows=(Row(3, 0, PROMPT[:5], False, tuple(range(4, 24))),))
+    execute(runner, rows=(Row(3, 70, PROMPT[:1], True),))
+    assert found == [1, 1, 2, 2, 2], "a long context is much work too"
 
 
 def test_a_plan_without_rows_has_no_answers(runner: ModelRunner) -> None:

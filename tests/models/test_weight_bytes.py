@@ -17,6 +17,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_checkpoint import decode_blocks
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
+from nanoserve.models.packed import num_weights
 from nanoserve.models.shards import make_shards
 from nanoserve.scheduler.work import StepWork
 from tests.models.test_gguf import make_model
@@ -68,6 +69,17 @@ def test_a_step_of_the_benchmarks_floor_reads_what_is_loaded(tmp_path: Path) -> 
     assert read == matrix_bytes(decoder) + row + 10 * ModelCounts(config).kv_bytes_per_token(0)
     operators = ModelCounts(config).operators(work, 0)
     assert read == sum(one.weight_bytes + one.kv_bytes for one in operators)
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "mixtral", "glm4"])
+def test_weights_are_counted_as_in_transformers_whether_packed_or_not(
+    family: str, tmp_path: Path
+) -> None:
+    write_model(family, tmp_path, None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for quantization in (None, "int4"):
+        decoder, _ = load_model(tmp_path, "bfloat16", quantization=quantization)
+        assert num_weights(decoder) == model.num_parameters()
 
 
 def write_model(family: str, directory: Path, method: str | None, **settings: Any) -> None:

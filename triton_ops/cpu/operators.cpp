@@ -3,6 +3,7 @@
 // Written on ATen's portable vectors: the same source serves AVX2, AVX-512 and NEON, chosen by CPU_CAPABILITY.
 
 #include <ATen/core/Tensor.h>
+#include <omp.h>
 #include <torch/library.h>
 
 #include "amx_tiles.h"
@@ -75,6 +76,13 @@ TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
   library.def("allow_dots(bool value) -> bool", [](bool value) { return nanoserve::dots_allowed.exchange(value); });
   library.def("has_tiles() -> bool", [] { return nanoserve::has_tiles(); });
   library.def("set_batch_invariant(bool value) -> ()", [](bool value) { nanoserve::batch_invariant = value; });
+  // With 0 levels the calling thread computes alone what it would share with others: here, in torch and in compiled
+  // layers. Returns the levels before.
+  library.def("set_parallel_levels(int levels) -> int", [](int64_t levels) {
+    const int64_t before = omp_get_max_active_levels();
+    omp_set_max_active_levels(static_cast<int>(levels));
+    return before;
+  });
 }
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {

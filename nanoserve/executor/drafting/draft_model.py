@@ -13,6 +13,7 @@ from nanoserve.executor.step.forward_pass import (
     BlockTable,
     ForwardPass,
     InputBuilder,
+    SmallSteps,
     make_caches,
     row_ends,
 )
@@ -57,6 +58,7 @@ class DraftModel:
             device=device,
         )
         self._decoder, self._forward = decoder.eval(), ForwardPass(decoder, caches, run_layer)
+        self._small_steps = SmallSteps(decoder)
         self._inputs, self._staging = InputBuilder(block_size), Staging(device)
         self.features = features
         # how far the token that enters at a position is ahead of it
@@ -67,7 +69,10 @@ class DraftModel:
         unfinished = [place for place, count in enumerate(counts) if count > 0]
         while unfinished:
             rows = [self._next_row(sequences[place], drafts[place]) for place in unfinished]
-            draft_tokens = self._pass(rows, [sequences[place] for place in unfinished])
+            num_tokens = sum(len(row.tokens) for row in rows)
+            context_tokens = num_tokens + sum(row.start for row in rows)
+            with self._small_steps.on_one_thread(num_tokens, context_tokens):
+                draft_tokens = self._pass(rows, [sequences[place] for place in unfinished])
             for place, row, draft_token in zip(unfinished, rows, draft_tokens, strict=True):
                 sequences[place].seen += len(row.tokens)
                 if row.sample:

@@ -1,8 +1,9 @@
 """How much memory there is, and how much of it becomes KV cache."""
 
+import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,26 @@ CPU_SHARE = 0.25
 CUDA_SHARE = 0.95
 """The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of
 it in one piece."""
+
+# mallopt's parameters in glibc
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed in this process, up to 1 GiB in one piece, for what is
+    allocated next. By default it returns each large tensor of a step to the system, which clears
+    the pages anew for the next layer."""
+    with suppress(OSError, AttributeError):  # other C libraries have no such setting
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 25)  # the most that older versions take
+        library.mallopt(_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def return_freed_memory() -> None:
+    """Return to the system what `keep_freed_memory` has kept."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _SLOTS_PER_SEQUENCE = 4

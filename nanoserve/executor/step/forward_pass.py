@@ -2,7 +2,8 @@
 hidden states."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from torch import Tensor
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.packed import num_weights
 from nanoserve.scheduler.plan import Row
+from triton_ops.cpu import cpu_operators
 
 if TYPE_CHECKING:  # for models with such layers
     from nanoserve.models.recurrent import RecurrentStates
@@ -60,6 +63,40 @@ class StepInputs:
             if self.intermediate_hidden_states is None
             else self.intermediate_hidden_states
         )
+
+
+MOST_WORK_OF_ONE_THREAD = 1 << 26
+"""Multiplications in a layer, up to which one thread computes a step on a CPU: a third of a
+millisecond. Other threads sleep between two steps and between the operators of compiled layers, and
+to wake them again and again takes as long."""
+READING_A_NUMBER = 32
+"""Multiplications that a core does in the time in which it reads a number from memory."""
+
+
+class SmallSteps:
+    """Has steps of little work computed by one thread. Without the C++ operators nothing
+    changes."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._on_cpu = decoder.device.type == "cpu"
+        # the output matrix counts as one more layer
+        self._weights_of_layer = num_weights(decoder) // (len(decoder.layers) + 1)
+        self._kv_of_token = max(decoder.config.layer_kv_numbers())
+
+    @contextmanager
+    def on_one_thread(self, num_tokens: int, context_tokens: int) -> Iterator[None]:
+        """Compute alone, in the calling thread, a step of so many tokens that reads the keys and
+        values of so many, if that is little work."""
+        read = self._weights_of_layer + self._kv_of_token * context_tokens
+        work = READING_A_NUMBER * read + self._weights_of_layer * num_tokens
+        if work > MOST_WORK_OF_ONE_THREAD or not self._on_cpu or not cpu_operators().loaded:
+            yield
+            return
+        levels = torch.ops.nanoserve.set_parallel_levels(0)
+        try:
+            yield
+        finally:
+            torch.ops.nanoserve.set_parallel_levels(levels)
 
 
 ForwardFunction = Callable[[StepInputs], Tensor]
@@ -180,25 +217,20 @@ class BlockTable:
     the sequence has no block, as a window has left it behind, stands some block: it is not read."""
 
     def __init__(self) -> None:
-        self._blocks = np.zeros(16, np.int32)
-        self._length = 0
+        self._memory = np.zeros(16, np.int32)
+        self.blocks = self._memory[:0]
 
     def extend(self, blocks: Sequence[int]) -> None:
-        length = self._length + len(blocks)
-        if length > len(self._blocks):
-            self._blocks = np.concatenate(
-                (self._blocks, np.zeros(max(length, len(self._blocks)), np.int32))
-            )
-        self._blocks[self._length : length] = np.maximum(blocks, 0)
-        self._length = length
-
-    @property
-    def blocks(self) -> np.ndarray:
-        return self._blocks[: self._length]
+        known, length = len(self.blocks), len(self.blocks) + len(blocks)
+        if length > len(self._memory):
+            more = np.zeros(max(length, len(self._memory)), np.int32)
+            self._memory = np.concatenate((self._memory, more))
+        self.blocks = self._memory[:length]
+        self.blocks[known:] = np.maximum(blocks, 0)
 
     def slot(self, position: int, block_size: int) -> int:
         """Where in the cache that position is."""
-        return int(self._blocks[position // block_size]) * block_size + position % block_size
+        return int(self.blocks[position // block_size]) * block_size + position % block_size
 
 
 def row_ends(rows: Sequence[Row]) -> np.ndarray:

@@ -24,6 +24,7 @@ from nanoserve.executor.step.forward_pass import (
     ForwardFunction,
     ForwardPass,
     InputBuilder,
+    SmallSteps,
     StepInputs,
     make_caches,
     row_ends,
@@ -79,11 +80,10 @@ class PreparedStep:
     sampled: SampledRows | None = None
     launch_seconds: float = 0.0
     """How long the host took to prepare the step and to issue its work."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of its rows."""
-        return 0 if self.inputs is None else len(self.inputs.token_ids)
+    num_tokens: int = 0
+    """Number of tokens of its rows."""
+    context_tokens: int = 0
+    """Number of tokens to whose keys and values its rows attend."""
 
     def answers(self) -> tuple[Answer, ...]:
         """Wait for the device, then answer for each row that has a result. Call it once, after
@@ -141,6 +141,7 @@ class ModelRunner:
         )
         # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
+        self._small_steps = SmallSteps(decoder)
         self.stage_sampled = SampledRows.stage
         self.moves_blocks = False  # a mechanism that carries out swaps sets it
         self.staging = Staging(device)
@@ -204,12 +205,13 @@ class ModelRunner:
         """Issue the work of a step's layers: from the hidden states of the stage before, [T,
         hidden_size], None in the first stage, to those of this stage, valid until the next step;
         None without rows."""
-        if step.forward is not None:
-            return step.forward(intermediate_hidden_states)
-        if step.inputs is None:
-            return None
-        step.inputs.intermediate_hidden_states = intermediate_hidden_states
-        return self.forward(step.inputs)
+        with self._small_steps.on_one_thread(step.num_tokens, step.context_tokens):
+            if step.forward is not None:
+                return step.forward(intermediate_hidden_states)
+            if step.inputs is None:
+                return None
+            step.inputs.intermediate_hidden_states = intermediate_hidden_states
+            return self.forward(step.inputs)
 
     @torch.inference_mode()
     def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
@@ -219,11 +221,12 @@ class ModelRunner:
         All ranks of a tensor-parallel group do so; the first one alone has the answers. Returns the
         step.
         """
-        if hidden is not None:
-            for prompt in step.prompts:
-                prompt.score(self.decoder, hidden, step.results)
-            if step.sampled is not None:
-                step.sampled.sample(self.decoder, hidden, step.results)
+        with self._small_steps.on_one_thread(step.num_tokens, step.context_tokens):
+            if hidden is not None:
+                for prompt in step.prompts:
+                    prompt.score(self.decoder, hidden, step.results)
+                if step.sampled is not None:
+                    step.sampled.sample(self.decoder, hidden, step.results)
         step.results.end()
         return step
 
@@ -258,6 +261,8 @@ class ModelRunner:
         ends = row_ends(rows)
         tables = [record.block_table for record in records]
         step.inputs = next(self._inputs).build(rows, ends, tables, self.staging.add)
+        step.num_tokens = int(ends[-1])
+        step.context_tokens = sum(row.start + len(row.tokens) for row in rows)
         if not self.decoder.is_last:
             return
         if any(record.params.prompt_logprobs is not None for record in records):
