@@ -20,6 +20,7 @@ from nanoserve.config.cache_groups import CacheGroups
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine.outputs import StopStrings
 from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
+from nanoserve.lab.papers.s4d import S4D
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
 from nanoserve.record.recorder import recorded
@@ -164,6 +165,22 @@ def snapshots_of_a_prompt() -> None:
     print(f"snapshots at {sorted(found)}")
 
 
+def two_ways_of_a_state_space_model() -> None:
+    """15. S4D with 8 channels and 64 numbers each, over 500 positions."""
+    model = S4D(channels=8, state_size=64)
+    inputs = torch.randn(1, 8, 500)
+    outputs, state = [], model.first_state(1)
+    with torch.no_grad():
+        for position in range(500):
+            output, state = model.step(inputs[..., position], state)
+            outputs.append(output)
+        at_once = model.convolve(inputs)
+    difference = (at_once - torch.stack(outputs, -1)).abs().max() / at_once.abs().max()
+    kept = torch.view_as_real(state).numel()
+    print(f"{kept} numbers are kept; attention would keep {2 * 8 * 500}")
+    print(f"equal to 1e-5 of the largest: {bool(difference < 1e-5)}")
+
+
 EXERCISES: dict[int, Callable[[], None]] = {
     1: typed_control_tokens,
     2: steps_of_a_request,
@@ -175,6 +192,7 @@ EXERCISES: dict[int, Callable[[], None]] = {
     11: steps_of_a_host_token,
     13: blocks_behind_windows,
     14: snapshots_of_a_prompt,
+    15: two_ways_of_a_state_space_model,
 }
 
 

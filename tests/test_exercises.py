@@ -20,6 +20,7 @@ PRINTED = {
     10: ["worker 3: stage 1, layers 2 to 3, 4 query heads, 2 key heads, 384 inner columns"],
     13: ["4 groups of 2 layers", "28 blocks, and 16 once"],
     14: ["snapshots at [192, 320, 448]"],
+    15: ["512 numbers are kept; attention would keep 8000", "equal to 1e-5 of the largest: True"],
 }
 
 
