@@ -1,5 +1,8 @@
 """The number format that a model is computed in."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from nanoserve.errors import UsageError, shown
@@ -36,6 +39,17 @@ def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> t
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {shown(name)}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make parameters in this dtype within the block, but those that have one of their own."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def format_name(dtype: torch.dtype) -> str:

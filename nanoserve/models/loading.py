@@ -18,7 +18,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
-from nanoserve.models.dtypes import format_name, resolve_dtype
+from nanoserve.models.dtypes import default_dtype, format_name, resolve_dtype
 from nanoserve.models.hub import LINK_NAME
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
@@ -205,13 +205,8 @@ def empty_decoder(
     its padding stays zero."""
     # The meta device is not used: torch imports its compiler for it, which takes longer than
     # loading a small model.
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            decoder = Decoder(config, initialize=False, shard=shard, group=group)
-    finally:
-        torch.set_default_dtype(usual)
+    with default_dtype(dtype), device:
+        decoder = Decoder(config, initialize=False, shard=shard, group=group)
     decoder.requires_grad_(False)
     if zeroed:
         for name, parameter in decoder.named_parameters():

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import (
     AttentionConfig,
     LayerDifferences,
@@ -15,10 +16,16 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RopeConfig,
 )
-from nanoserve.executor.compile.aot_build import LayerJob, compile_layer, layer_kind
+from nanoserve.executor.compile.aot_build import (
+    LayerJob,
+    compile_layer,
+    layer_kind,
+    layer_without_numbers,
+)
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.models.decoder import Decoder
+from nanoserve.models.loading import empty_decoder
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from tests.executor.small_model import (
@@ -28,6 +35,7 @@ from tests.executor.small_model import (
     small_config,
     small_decoder,
 )
+from tests.oracle.checkpoints import FAMILIES
 from triton_ops.cpu import cpu_operators
 from triton_ops.cpu.building import content_hash
 
@@ -204,6 +212,17 @@ def test_a_build_that_is_ended_while_a_class_is_made_is_no_failure_of_the_compil
     with pytest.raises(SystemExit):
         job.fill(lambda temporary: compile_layer(job, temporary))
     assert not job.failure.exists() and not job.interruption.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_layer_that_is_compiled_has_the_dtypes_of_the_decoders(dtype: torch.dtype) -> None:
+    """Corrections of a router stay float32; the compiled code would read them as the others."""
+    config = ModelConfig.from_hf(FAMILIES["deepseek_v3"]().to_dict())
+    decoder = empty_decoder(config, dtype, torch.device("cpu"))
+    layer = layer_without_numbers(layer_kind("layer", config, 1), dtype)
+    found = {name: weight.dtype for name, weight in layer.named_parameters()}
+    assert found == {name: weight.dtype for name, weight in decoder.layers[1].named_parameters()}
+    assert set(found.values()) == {dtype, torch.float32}
 
 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:

@@ -21,7 +21,8 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import EmbeddingConfig, LayerDifferences, RopeConfig
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
-from nanoserve.models.decoder import DecoderLayer, layer_type
+from nanoserve.models.decoder import SINGLE_RANK, DecoderLayer, TensorParallelGroup, layer_type
+from nanoserve.models.dtypes import default_dtype
 from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
@@ -151,6 +152,17 @@ class FunctionalLayer(nn.Module):
         return outputs
 
 
+def layer_without_numbers(
+    kind: CompiledKind, dtype: torch.dtype, group: TensorParallelGroup = SINGLE_RANK
+) -> DecoderLayer:
+    """A layer of this kind on the meta device. Its parameters have the dtypes that they have in a
+    decoder of `dtype`: compiled code reads the decoder's own."""
+    with default_dtype(dtype), torch.device("meta"):
+        layer = layer_type(kind.config, 0)(kind.config, 0, group)
+        pack_layers(layer, kind.packed)
+    return layer
+
+
 @dataclass(frozen=True, slots=True)
 class LayerJob(Shelf):
     """A part of a layer to compile, and the shelf that keeps the result."""
@@ -168,9 +180,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     fails."""
     torch.set_num_threads(job.threads)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    with torch.device("meta"):
-        layer = layer_type(job.kind.config, 0)(job.kind.config, 0).to(dtype)
-        pack_layers(layer, job.kind.packed)
+    layer = layer_without_numbers(job.kind, dtype)
     # memory that is never touched costs nothing
     layer = layer.to_empty(device="cpu").requires_grad_(False).eval()
     function = FunctionalLayer(layer, job.kind.part)

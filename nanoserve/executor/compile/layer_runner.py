@@ -31,12 +31,13 @@ from nanoserve.executor.compile.aot_build import (
     LayerJob,
     LayerPart,
     layer_kind,
+    layer_without_numbers,
     step_arguments,
 )
 from nanoserve.executor.start.memory import out_of_memory
 from nanoserve.models.attention import AttentionFunction
-from nanoserve.models.decoder import Decoder, DecoderLayer, layer_type
-from nanoserve.models.packed import pack_layers, packed_shapes
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.packed import packed_shapes
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
@@ -305,9 +306,8 @@ class _TorchCompiled:
     def __init__(
         self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
     ) -> None:
-        with torch.device("meta"):  # weights are arguments: these are never used
-            layer = layer_type(kind.config, 0)(kind.config, 0, decoder.group).to(decoder.dtype)
-            pack_layers(layer, kind.packed)
+        # weights are arguments: these are never used
+        layer = layer_without_numbers(kind, decoder.dtype, decoder.group)
         # torch compiles one code object at most 8 times, then gives up on it: each kind of layer
         # has its own.
         forward = FunctionalLayer.forward
