@@ -41,12 +41,16 @@ class LayerNames:
     convolution_inputs: str = "conv.in_proj"
     convolution_kernel: str = "conv.conv"
     convolution_output: str = "conv.out_proj"
-    delta_net: str = "linear_attn"
-    delta_net_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    delta_net_inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     """Matrices of Gated DeltaNet that make queries, keys, values and gates of the output: apart, or
     a single one with those of a key head side by side."""
-    delta_net_rates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    delta_net_rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     """Its matrices that make learning rates and decays: apart, or a single one by key head."""
+    delta_net_kernel: str = "linear_attn.conv1d"
+    delta_net_decay: str = "linear_attn.A_log"
+    delta_net_step_bias: str = "linear_attn.dt_bias"
+    delta_net_norm: str = "linear_attn.norm"
+    delta_net_output: str = "linear_attn.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ _QWEN3_5 = CheckpointNames(
 _QWEN3_NEXT = CheckpointNames(
     layer=replace(
         _QWEN3_5.layer,
-        delta_net_inputs=("in_proj_qkvz",),
-        delta_net_rates=("in_proj_ba",),
+        delta_net_inputs=("linear_attn.in_proj_qkvz",),
+        delta_net_rates=("linear_attn.in_proj_ba",),
     )
 )
 _GPT_OSS = CheckpointNames(
@@ -151,6 +155,26 @@ _GGUF = CheckpointNames(
 )
 """All experts of a layer are one tensor of the file; the name of each ends in its number."""
 _GGUF_GLM = replace(_GGUF, layer=replace(_GGUF.layer, gate_up=("ffn_up",)))
+_GGUF_QWEN3_5 = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        feed_forward_norm="post_attention_norm",
+        shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+        shared_down="ffn_down_shexp",
+        shared_gate="ffn_gate_inp_shexp",
+        delta_net_inputs=("attn_qkv", "attn_gate"),
+        delta_net_rates=("ssm_beta", "ssm_alpha"),
+        delta_net_kernel="ssm_conv1d",
+        delta_net_decay="ssm_a",
+        delta_net_step_bias="ssm_dt.bias",
+        delta_net_norm="ssm_norm",
+        delta_net_output="ssm_out",
+    ),
+)
+_GGUF_QWEN3_NEXT = replace(
+    _GGUF_QWEN3_5, layer=replace(_GGUF_QWEN3_5.layer, delta_net_rates=("ssm_ba",))
+)
 _GGUF_LFM2 = replace(_GGUF, final_norm="token_embd_norm.weight")
 
 
@@ -170,17 +194,22 @@ _FAMILIES = {
     "lfm2_moe": _LFM2,
 }
 
+_GGUF_FAMILIES = {
+    "glm4": _GGUF_GLM,
+    "lfm2": _GGUF_LFM2,
+    "lfm2_moe": _GGUF_LFM2,
+    "qwen3_next": _GGUF_QWEN3_NEXT,
+    "qwen3_5_text": _GGUF_QWEN3_5,
+    "qwen3_5_moe_text": _GGUF_QWEN3_5,
+}
+
 
 def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     """The names that this checkpoint uses."""
     if config.tensor_names == "chatglm":
         return _CHATGLM
     if config.tensor_names == "gguf":
-        if config.family == "glm4":
-            return _GGUF_GLM
-        if config.family in ("lfm2", "lfm2_moe"):
-            return _GGUF_LFM2
-        return _GGUF
+        return _GGUF_FAMILIES.get(config.family, _GGUF)
     mla = config.attention.mla
     if mla is not None:
         query = "self_attn.q_proj"

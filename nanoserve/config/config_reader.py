@@ -18,6 +18,7 @@ from nanoserve.config.model_parts import (
     LogitConfig,
     MlaConfig,
     MoeConfig,
+    NormConfig,
     RecurrentConfig,
     RopeConfig,
 )
@@ -88,7 +89,7 @@ def read_config(
         rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention=_attention(fields, family, mla, rope),
-        norms=replace(family.norms, eps=fields.number(family.norm_eps_key, 1e-6, least=0.0)),
+        norms=_norms(fields, family),
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
         recurrent=_recurrent(fields, family, num_layers),
@@ -255,6 +256,14 @@ def _attention(
         if family.attention_bias == "all":
             attention = replace(attention, output_bias=True)
     return attention
+
+
+def _norms(fields: ConfigFields, family: Family) -> NormConfig:
+    eps = fields.number(family.norm_eps_key, 1e-6, least=0.0)
+    norms = replace(family.norms, eps=eps)
+    if norms.kind == "rms_plus_one" and _tensor_names(fields) == "gguf":
+        return replace(norms, kind="rms_exact")  # llama.cpp's converter adds the 1
+    return norms
 
 
 def _intermediate_size(fields: ConfigFields, family: Family) -> int:

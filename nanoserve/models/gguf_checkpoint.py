@@ -2,7 +2,7 @@
 heads are in order."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from nanoserve.config.quantization import BlockType
 from nanoserve.models.gguf_directory import ROPE_FACTORS
 from nanoserve.models.gguf_file import GgufFile, GgufTensor, open_gguf
-from triton_ops import GroupQuantized, PackedFormat
+from nanoserve.models.gguf_recurrent import TiledHeads, num_drafting_layers, tiled_heads
+from nanoserve.models.packed import MatrixForm
+from triton_ops import GroupQuantized
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -29,6 +31,13 @@ class GgufSlice:
     is_kernel: bool = False
     """Whether it is the kernel of a convolution, which safetensors have as [channels, 1, size]."""
 
+    row_heads: TiledHeads | None = None
+    """The order of value heads over rows, where it is another one."""
+    column_heads: TiledHeads | None = None
+    """The same over columns."""
+    is_decay: bool = False
+    """Whether the numbers are -exp of those that safetensors have."""
+
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
         if self.is_kernel and len(shape) == 2:
@@ -43,33 +52,49 @@ class GgufSlice:
     def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
         """The selected part; quantized types as float32."""
         if self.tensor.type.size > 1:
-            matrix = self.quantized(taken[0])
-            return matrix.dequantize()[:, taken[1]]
+            return self.quantized(taken[0]).dequantize()[:, taken[1]]
         dtype = _PLAIN[self.tensor.type.name]
         values = self._stored_rows()
         rows = self._rows(taken[0])
         if len(self.get_shape()) == 1:
-            return values.view(dtype)[0][rows]
+            numbers = values.view(dtype)[0][rows]
+            if self.is_decay:
+                numbers = numbers.neg().log()
+            return numbers
+        matrix = values[rows].view(dtype)
         if self.is_kernel:
-            return values[rows].view(dtype)[:, None]
-        return values[rows].view(dtype)[:, taken[1]]
+            return matrix[:, None]
+        if self.column_heads is not None:
+            matrix = matrix[:, self.column_heads.places(torch.arange(matrix.shape[1]))]
+        return matrix[:, taken[1]]
 
     @property
-    def format(self) -> PackedFormat | None:
+    def form(self) -> MatrixForm | None:
         """How a quantized matrix is packed, found by decoding a row; None for numbers."""
         if self.tensor.type.size == 1:
             return None
-        row = decode_blocks(self._stored_rows()[:1], self.tensor.type)
-        return row.format
+        row = self.quantized(slice(0, 1))
+        return MatrixForm(row.format, row.order)
 
     def quantized(self, rows: slice) -> GroupQuantized:
         """Rows of a quantized matrix."""
+        block, heads = self.tensor.type, self.column_heads
         stored = self._stored_rows()[self._rows(rows)]
-        return decode_blocks(stored, self.tensor.type)
+        if heads is None:
+            return decode_blocks(stored, block)
+        if heads.size % block.size == 0:  # a head is whole blocks
+            blocks = stored.view(len(stored), -1, block.num_bytes)
+            of_blocks = replace(heads, size=heads.size // block.size)
+            places = of_blocks.places(torch.arange(blocks.shape[1]))
+            return decode_blocks(blocks[:, places].flatten(1), block)
+        places = heads.places(torch.arange(self.tensor.shape[-1]))
+        return replace(decode_blocks(stored, block), order=places.argsort())
 
     def _rows(self, taken: slice) -> Tensor:
         """The places of rows in the file."""
         rows = torch.arange(self.get_shape()[0])[taken]
+        if self.row_heads is not None:
+            return self.row_heads.places(rows)
         size = self.head_size
         if size == 0:
             return rows
@@ -118,19 +143,35 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
     num_heads = file.get("llama.attention.head_count", int, 0)
     num_kv_heads = file.get("llama.attention.head_count_kv", int, num_heads)
     heads = {"attn_q": num_heads, "attn_k": num_kv_heads}  # of Llama alone
+    value_heads = tiled_heads(file)
+    drafting = _drafting_layers(file)
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
         matrix = stem.rpartition(".")[2]
+        if name == ROPE_FACTORS or name.startswith(drafting):
+            continue  # these are part of the config, and those are not used
         if matrix.endswith("_exps") and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
-        elif name != ROPE_FACTORS:  # these are part of the config
-            head_size = 0
-            permuted = heads.get(matrix, 0)
-            if permuted > 0:
-                head_size = tensor.shape[0] // permuted
-            is_kernel = stem.endswith(".shortconv.conv")
-            yield name, GgufSlice(tensor, head_size=head_size, is_kernel=is_kernel)
+            continue
+        found = GgufSlice(tensor, is_kernel=stem.endswith((".shortconv.conv", ".ssm_conv1d")))
+        if ending == "ssm_a":
+            found = replace(found, is_decay=True, row_heads=value_heads.get(ending))
+        elif matrix == "ssm_out":
+            found = replace(found, column_heads=value_heads.get(matrix))
+        elif matrix in value_heads:
+            found = replace(found, row_heads=value_heads[matrix])
+        elif heads.get(matrix, 0) > 0:
+            found = replace(found, head_size=tensor.shape[0] // heads[matrix])
+        yield name, found
+
+
+def _drafting_layers(file: GgufFile) -> tuple[str, ...]:
+    """What the names of tensors in layers for drafts begin with."""
+    architecture = file.get("general.architecture", str, "")
+    count = file.get(f"{architecture}.block_count", int, 0)
+    drafting = num_drafting_layers(file, architecture)
+    return tuple(f"blk.{layer}." for layer in range(count - drafting, count))
 
 
 # ------------------------------------------------------------------------------------ Blocks of

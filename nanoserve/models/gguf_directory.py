@@ -17,7 +17,7 @@ import msgspec
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, open_gguf
-from nanoserve.models.gguf_recurrent import short_convolutions
+from nanoserve.models.gguf_recurrent import gated_delta_net, short_convolutions
 from nanoserve.models.gguf_vocabulary import (
     BYTE,
     CONTROL,
@@ -41,10 +41,16 @@ _FAMILIES = {
     "glm4": "glm4",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
 _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "lfm2": short_convolutions,
     "lfm2moe": short_convolutions,
+    "qwen3next": gated_delta_net,
+    "qwen35": gated_delta_net,
+    "qwen35moe": gated_delta_net,
 }
 """What reads the keys of layers with a recurrent state, by the architecture's name."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
@@ -102,6 +108,10 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN3_5_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
@@ -110,6 +120,7 @@ _WORDS = {
     "glm4": _LLAMA3_WORDS % "1,3",
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
+    "qwen35": _QWEN3_5_WORDS,
 }
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
@@ -166,12 +177,12 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config[key] = file.need(f"{architecture}.{name}", int)
     recurrent = _RECURRENT.get(architecture)
     for key, name in _OTHER_SIZES.items():
-        if recurrent is None or key != "num_key_value_heads":
+        if recurrent is not short_convolutions or key != "num_key_value_heads":
             config[key] = file.find(f"{architecture}.{name}", int)
     if config["head_dim"] is None:
         del config["head_dim"]
     num_experts = file.get(f"{architecture}.expert_count", int, 0)
-    has_experts = num_experts != 0 or architecture.endswith("moe")
+    has_experts = num_experts != 0 or architecture.endswith(("moe", "next"))
     if has_experts:
         config |= _experts(file, architecture)
     config["model_type"] = _model_type(
@@ -183,7 +194,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = "float16"
     config["quantization_config"] = _quantization(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["attention_bias"] = any(name.endswith(".attn_q.bias") for name in file.tensors)
     config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(
         file, f"{architecture}.rope."
     )
@@ -251,8 +262,11 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
 def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     """How a longer context is made of the trained one, as llama.cpp reads it: a factor without a
     type is linear, one of 0 is none, and type none ignores it."""
+    known = _ROPE_KEYS
+    if prefix.startswith("qwen35"):  # sections are for images; a text's positions are all the same
+        known |= {"dimension_sections"}
     for key in file.metadata:
-        if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_KEYS:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in known:
             raise file.fail(f"{key:.80} is not supported")
     scaling = f"{prefix}scaling."
     kind = file.get(f"{scaling}type", str, "linear")
@@ -393,7 +407,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    if words == "qwen2":
+    if words in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     special, ordinary = [], []
     for entry in settings["added_tokens_decoder"].values():

@@ -203,14 +203,14 @@ class GgufFile:
             raise self.fail(f"{key} is missing")
         return found
 
-    def whole_numbers(self, key: str, count: int) -> list[int]:
-        """The array of so many whole numbers under that key, which must be there."""
+    def listed(self, key: str, kind: type[Item], count: int) -> list[Item]:
+        """The array of so many items of that kind under that key, which must be there."""
         value: Any = self.metadata.get(key)
         if is_array(value) and len(value) == count:
-            numbers = list(value)
-            if set(map(type, numbers)) <= {int}:
-                return numbers
-        raise self.fail(f"{key} is missing or not an array of {count} whole numbers")
+            items = list(value)
+            if set(map(type, items)) <= {kind}:
+                return items
+        raise self.fail(f"{key} is missing or not an array of {count} items of {kind.__name__}")
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")

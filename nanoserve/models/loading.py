@@ -322,9 +322,9 @@ def _stored_tensors(handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
             header = handle.get_slice(stored_name)
             found = StoredTensor(path, stored_name, tuple(header.get_shape()), header.get_dtype())
-            if not _is_safetensors(path) and header.format is not None:
+            if not _is_safetensors(path) and header.form is not None:
                 decode = partial(_decode_blocks, path, name)
-                found = replace(found, decode=decode, form=MatrixForm(header.format, None))
+                found = replace(found, decode=decode, form=header.form)
             stored[name] = found
     return stored
 

@@ -362,18 +362,17 @@ def _mixer_parts(
         yield from _convolution_parts(config, recurrent, layer, prefix, target)
         return
     hidden = config.hidden_size
-    prefix += layer.delta_net + "."
     mixer = target + "mixer."
     yield from _delta_net_inputs(heads, layer, prefix, mixer, hidden)
     kernel = (heads.channels, 1, recurrent.kernel_size)
-    yield TensorPart(prefix + "conv1d.weight", mixer + "kernel", kernel)
     by_head = (heads.num_value_heads,)
-    yield TensorPart(prefix + "A_log", mixer + "log_decay", by_head)
-    yield TensorPart(prefix + "dt_bias", mixer + "step_bias", by_head)
-    yield TensorPart(prefix + "norm.weight", mixer + "norm.weight", (heads.value_head_dim,))
-    yield TensorPart(
-        prefix + "out_proj.weight", target + "output.weight", (hidden, heads.value_size)
-    )
+    output = (hidden, heads.value_size)
+    yield TensorPart(f"{prefix}{layer.delta_net_kernel}.weight", mixer + "kernel", kernel)
+    yield TensorPart(prefix + layer.delta_net_decay, mixer + "log_decay", by_head)
+    yield TensorPart(prefix + layer.delta_net_step_bias, mixer + "step_bias", by_head)
+    norm = f"{prefix}{layer.delta_net_norm}.weight"
+    yield TensorPart(norm, mixer + "norm.weight", (heads.value_head_dim,))
+    yield TensorPart(f"{prefix}{layer.delta_net_output}.weight", target + "output.weight", output)
 
 
 def _convolution_parts(
@@ -399,29 +398,31 @@ def _delta_net_inputs(
     inputs = [prefix + name for name in layer.delta_net_inputs]
     rates = [prefix + name for name in layer.delta_net_rates]
     num_heads = heads.num_value_heads
+    shared = num_heads // heads.num_key_heads
+    key, value = heads.key_head_dim, shared * heads.value_head_dim
     if len(inputs) > 1:
         sizes = (heads.channels, heads.value_size)
         yield from _rows(inputs, mixer + "inputs", sizes, hidden, bias=False)
+    else:
+        yield from _interleaved_rows(
+            inputs[0],
+            [mixer + "inputs"] * 4,
+            [key, key, value, value],
+            heads.num_key_heads,
+            hidden,
+            first_rows=[0, heads.key_size, 2 * heads.key_size, heads.channels],
+        )
+    if len(rates) > 1:
         yield from _rows(rates, mixer + "rates", (num_heads, num_heads), hidden, bias=False)
-        return
-    shared = num_heads // heads.num_key_heads
-    key, value = heads.key_head_dim, shared * heads.value_head_dim
-    yield from _interleaved_rows(
-        inputs[0],
-        [mixer + "inputs"] * 4,
-        [key, key, value, value],
-        heads.num_key_heads,
-        hidden,
-        first_rows=[0, heads.key_size, 2 * heads.key_size, heads.channels],
-    )
-    yield from _interleaved_rows(
-        rates[0],
-        [mixer + "rates"] * 2,
-        [shared, shared],
-        heads.num_key_heads,
-        hidden,
-        first_rows=[0, num_heads],
-    )
+    else:
+        yield from _interleaved_rows(
+            rates[0],
+            [mixer + "rates"] * 2,
+            [shared, shared],
+            heads.num_key_heads,
+            hidden,
+            first_rows=[0, num_heads],
+        )
 
 
 def _rows(

@@ -40,6 +40,9 @@ CASES = [
     ("qwen3_moe", "BF16"),
     ("lfm2", "Q4_K"),
     ("lfm2_moe", "Q8_0"),
+    ("qwen3_next", "Q8_0"),
+    ("qwen3_5_text", "Q4_K"),
+    ("qwen3_5_moe_text", "F16"),
 ]
 
 
@@ -71,6 +74,7 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
         ("glm4", "Q6_K", (2, 1)),
         ("qwen2", "Q8_0", (2, 2)),
         ("lfm2_moe", "Q8_0", (2, 2)),
+        ("qwen3_5_text", "Q8_0", (2, 2)),
     ],
 )
 def test_shards_compute_what_the_whole_model_does(
@@ -114,6 +118,10 @@ def make_model(
         "hidden_size": 256,
         "intermediate_size": inner,
         "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "decoder_sparse_step": 1,
     }.items():
         if hasattr(config, name):
             setattr(config, name, size)

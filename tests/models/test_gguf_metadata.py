@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import GatedDeltaNetConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint
@@ -59,7 +60,11 @@ def described(key: str, value: Any) -> bytes:
         return entry(
             key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value))
         )
-    kind, letter = (FLOAT, "f") if value and isinstance(value[0], float) else (U32, "I")
+    kind, letter = U32, "I"
+    if value and isinstance(value[0], float):
+        kind, letter = FLOAT, "f"
+    elif value and isinstance(value[0], bool):
+        kind, letter = BOOL, "?"
     return entry(key, ARRAY, struct.pack(f"<IQ{len(value)}{letter}", kind, len(value), *value))
 
 
@@ -232,8 +237,11 @@ def test_layers_of_lfm2_without_key_value_heads_have_a_state(tmp_path: Path) -> 
     ("changes", "complaint"),
     [
         ({"expert_gating_func": 1}, "expert_gating_func of 1 is not supported; only 2 (sigmoid)"),
-        ({"attention.head_count_kv": 2}, "head_count_kv is missing or not an array of 4 whole"),
-        ({"attention.head_count_kv": [0, 2]}, "is missing or not an array of 4 whole numbers"),
+        (
+            {"attention.head_count_kv": 2},
+            "head_count_kv is missing or not an array of 4 items of int",
+        ),
+        ({"attention.head_count_kv": [0, 2]}, "is missing or not an array of 4 items of int"),
         (
             {"attention.head_count_kv": [0, 2, 0, 4]},
             "head_count_kv must be the same in all layers that attend, found [2, 4]",
@@ -248,6 +256,73 @@ def test_lfm2_that_cannot_be_is_one_line(
     changed = {f"lfm2moe.{key}": value for key, value in changes.items()}
     with pytest.raises(ModelError, match=re.escape(complaint)):
         gguf_config(written(tmp_path, {**LFM2_MOE, **changed}))
+
+
+QWEN3_5: Mapping[str, Any] = {
+    **{key.replace("llama", "qwen35"): value for key, value in PLAIN.items()},
+    "general.architecture": "qwen35",
+    "qwen35.block_count": 6,
+    "qwen35.ssm.conv_kernel": 4,
+    "qwen35.ssm.state_size": 8,
+    "qwen35.ssm.group_count": 2,
+    "qwen35.ssm.time_step_rank": 6,
+    "qwen35.ssm.inner_size": 72,
+    "qwen35.nextn_predict_layers": 1,
+    "qwen35.full_attention_interval": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "recurrent"),
+    [
+        ({}, {0, 1, 3, 4}),
+        ({"full_attention_interval": 2}, {0, 2, 4}),
+        ({"attention.recurrent_layers": [True, False, True, True, False, False]}, {0, 2, 3}),
+        ({"attention.recurrent_layers": [False] * 6}, set()),
+    ],
+)
+def test_layers_of_qwen3_5_with_a_state(
+    changes: dict[str, Any], recurrent: set[int], tmp_path: Path
+) -> None:
+    """The last of six layers is for drafts."""
+    changed = {f"qwen35.{key}": value for key, value in changes.items()}
+    found = gguf_config(written(tmp_path, {**QWEN3_5, **changed}))
+    assert found.num_layers == 5
+    assert {layer for layer in range(5) if found.is_recurrent(layer)} == recurrent
+    if found.recurrent is not None:
+        assert found.recurrent.delta_net == GatedDeltaNetConfig(2, 6, 8, 12)
+        assert found.recurrent.kernel_size == 4
+
+
+def test_tensors_of_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
+    entries = [described(key, value) for key, value in QWEN3_5.items()]
+    names = ("token_embd.weight", "blk.4.ffn_norm.weight", "blk.5.ffn_norm.weight")
+    tensors = [tensor(name, (8, 64), offset=2048 * number) for number, name in enumerate(names)]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file(entries, tensors, 3 * 2048))
+    assert list(GgufCheckpoint(path).keys()) == ["token_embd.weight", "blk.4.ffn_norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ssm.time_step_rank": 5}, "ssm.time_step_rank 5 does not divide 72"),
+        ({"ssm.time_step_rank": 0}, "ssm.time_step_rank 0 does not divide 72"),
+        ({"ssm.group_count": 4}, "linear_num_value_heads 6 is not a multiple of"),
+        ({"ssm.group_count": 0}, "linear_num_key_heads must be a positive integer, found 0"),
+        ({"nextn_predict_layers": 6}, "num_hidden_layers must be a positive integer, found 0"),
+        (
+            {"attention.recurrent_layers": [True, False]},
+            "recurrent_layers is missing or not an array of 6 items of bool",
+        ),
+    ],
+)
+def test_qwen3_5_that_cannot_be_is_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    changed = {f"qwen35.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        gguf_config(written(tmp_path, {**QWEN3_5, **changed}))
 
 
 class Asked(dict[str, Any]):
@@ -275,7 +350,7 @@ VOCABULARY = {
 def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path) -> None:
     others = (True, -1, 2.5, "x", memoryview(bytes(8)), memoryview(bytes(8)).cast("f"), ["a", "b"])
     lines = set()
-    for model, metadata in (("llama", PLAIN), ("gpt2", LFM2_MOE)):
+    for model, metadata in (("llama", PLAIN), ("gpt2", LFM2_MOE), ("gpt2", QWEN3_5)):
         path = written(tmp_path, {**metadata, **VOCABULARY, "tokenizer.ggml.model": model})
         found = GgufFile(path)
         asked = Asked(found.metadata)

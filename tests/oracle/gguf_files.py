@@ -3,6 +3,7 @@ converter."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,6 +17,9 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -57,6 +61,27 @@ _NAMES = {
     "feed_forward.experts.up_proj": "ffn_up_exps",
     "feed_forward.experts.down_proj": "ffn_down_exps",
 }
+_DELTA_NET_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_MIXER_NAMES = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+}
+_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+"""Matrices that the converter leaves in float32."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
 
@@ -132,11 +157,13 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     if config.model_type in ("lfm2", "lfm2_moe"):
         _add_short_convolutions(writer, model)
     else:
-        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_feed_forward_length(getattr(config, "intermediate_size", 5632))
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if hasattr(config, "linear_num_key_heads"):
+        _add_gated_delta_net(writer, config)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -176,6 +203,69 @@ def _add_short_convolutions(writer: gguf.GGUFWriter, model: PreTrainedModel) -> 
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _add_gated_delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    prefix = ARCHITECTURES[config.model_type]
+    recurrent = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{prefix}.attention.recurrent_layers", recurrent)
+    if config.model_type != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_mixer(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config: Any, block_type: str
+) -> None:
+    """Add a parameter of Gated DeltaNet under the names and in the order of the converter."""
+    _, _, layer, _, rest = name.split(".", 4)
+    if rest == "A_log":
+        writer.add_tensor(f"blk.{layer}.ssm_a", -parameter.exp()[_tiled(config, 1)].numpy())
+        return
+    places = torch.arange(parameter.numel()).view(parameter.shape)
+    for stored_name, taken in _stored_places(rest, places, config):
+        values = parameter.flatten()[taken]
+        _add(writer, f"blk.{layer}.{stored_name}", values, 0, block_type)
+        parameter.view(-1)[taken.flatten()] = values.flatten()
+
+
+def _stored_places(rest: str, places: torch.Tensor, config: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the file that a parameter makes, as places in it."""
+    size = config.linear_value_head_dim
+    key_size = config.linear_num_key_heads * config.linear_key_head_dim
+    if rest == "in_proj_qkvz.weight":
+        by_head = places.view(config.linear_num_key_heads, -1, places.shape[1])
+        value_rows = config.linear_num_value_heads // config.linear_num_key_heads * size
+        key_rows = config.linear_key_head_dim
+        parts = by_head.split((key_rows, key_rows, value_rows, value_rows), dim=1)
+        query, key, value, gate = (part.flatten(0, 1) for part in parts)
+        return [("attn_qkv.weight", torch.cat((query, key, value))), ("attn_gate.weight", gate)]
+    if rest in ("in_proj_qkv.weight", "conv1d.weight"):
+        places = places.flatten(1)
+        heads = places[2 * key_size :][_tiled(config, size)]
+        places = torch.cat((places[: 2 * key_size], heads))
+    elif rest == "in_proj_z.weight":
+        places = places[_tiled(config, size)]
+    elif rest in ("in_proj_b.weight", "in_proj_a.weight", "dt_bias"):
+        places = places[_tiled(config, 1)]
+    elif rest == "out_proj.weight":
+        places = places[:, _tiled(config, size)]
+    return [(_MIXER_NAMES[rest], places)]
+
+
+def _tiled(config: Any, size: int) -> torch.Tensor:
+    """The rows of value heads in the order of the file: in Qwen3.5 the first of each key head, then
+    the second of each."""
+    rows = torch.arange(config.linear_num_value_heads * size)
+    if config.model_type == "qwen3_next":
+        return rows
+    return rows.view(config.linear_num_key_heads, -1, size).swapaxes(0, 1).flatten()
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     more = range(vocab_size - len(TOKENS))
     byte_tokens = [f"<0x{number:02X}>" for number in more if number < 256 <= len(more)]
@@ -192,12 +282,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 def _add_parameter(
     writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str
 ) -> None:
+    if ".linear_attn." in name:
+        _add_mixer(writer, name, parameter, config, block_type)
+        return
     stem, _, ending = name.rpartition(".")
+    if hasattr(config, "linear_num_key_heads") and "norm" in name:
+        parameter = parameter + 1.0
     if stem.endswith("experts"):
         halves = parameter.chunk(2, dim=1) if ending == "gate_up_proj" else (parameter,)
         endings = ("gate_proj", "up_proj") if len(halves) == 2 else ("down_proj",)
         for half, matrix in zip(halves, endings, strict=True):
-            _add(writer, f"{_gguf_name(f'{stem}.{matrix}')}.weight", half, 0, block_type)
+            _add(writer, f"{_gguf_name(f'{stem}.{matrix}', config)}.weight", half, 0, block_type)
         return
     if ending == "expert_bias":
         stem, ending = name, "bias"
@@ -206,13 +301,15 @@ def _add_parameter(
         permuted = (
             config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         )
-    _add(writer, f"{_gguf_name(stem)}.{ending}", parameter, permuted, block_type)
+    _add(writer, f"{_gguf_name(stem, config)}.{ending}", parameter, permuted, block_type)
 
 
-def _gguf_name(stem: str) -> str:
+def _gguf_name(stem: str, config: Any) -> str:
     if not stem.startswith("model.layers."):
         return _NAMES[stem]
     _, _, index, rest = stem.split(".", 3)
+    if hasattr(config, "linear_num_key_heads") and rest in _DELTA_NET_NAMES:
+        return f"blk.{index}.{_DELTA_NET_NAMES[rest]}"
     return f"blk.{index}.{_NAMES[rest]}"
 
 
@@ -227,7 +324,7 @@ def _add(
         values = (
             values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         )
-    if values.dim() == 1 or "ffn_gate_inp" in name or "shortconv.conv" in name:
+    if values.dim() == 1 or any(part in name for part in _FLOATS):
         writer.add_tensor(name, values.numpy().astype(np.float32))
         return
     kind = GGMLQuantizationType[block_type]
