@@ -123,7 +123,7 @@ def delta_rule_step(
     states = decay.exp()[..., None, None] * states
     known = (key[..., None, :] @ states)[..., 0, :]
     correction = beta[..., None] * (value.float() - known)
-    states = states + key[..., None] * correction[..., None, :]
+    states.addcmul_(key[..., None], correction[..., None, :])
     return (query[..., None, :] @ states)[..., 0, :], states
 
 
