@@ -242,7 +242,7 @@ def recurrent_cases(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[Oper
         routes={OURS: Route(convolve), PLAIN: Route(convolve, reference_operators)},
     )
     size, shape = RECURRENT_HEAD_DIM, (RECURRENT_HEADS, RECURRENT_HEAD_DIM)
-    query, key, value = (part.unflatten(1, shape) for part in mixed.chunk(3, dim=1))
+    query, key, value = (torch.unflatten(part, 1, shape) for part in mixed.chunk(3, dim=1))
     decay, beta = -torch.rand(tokens, RECURRENT_HEADS), torch.rand(tokens, RECURRENT_HEADS)
     result = torch.empty(tokens, *shape, dtype=dtype)
     state = torch.zeros(len(lengths), *shape, size)
