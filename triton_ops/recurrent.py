@@ -43,24 +43,25 @@ def causal_convolution(
     single, others = _split(segments)
     if len(single):
         first, _, source, target, _ = single.T.long()
-        seen = torch.cat((_states_before(states, source), inputs[first, :, None]), dim=-1)
-        out[first] = _convolve(seen, weight, bias, silu=silu)[..., 0].to(out.dtype)
-        states[target] = seen[..., 1:]
+        seen = torch.cat((_states_before(states, source).mT, inputs[first, None]), dim=-2)
+        out[first] = _convolve(seen, weight, bias, silu=silu)[:, 0].to(out.dtype)
+        states[target] = seen[:, 1:].mT
     for begin, end, source, target, _ in others:
         before = states[source] if source >= 0 else states.new_zeros(states.shape[1:])
-        seen = torch.cat((before, inputs[begin:end].T), dim=-1)
-        out[begin:end] = _convolve(seen, weight, bias, silu=silu).T
-        states[target] = seen[:, end - begin :]
+        seen = torch.cat((before.mT, inputs[begin:end]))
+        out[begin:end] = _convolve(seen, weight, bias, silu=silu)
+        states[target] = seen[end - begin :].mT
 
 
 def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-    """Inputs [..., channels, kernel_size - 1 + L] -> float32 [..., channels, L]"""
-    length = seen.shape[-1] - weight.shape[1] + 1
-    result = torch.zeros_like(seen[..., :length], dtype=torch.float32)
+    """Inputs [..., kernel_size - 1 + L, channels] -> float32 [..., L, channels]"""
+    length = seen.shape[-2] - weight.shape[1] + 1
+    exact = seen.float()
+    result = torch.zeros_like(exact[..., :length, :])
     if bias is not None:
-        result += bias[:, None].float()
+        result += bias.float()
     for place in range(weight.shape[1]):
-        result += weight[:, place, None].float() * seen[..., place : place + length].float()
+        result += weight[:, place].float() * exact[..., place : place + length, :]
     return functional.silu(result) if silu else result
 
 
@@ -123,7 +124,7 @@ def delta_rule_step(
     states = decay.exp()[..., None, None] * states
     known = (key[..., None, :] @ states)[..., 0, :]
     correction = beta[..., None] * (value.float() - known)
-    states = states + key[..., None] * correction[..., None, :]
+    states.addcmul_(key[..., None], correction[..., None, :])
     return (query[..., None, :] @ states)[..., 0, :], states
 
 

@@ -254,9 +254,9 @@ def a_delta_call(
     shape = (SLOTS, value_heads, heads.key_dim, heads.value_dim)
     return DeltaCall(
         torch.full((count, value_heads, heads.value_dim), torch.nan, dtype=dtype),
-        query.unflatten(1, (heads.key_heads, heads.key_dim)),
-        key.unflatten(1, (heads.key_heads, heads.key_dim)),
-        value.unflatten(1, (value_heads, heads.value_dim)),
+        torch.unflatten(query, 1, (heads.key_heads, heads.key_dim)),
+        torch.unflatten(key, 1, (heads.key_heads, heads.key_dim)),
+        torch.unflatten(value, 1, (value_heads, heads.value_dim)),
         decay,
         beta,
         poisoned(torch.randn(*shape, generator=generator), step),

@@ -23,21 +23,29 @@ struct Convolution {
   bool silu;
 };
 
+// What the compiler can shuffle: a struct of 16 bits it cannot.
+template <typename Number>
+using Word = std::conditional_t<std::is_same_v<Number, float>, float, uint16_t>;
+
 // source[count, Columns] -> target[Columns, kChannels]. Where Columns is known, the compiler makes shuffles of it; 0
 // stands for any number.
 template <int64_t Columns, typename Number>
 inline void turn(const Number* source, int64_t count, int64_t any_columns, Number* target) {
   const int64_t columns = Columns ? Columns : any_columns;
+  const auto* __restrict from = reinterpret_cast<const Word<Number>*>(source);
+  auto* __restrict to = reinterpret_cast<Word<Number>*>(target);
   for (int64_t c = 0; c < count; ++c)
-    for (int64_t j = 0; j < columns; ++j) target[j * kChannels + c] = source[c * columns + j];
+    for (int64_t j = 0; j < columns; ++j) to[j * kChannels + c] = from[c * columns + j];
 }
 
 // The way back.
 template <int64_t Columns, typename Number>
 inline void turn_back(const Number* source, int64_t count, int64_t any_columns, Number* target) {
   const int64_t columns = Columns ? Columns : any_columns;
+  const auto* __restrict from = reinterpret_cast<const Word<Number>*>(source);
+  auto* __restrict to = reinterpret_cast<Word<Number>*>(target);
   for (int64_t c = 0; c < count; ++c)
-    for (int64_t j = 0; j < columns; ++j) target[c * columns + j] = source[j * kChannels + c];
+    for (int64_t j = 0; j < columns; ++j) to[c * columns + j] = from[j * kChannels + c];
 }
 
 // One position of `count` channels: window[i] and weights[i] are rows of kChannels floats, the oldest first.
@@ -49,7 +57,7 @@ inline void convolve_position(
     Vec sum = Vec::loadu(bias + c);
     for (int64_t j = 0; j < kernel_size; ++j)
       sum = at::vec::fmadd(Vec::loadu(weights + j * kChannels + c), Vec::loadu(window(j) + c), sum);
-    if (silu) sum = sum / (Vec(1.0f) + sum.neg().exp());
+    if (silu) sum = sum / (Vec(1.0f) + sum.neg().exp_u20());
     sum.store(sums + c);
   }
   convert_back(sums, out, count);
@@ -84,10 +92,16 @@ void convolve_channels(const Convolution<Number>& problem, const std::vector<Seg
     }
     for (int64_t i = 0; i < length; ++i) {
       const int64_t token = segment.begin + i;
-      convert_scaled(problem.inputs + token * problem.input_stride + first, row(i + kept), count, 1.0f);
+      const Number* inputs = problem.inputs + token * problem.input_stride + first;
+      Number* out = problem.out + token * problem.channels + first;
+      if (i + kPositionsAhead < length)
+        for (int64_t c = 0; c < count; c += 64 / sizeof(Number)) {
+          __builtin_prefetch(inputs + kPositionsAhead * problem.input_stride + c);
+          __builtin_prefetch(out + kPositionsAhead * problem.channels + c, 1);
+        }
+      convert_scaled(inputs, row(i + kept), count, 1.0f);
       convolve_position(
-          [&](int64_t j) { return row(i + j); }, weights, kernel_size, bias, count, problem.silu, sums,
-          problem.out + token * problem.channels + first);
+          [&](int64_t j) { return row(i + j); }, weights, kernel_size, bias, count, problem.silu, sums, out);
     }
     for (int64_t j = 0; j < kept; ++j) convert_back(row(length + j), turned.data() + j * kChannels, kChannels);
     turn_back<kKept>(

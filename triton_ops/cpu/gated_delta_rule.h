@@ -8,7 +8,9 @@
 
 namespace nanoserve {
 
-constexpr int64_t kChunk = 64;     // positions of a chunk, which begins at a multiple of this
+// Positions of a chunk, which begins at a multiple of this. It divides the CHUNK of recurrent.py: a shorter chunk takes
+// fewer multiplications, until the products become too small.
+constexpr int64_t kChunk = 32;
 constexpr int64_t kSolvedRows = 2 * kTileRows;  // of the triangular system that are solved one by one
 constexpr float kNormEpsilon = 1e-6f;
 // Vectors of a state's row that a step takes together: with their sums, as many as there are registers for.
@@ -36,7 +38,7 @@ struct DeltaRule {
   float log_factor(int64_t token, int64_t head) const { return decay[token * value_heads + head]; }
 };
 
-// One thread's matrices; rows are padded to whole vectors. Those that are transposed have sides of kTransposed's multiples.
+// One thread's matrices; rows are padded to whole vectors, and those of matrices that are transposed to kTransposed.
 struct DeltaTiles {
   int64_t depth, width;  // key_dim and value_dim, padded
   float *keys, *queries, *turned, *system, *scores, *corrections, *outputs, *state, *between, *left, *grown;
@@ -75,10 +77,10 @@ struct Step {
   int64_t key_dim;
 };
 
-// Columns from `column` on of one step: Vectors of them, or `count` of one vector. `stride` lies between a state's rows.
+// Columns from `column` on of one step: Vectors of them, or `count` of one vector. Rows of a state are `stride` apart.
 //
-// With the state S before it, the correction is u = rate (v - factor S^T k), the state after it factor S + k u^T, and the
-// output of that factor S^T q + (k . q) u: both products come of one pass.
+// With the state S before it, the correction is u = rate (v - factor S^T k), and the state after it factor S + k u^T.
+// The output is factor S^T q + (k . q) u, so one pass over S gives both products.
 template <int64_t Vectors, bool Whole>
 inline void step_columns(
     const Step& step, const float* source, float* target, int64_t stride, int64_t column, int64_t count) {
@@ -152,18 +154,21 @@ void load_chunk(
     const DeltaRule<Number>& problem, int64_t head, int64_t first, int64_t count, const DeltaTiles& tiles) {
   const int64_t depth = tiles.depth, padded = round_up(count, kTransposed), key_head = head / problem.group;
   const float scale = 1.0f / std::sqrt(static_cast<float>(problem.key_dim));
+  const auto head_at = [](const Number* numbers, const int64_t (&strides)[2], int64_t some_head, int64_t token,
+                          int64_t dim) {
+    const Number* place = numbers + token * strides[0] + some_head * strides[1];
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(Number)) __builtin_prefetch(place + kPositionsAhead * strides[0] + d);
+    return place;
+  };
   float total = 0.0f;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t token = first + i;
-    load_normed(
-        problem.key + token * problem.key_strides[0] + key_head * problem.key_strides[1], problem.key_dim, depth, 1.0f,
-        tiles.keys + i * depth);
-    load_normed(
-        problem.query + token * problem.query_strides[0] + key_head * problem.query_strides[1], problem.key_dim, depth,
-        scale, tiles.queries + i * depth);
-    convert_scaled(
-        problem.value + token * problem.value_strides[0] + head * problem.value_strides[1],
-        tiles.corrections + i * tiles.width, problem.value_dim, 1.0f);
+    const int64_t token = first + i, key_dim = problem.key_dim, value_dim = problem.value_dim;
+    const Number* key = head_at(problem.key, problem.key_strides, key_head, token, key_dim);
+    const Number* query = head_at(problem.query, problem.query_strides, key_head, token, key_dim);
+    const Number* value = head_at(problem.value, problem.value_strides, head, token, value_dim);
+    load_normed(key, key_dim, depth, 1.0f, tiles.keys + i * depth);
+    load_normed(query, key_dim, depth, scale, tiles.queries + i * depth);
+    convert_scaled(value, tiles.corrections + i * tiles.width, value_dim, 1.0f);
     total += problem.log_factor(token, head);
     tiles.grown[i] = std::exp(total);
   }
@@ -175,8 +180,9 @@ void load_chunk(
 }
 
 // The products of keys with keys become the negative system below its diagonal, those of queries with keys the weights
-// of corrections: each times the factor of the positions between both. Logarithms of these factors are added up from row
-// to row: differences of totals would be less exact, where one factor is all but 0. `left` is of the last row.
+// of corrections. Each is multiplied by the factor of the positions between both. The logarithms of these factors are
+// added up from row to row: differences of totals would be less exact where one factor is all but 0. The factors of the
+// last row stay in `left`.
 template <typename Number>
 void weigh_products(
     const DeltaRule<Number>& problem, int64_t head, int64_t first, int64_t count, const DeltaTiles& tiles) {

@@ -8,6 +8,10 @@
 
 namespace nanoserve {
 
+// Positions between the one that is computed and the one that is fetched meanwhile: they lie too far apart for the
+// processor to see what comes next.
+constexpr int64_t kPositionsAhead = 4;
+
 struct Segment {
   int64_t begin, end;      // its tokens among those of the step
   int64_t source, target;  // slots; a source below 0 is a state of zeros

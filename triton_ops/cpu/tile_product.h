@@ -40,6 +40,8 @@ inline void multiply_rows(
   int64_t j = 0;
   for (; j + kTileVectors * kLanes <= columns; j += kTileVectors * kLanes)
     multiply_tile<Rows, kTileVectors, Accumulate>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
+  for (; j + kTileVectors / 2 * kLanes <= columns; j += kTileVectors / 2 * kLanes)
+    multiply_tile<Rows, kTileVectors / 2, Accumulate>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
   for (; j < columns; j += kLanes)
     multiply_tile<Rows, 1, Accumulate>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
 }
@@ -53,6 +55,8 @@ inline void multiply(
   for (; i + kTileRows <= rows; i += kTileRows)
     multiply_rows<kTileRows, Accumulate>(
         a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, columns);
+  for (; i + 2 <= rows; i += 2)
+    multiply_rows<2, Accumulate>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, columns);
   for (; i < rows; ++i)
     multiply_rows<1, Accumulate>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, columns);
 }

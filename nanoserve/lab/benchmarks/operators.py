@@ -2,7 +2,7 @@
 turns in one run.
 
 Every call reads memory that the caches have forgotten, as in a model. The shapes are those of
-Qwen3-0.6B.
+Qwen3-0.6B. Recurrent states have 16 heads of 128.
 """
 
 import math
@@ -29,7 +29,9 @@ from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
 from triton_ops import (
     cache_write,
+    causal_convolution,
     draw_tokens,
+    gated_delta_rule,
     linear,
     pack,
     packed_linear,
@@ -55,11 +57,15 @@ STOCK_ROUTES = (
     LINEAR.format("float32"),
     SAMPLING,
 )
+PLAIN = "plain torch"
 IN_16_BITS = "linear operator"  # the route of packed products that reads the matrix in 16 bits
 PACKED_BITS = (4, 8)
 PACKED_GROUP = 32  # columns that share a scale, as --quantization rounds on a CPU
 BLOCK_SIZE = 16
 MOST_SAMPLED_ROWS = 16  # to sort more of them takes stock torch seconds
+RECURRENT_HEADS = 16  # of keys, and of values
+RECURRENT_HEAD_DIM = 128
+RECURRENT_KERNEL = 4  # positions that a convolution sees
 # more rows than this are prompts, of which the output head sees the last position alone
 HEAD_ROWS = 64
 # equal inputs are made until they take this much: about twice the largest cache of today's servers
@@ -109,12 +115,15 @@ def all_cases(
     rows: Sequence[int],
     dtype: torch.dtype,
 ) -> Iterator[OperatorCase]:
-    """Attention of these batches and contexts, then of prompts of these lengths, linear layers,
-    packed layers too, and sampling. Each case has its memory while it is looked at."""
+    """Attention of these batches and contexts, then of prompts of these lengths, the same with
+    recurrent states, linear layers, packed layers too, and sampling. Each case has its memory while
+    it is looked at."""
     for batch, context in cells:
         yield from attention_cases(batch, context, dtype)
     for length in prompts:
         yield prompt_case(length, dtype)
+    for lengths in recurrent_steps(prompts, rows):
+        yield from recurrent_cases(lengths, dtype)
     yield from linear_cases(rows, dtype)
     yield from packed_cases(rows, dtype)
     yield from sampling_cases(rows)
@@ -153,7 +162,7 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
         return attended.reshape(batch, -1)
 
     routes = {OURS: Route(attend), GATHERING: Route(gather_and_attend)}
-    routes["plain torch"] = Route(attend, reference_operators)
+    routes[PLAIN] = Route(attend, reference_operators)
     yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
 
     rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
@@ -199,6 +208,56 @@ def prompt_case(length: int, dtype: torch.dtype) -> OperatorCase:
     routes = {OURS: Route(attend), DENSE: Route(attend_densely)}
     return OperatorCase(
         f"attention of a prompt of {length}", call.num_bytes, call.operations, routes
+    )
+
+
+def recurrent_steps(prompts: Sequence[int], rows: Sequence[int]) -> list[list[int]]:
+    """Tokens of each sequence of a step: one token each of this many sequences, or a prompt."""
+    return [[1] * count for count in sampled_rows(rows)] + [[length] for length in prompts]
+
+
+def recurrent_cases(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """The short convolution and the gated delta rule of a layer over one segment of each sequence,
+    which all have a state. The state is read and written once."""
+    tokens, channels = sum(lengths), 3 * RECURRENT_HEADS * RECURRENT_HEAD_DIM
+    work = f"{tokens} rows" if len(lengths) == tokens else f"a prompt of {tokens}"
+    mixed = torch.randn(tokens, channels).to(dtype)
+    out = torch.empty_like(mixed)
+    weight = torch.randn(channels, RECURRENT_KERNEL).to(dtype)
+    kept = torch.zeros(len(lengths), channels, RECURRENT_KERNEL - 1, dtype=dtype)
+    table, begin = list[tuple[int, ...]](), 0
+    for slot, length in enumerate(lengths):
+        table.append((begin, begin + length, slot, slot, 0))
+        begin += length
+    segments, windows = torch.tensor(table, dtype=torch.int32), cycle(_copies(kept))
+
+    def convolve() -> Tensor:
+        causal_convolution(out, mixed, weight, None, next(windows), segments, silu=True)
+        return out
+
+    yield OperatorCase(
+        f"convolution of {work}",
+        num_bytes=2 * kept.nbytes + 2 * mixed.nbytes + weight.nbytes,
+        operations=2 * tokens * channels * RECURRENT_KERNEL,
+        routes={OURS: Route(convolve), PLAIN: Route(convolve, reference_operators)},
+    )
+    size, shape = RECURRENT_HEAD_DIM, (RECURRENT_HEADS, RECURRENT_HEAD_DIM)
+    query, key, value = (torch.unflatten(part, 1, shape) for part in mixed.chunk(3, dim=1))
+    decay, beta = -torch.rand(tokens, RECURRENT_HEADS), torch.rand(tokens, RECURRENT_HEADS)
+    result = torch.empty(tokens, *shape, dtype=dtype)
+    state = torch.zeros(len(lengths), *shape, size)
+    states = cycle(_copies(state))
+
+    def apply() -> Tensor:
+        gated_delta_rule(result, query, key, value, decay, beta, next(states), segments)
+        return result
+
+    yield OperatorCase(
+        f"gated delta rule of {work}",
+        num_bytes=2 * state.nbytes + mixed.nbytes + result.nbytes,
+        # three products of a position with the state, in either form at least
+        operations=3 * 2 * tokens * RECURRENT_HEADS * size**2,
+        routes={OURS: Route(apply), PLAIN: Route(apply, reference_operators)},
     )
 
 

@@ -51,11 +51,14 @@ class OperatorsOptions(RoundOptions, ResultOptions):
         "16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...", parse=_parse_cells
     )
     prompts: tuple[int, ...] = option(
-        "128,512,2048", "Attention of prompts: tokens.", metavar="N,N,...", parse=parse_sizes
+        "128,512,2048",
+        "Attention and recurrent states of prompts: tokens.",
+        metavar="N,N,...",
+        parse=parse_sizes,
     )
     rows: tuple[int, ...] = option(
         "1,4,16,64,512",
-        "Linear layers: rows of input. Sampling: those up to 16.",
+        "Linear layers: rows of input. Sampling and recurrent states: those up to 16.",
         metavar="N,N,...",
         parse=parse_sizes,
     )
@@ -71,7 +74,8 @@ class OperatorsOptions(RoundOptions, ResultOptions):
 
 
 def run(options: OperatorsOptions) -> None:
-    """Linear layers and the vocabulary are those of Qwen3-0.6B. Routes take turns within a round; a
+    """Linear layers and the vocabulary are those of Qwen3-0.6B, recurrent states have 16 heads of
+    128. Routes take turns within a round; a
     round counts only if the machine's read bandwidth before and after it differs by less than 10 %,
     and others keep at most 0.2 cores busy. Shares are of the least time in which the bytes can be
     read and the products computed.
@@ -98,6 +102,7 @@ def run(options: OperatorsOptions) -> None:
             linear_sizes,
             measure_case,
             packed_sizes,
+            recurrent_steps,
             sampled_rows,
         )
         from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
@@ -117,9 +122,10 @@ def run(options: OperatorsOptions) -> None:
         )
         sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
         attention = 2 * len(options.cells) + len(options.prompts)
+        recurrent = 2 * len(recurrent_steps(options.prompts, options.rows))
         cases = all_cases(options.cells, options.prompts, options.rows, number_format)
         for place, case in enumerate(cases):
-            progress("cases", place, attention + linear + packed + sampling)
+            progress("cases", place, attention + recurrent + linear + packed + sampling)
             remark(f"measuring {case.name}")
             machine: dict[str, Any] = {"probe": probe.read, "foreign": ForeignLoad(), "peak": peak}
             for done in measure_case(case, rounds=options.rounds, repeating=repeating, **machine):

@@ -73,6 +73,29 @@ def test_the_host_tier_gives_what_its_operator_gives(dtype: torch.dtype) -> None
     assert case.num_bytes == 2 * (2 * 21 * 8 * 128) * dtype.itemsize
 
 
+@pytest.mark.parametrize(
+    ("lengths", "work"), [([1, 1, 1], "3 rows"), ([70], "a prompt of 70")], ids=str
+)
+def test_both_implementations_of_recurrent_layers_give_the_same(
+    lengths: list[int], work: str
+) -> None:
+    convolution, delta = operators.recurrent_cases(lengths, torch.bfloat16)
+    assert [convolution.name, delta.name] == [
+        f"convolution of {work}",
+        f"gated delta rule of {work}",
+    ]
+    for case in (convolution, delta):
+        ours, plain = results(case).values()
+        assert list(case.routes) == [OURS, "plain torch"]
+        torch.testing.assert_close(plain, ours, atol=2e-2, rtol=2e-2)
+    tokens, rows = sum(lengths), len(lengths)
+    # 3 * 16 heads of 128 channels: inputs, results and three kept inputs, and kernels of 4
+    assert convolution.num_bytes == 6144 * 2 * (2 * tokens + 2 * 3 * rows + 4)
+    # matrices of 128 x 128 in float32 for 16 heads, read and written; queries, keys, values, results
+    assert delta.num_bytes == 2 * rows * 16 * 128 * 128 * 4 + tokens * 4 * 16 * 128 * 2
+    assert delta.operations == tokens * 16 * (3 * 2 * 128 * 128)
+
+
 def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
     cases = list(operators.linear_cases([3, 100], torch.bfloat16))
