@@ -107,18 +107,19 @@ class RecurrentLayer(DecoderLayer):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
-        return self._mix(hidden, cast(StatefulAttention, attention).states_of(self.index))
+        return self.post_attention(self.mix(hidden, attention), hidden)
+
+    def mix(self, hidden: Tensor, attention: AttentionFunction) -> Tensor:
+        """hidden [T, hidden_size] -> the first argument of `post_attention`, [T, output_size]."""
+        states = cast(StatefulAttention, attention).states_of(self.index)
+        mixed: Tensor = self.mixer(self.attention_norm(hidden), states)
+        return mixed
 
     def of_tensors(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
         """Run the layer on hidden states and the tensors of its RecurrentStates."""
         convolution, *matrix, segments = tensors
-        return self._mix(
-            hidden, RecurrentStates(convolution, matrix[0] if matrix else None, segments)
-        )
-
-    def _mix(self, hidden: Tensor, states: RecurrentStates) -> Tensor:
-        mixed = self.mixer(self.attention_norm(hidden), states)
-        return self.post_attention(mixed, hidden)
+        states = RecurrentStates(convolution, matrix[0] if matrix else None, segments)
+        return self.post_attention(self.mixer(self.attention_norm(hidden), states), hidden)
 
     def project_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
         projected: Tensor = self.output(attention_output)

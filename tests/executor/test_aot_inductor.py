@@ -34,6 +34,7 @@ from tests.executor.small_model import (
     local_executor,
     small_config,
     small_decoder,
+    stateful_config,
 )
 from tests.oracle.checkpoints import FAMILIES
 from triton_ops.cpu import cpu_operators
@@ -172,6 +173,23 @@ def test_pieces_are_compiled_only_where_they_are_wanted(decoder: Decoder) -> Non
     assert [library.shelf.kind.part for library in compiled_layers(decoder).libraries] == ["layer"]
 
 
+def test_a_layer_with_a_state_is_compiled_whole_or_between_sums(decoder: Decoder) -> None:
+    config = stateful_config()
+    layers = LayerRunner.ahead_of_time(
+        small_decoder(config), block_size=4, operators=cpu_operators(), with_pieces=True
+    )
+    found = [
+        (library.shelf.kind.part, library.shelf.kind.config.recurrent is not None)
+        for library in layers.libraries
+    ]
+    assert found == [
+        ("layer", True),
+        ("layer", False),
+        ("pre_attention", False),
+        ("post_attention", False),
+    ]
+
+
 def test_pieces_know_of_neither_windows_nor_blocks(decoder: Decoder) -> None:
     def keys(block_size: int, *windows: int) -> set[str]:
         changed = small_decoder(
@@ -214,10 +232,14 @@ def test_a_build_that_is_ended_while_a_class_is_made_is_no_failure_of_the_compil
     assert not job.failure.exists() and not job.interruption.exists()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_layer_that_is_compiled_has_the_dtypes_of_the_decoders(dtype: torch.dtype) -> None:
-    """Corrections of a router stay float32; the compiled code would read them as the others."""
-    config = ModelConfig.from_hf(FAMILIES["deepseek_v3"]().to_dict())
+def test_the_layer_that_is_compiled_has_the_dtypes_of_the_decoders(
+    dtype: torch.dtype, family: str
+) -> None:
+    """Corrections of a router and decays of states stay float32; the compiled code would read them
+    as the others."""
+    config = ModelConfig.from_hf(FAMILIES[family]().to_dict())
     decoder = empty_decoder(config, dtype, torch.device("cpu"))
     layer = layer_without_numbers(layer_kind("layer", config, 1), dtype)
     found = {name: weight.dtype for name, weight in layer.named_parameters()}

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -39,6 +40,9 @@ from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.packed import packed_shapes
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
+
+if TYPE_CHECKING:  # for models with such layers
+    from nanoserve.models.recurrent import RecurrentLayer
 
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
 """Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled.
@@ -72,11 +76,11 @@ class LayerRunner:
 
     def __init__(
         self,
-        compiled: Mapping[LayerPart, Sequence[CompiledPart]] | None = None,
+        compiled: Mapping[LayerPart, Sequence[CompiledPart | None]] | None = None,
         weights: Sequence[list[Tensor]] = (),
     ) -> None:
-        """compiled: what runs a part of each layer, other parts run eagerly; weights: each layer's
-        parameters."""
+        """compiled: what runs a part of each layer, None and other parts run eagerly; weights: each
+        layer's parameters."""
         self.problem: str | None = None
         """Why torch.compile gave up, the first time. Layers of that kind run eagerly from then
         on."""
@@ -129,15 +133,21 @@ class LayerRunner:
         compiled: Callable[[CompiledKind], CompiledPart],
     ) -> "LayerRunner":
         """Make one compiled part for each kind of layer and piece, and share it between the layers
-        of the kind."""
+        of the kind. A layer with a state has no pieces around attention."""
         config = decoder.config
         packed = [packed_shapes(layer) for layer in decoder.layers]
-        kinds = {
-            part: [layer_kind(part, config, index, own) for index, own in enumerate(packed)]
-            for part in parts
-        }
-        made = {kind: compiled(kind) for kind in dict.fromkeys(chain.from_iterable(kinds.values()))}
-        shared = {part: [made[kind] for kind in of_part] for part, of_part in kinds.items()}
+        made: dict[CompiledKind, CompiledPart] = {}
+        shared: dict[LayerPart, list[CompiledPart | None]] = {}
+        for part in parts:
+            shared[part] = []
+            for index, own in enumerate(packed):
+                if config.is_recurrent(index) and part in ("pre_attention", "post_attention"):
+                    shared[part].append(None)
+                    continue
+                kind = layer_kind(part, config, index, own)
+                if kind not in made:
+                    made[kind] = compiled(kind)
+                shared[part].append(made[kind])
         return cls(shared, [list(layer.parameters()) for layer in decoder.layers])
 
     @property
@@ -174,7 +184,7 @@ class LayerRunner:
             outputs = self._run("layer", layer, step_arguments(layer, hidden, cos, sin, attention))
             if outputs is not None:
                 return outputs[0]
-        elif self._compiled and not layer.has_state:
+        elif self._compiled:
             return self.in_pieces(layer, hidden, cos, sin, attention)
         # After a failed torch.compile this writes the cache once more, with the same numbers.
         output: Tensor = layer(hidden, cos, sin, attention)
@@ -219,7 +229,10 @@ class LayerRunner:
         attention: AttentionFunction,
     ) -> Tensor:
         """A LayerFunction that runs a layer piece by piece, with attention for all rows in
-        between."""
+        between. The first piece of a layer with a state is not compiled."""
+        if layer.has_state:
+            mixed = cast("RecurrentLayer", layer).mix(hidden, attention)
+            return self.post_attention(layer, mixed, hidden)
         query, key, value = self.pre_attention(layer, hidden, cos, sin)
         return self.post_attention(layer, layer.attend(attention, query, key, value), hidden)
 
@@ -228,7 +241,10 @@ class LayerRunner:
     ) -> Sequence[Tensor] | None:
         """The compiled part's outputs; None where the caller is to run it eagerly."""
         compiled = self._compiled.get(part)
-        if compiled is None or (own := compiled[layer.index]) in self._failed:
+        if compiled is None:
+            return None
+        own = compiled[layer.index]
+        if own is None or own in self._failed:
             return None
         try:
             return own(tensors, self._weights[layer.index])
