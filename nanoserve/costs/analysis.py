@@ -27,7 +27,7 @@ _ATTENTION = (
     "state",
     "output",
 )
-_EXPERTS = ("router", "experts", "shared_gate_up", "shared_down")
+_EXPERTS = ("router", "experts", "shared_gate_up", "shared_down", "shared_gate")
 _ORDER = ("embedding", *_ATTENTION, *_EXPERTS, "gate_up", "down", "head")
 
 

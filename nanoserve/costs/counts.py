@@ -416,19 +416,18 @@ class ModelCounts:
     ) -> Iterator[Matrix]:
         """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
         hidden, channels, heads = self.model.hidden_size, recurrent.channels, recurrent.delta_net
-        output_size = channels
         if heads is None:
             # the inputs of the convolution, and the gates before and after it
             yield matrix("inputs", hidden, 3 * channels)
         else:
             # queries, keys, values, and a gate for the output; a decay and a rate of each head
-            output_size, rates = heads.value_size, 2 * heads.num_value_heads
-            yield matrix("inputs", hidden, channels + output_size)
+            rates = 2 * heads.num_value_heads
+            yield matrix("inputs", hidden, channels, heads.value_size)
             yield self._matrix("rates", hidden, (rates,), NUMBERS, self.precision.other_bytes)
         kernel = channels * recurrent.kernel_size
         kernel_bytes = kernel * self.precision.other_bytes
         yield Matrix("convolution", kernel, 2 * channels, kernel_bytes)
-        yield matrix("output", output_size, hidden)
+        yield matrix("output", recurrent.output_size, hidden)
 
     def _expert_matrices(
         self,
@@ -444,6 +443,9 @@ class ModelCounts:
             shared = model.inner_part(moe.shared_size, degree)
             yield matrix("shared_gate_up", hidden, shared, shared)
             yield matrix("shared_down", shared, hidden)
+        if moe.gates_shared:
+            number_bytes = self.precision.other_bytes
+            yield self._matrix("shared_gate", hidden, (1,), NUMBERS, number_bytes)
         experts, chosen = moe.num_experts, moe.experts_per_token
         inner = model.inner_part(moe.intermediate_size, degree)
         router_bits = bits.get("router", NUMBERS)

@@ -8,8 +8,9 @@ loaded as numbers.
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from nanoserve.config.checkpoint_names import checkpoint_names
+from nanoserve.config.checkpoint_names import LayerNames, checkpoint_names
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import RecurrentConfig
 from nanoserve.config.quantization import BLOCK_TYPES, Quantization
 
 Bits = tuple[float | None, ...]
@@ -45,12 +46,9 @@ def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
 
 def _head(model: ModelConfig, layer: int) -> int:
     """Columns of a layer's output matrix that belong to a head; 0 where there are no heads."""
-    recurrent = model.recurrent
-    if recurrent is None or not model.is_recurrent(layer):
+    if model.recurrent is None or not model.is_recurrent(layer):
         return model.head_dim
-    if recurrent.delta_net is None:
-        return 0
-    return recurrent.delta_net.value_head_dim
+    return model.recurrent.head_dim
 
 
 def _vocabulary_bits(model: ModelConfig, quantization: Quantization) -> dict[str, Bits]:
@@ -74,12 +72,8 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
     }
     if model.attention.output_gate:
         matrices["output_gate"] = model.hidden_size, names.qkv[:1]
-    recurrent = model.recurrent
-    if recurrent is not None and model.is_recurrent(layer):
-        size = recurrent.channels
-        if recurrent.delta_net is not None:
-            size = recurrent.delta_net.value_size
-        matrices = {"inputs": (model.hidden_size, ["inputs"]), "output": (size, [names.output])}
+    if model.recurrent is not None and model.is_recurrent(layer):
+        matrices = _recurrent_matrices(model.hidden_size, model.recurrent, names)
     if moe is None or not model.is_sparse(layer):
         matrices["gate_up"] = model.hidden_size, names.gate_up
         matrices["down"] = model.intermediate_size, [names.down]
@@ -94,6 +88,18 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
             matrices["shared_gate_up"] = model.hidden_size, names.shared_gate_up
             matrices["shared_down"] = moe.shared_size, [names.shared_down]
     return matrices
+
+
+def _recurrent_matrices(
+    hidden: int, recurrent: RecurrentConfig, names: LayerNames
+) -> dict[str, tuple[int, Sequence[str]]]:
+    """Those of a layer with a state, up to its output. Rates stay numbers."""
+    inputs, output = [names.convolution_inputs], names.convolution_output
+    if recurrent.delta_net is not None:
+        prefix = names.delta_net + "."
+        inputs = [prefix + name for name in names.delta_net_inputs]
+        output = prefix + "out_proj"
+    return {"inputs": (hidden, inputs), "output": (recurrent.output_size, [output])}
 
 
 def _bits(

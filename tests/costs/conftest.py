@@ -6,7 +6,6 @@ import pytest
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import (
-    AttentionConfig,
     GatedDeltaNetConfig,
     MoeConfig,
     RecurrentConfig,
@@ -82,33 +81,4 @@ def tiny_convolutions(**changes: object) -> ModelConfig:
 
 
 def qwen3_next() -> ModelConfig:
-    """Qwen3-Next-80B-A3B, after config.json of Qwen/Qwen3-Next-80B-A3B-Instruct."""
-    heads = GatedDeltaNetConfig(
-        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128
-    )
-    recurrent = RecurrentConfig(
-        frozenset(layer for layer in range(48) if layer % 4 != 3),
-        heads.channels,
-        kernel_size=4,
-        delta_net=heads,
-    )
-    moe = MoeConfig(
-        num_experts=512,
-        experts_per_token=10,
-        intermediate_size=512,
-        normalize_weights=True,
-        sparse_layers=frozenset(range(48)),
-        shared_size=512,
-    )
-    return replace(
-        load_shape("qwen3-30b-a3b"),
-        hidden_size=2048,
-        num_layers=48,
-        num_heads=16,
-        num_kv_heads=2,
-        head_dim=256,
-        max_position_embeddings=262144,
-        attention=AttentionConfig(qk_norm=True, output_gate=True),
-        recurrent=recurrent,
-        moe=moe,
-    )
+    return load_shape("qwen3-next-80b-a3b")

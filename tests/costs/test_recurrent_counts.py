@@ -122,13 +122,12 @@ def test_weights_are_those_of_the_decoder() -> None:
 
 
 def test_qwen3_next_has_the_weights_of_transformers_model() -> None:
-    """All matrices, but for the gate of the shared expert, one row in each layer. Four layers are a
-    twelfth of the model."""
+    """Four layers are a twelfth of the model."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3NextConfig(num_hidden_layers=4))
     sizes = [one.numel() for one in model.parameters() if one.dim() > 1]
     around = 2 * 151936 * 2048
-    layers = 12 * (sum(sizes) - around - 4 * 2048)
+    layers = 12 * (sum(sizes) - around)
     assert ModelCounts(qwen3_next()).stage_weight_bytes(0) / 2 == layers + around
 
 
@@ -216,7 +215,8 @@ def test_a_decode_moves_its_state_whatever_its_context() -> None:
         1000,
         200,
     ).operator_rows("any", costs.work([1000] * 64))
-    assert {"inputs", "convolution", "state", "attention"} <= {row.operator for row in rows}
+    expected = {"inputs", "convolution", "state", "attention", "shared_gate"}
+    assert expected <= {row.operator for row in rows}
 
 
 def test_rounded_matrices_take_fewer_bytes_and_states_the_same() -> None:
@@ -238,6 +238,7 @@ def test_rounded_matrices_take_fewer_bytes_and_states_the_same() -> None:
     assert others["output_gate"] == 12 * 2048 * 4096 * 4.5 / 8
     assert others["shared_gate_up"] == 48 * 2048 * 1024 * 4.5 / 8
     assert others["shared_down"] == 48 * 512 * 2048 * 4.5 / 8
+    assert others["shared_gate"] == 48 * 2048 * 2
 
 
 def test_the_floor_of_a_step_has_its_states() -> None:

@@ -28,6 +28,9 @@ from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.packed_checkpoints import write_packed
 from triton_ops import packed
 
+DELTA_NET_MODULES = "(q|k|v|o|qkvz|out|gate|up|down)_proj|in_proj_(qkv|z)"
+"""Matrices that are quantized beside Gated DeltaNet: rates have too few rows."""
+
 
 def matrix_bytes(decoder: Decoder) -> int:
     """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do
@@ -87,6 +90,12 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
     config.intermediate_size, config.vocab_size = 128, 100
     if hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = 64
+    if config.model_type.startswith("lfm2"):
+        config.hidden_size, config.block_auto_adjust_ff_dim = 64, False
+    if config.model_type.startswith("qwen3_"):
+        config.head_dim, config.shared_expert_intermediate_size = 32, 64
+        config.linear_num_key_heads, config.linear_num_value_heads = 2, 4
+        config.linear_key_head_dim = config.linear_value_head_dim = 32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if method is None:
         model.save_pretrained(directory)
@@ -108,6 +117,12 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("gpt_oss", None, (2, 2)),
         ("gemma3_text", "int8", (2, 1)),
         ("cohere2", None, (1, 2)),
+        ("lfm2", "int4", (1, 1)),
+        ("lfm2_moe", "int8", (2, 1)),
+        ("qwen3_5_text", "int4", (2, 2)),
+        ("qwen3_5_moe_text", "int8", (1, 2)),
+        ("qwen3_next", "int4", (1, 2)),
+        ("qwen3_next", None, (2, 1)),
     ],
 )
 def test_rounded_weights(
@@ -135,6 +150,9 @@ def test_ranks_have_as_much_memory_where_their_parts_are_unequal(tmp_path: Path)
         ("mistral", "awq", {"bits": 4, "group": 64}, (2, 1)),
         ("qwen3", "fp8", {}, (1, 1)),
         ("glm4", "mxfp4", {}, (1, 1)),
+        ("lfm2", "gptq", {"bits": 4, "group": 32, "modules": "proj|w[123]"}, (1, 1)),
+        ("qwen3_5_text", "gptq", {"bits": 4, "group": 32, "modules": DELTA_NET_MODULES}, (2, 1)),
+        ("qwen3_next", "awq", {"bits": 4, "group": 32, "modules": DELTA_NET_MODULES}, (1, 2)),
     ],
 )
 def test_quantized_checkpoints(
@@ -151,6 +169,8 @@ def test_quantized_checkpoints(
         ("glm4", "Q6_K", (2, 1)),
         ("mixtral", "Q8_0", (1, 1)),
         ("qwen3_moe", "BF16", (1, 1)),
+        ("lfm2", "Q8_0", (2, 1)),
+        ("lfm2_moe", "Q4_1", (1, 1)),
     ],
 )
 def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_path: Path) -> None:

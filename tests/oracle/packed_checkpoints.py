@@ -69,7 +69,7 @@ def write_packed(
                     f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()
                 }
                 parameter.copy_(values)
-            elif parameter.dim() == 3 and "conv1d" not in name:
+            elif parameter.dim() == 3 and not name.endswith(("conv1d.weight", "conv.weight")):
                 stacked = parameter.mT if model.config.model_type == "gpt_oss" else parameter
                 tensors |= _experts(name, stacked, method, **settings)
             else:

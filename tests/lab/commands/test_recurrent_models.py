@@ -7,29 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.hardware import load_machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.layout import ParallelLayout
 from tests.costs.conftest import qwen3_next
 
 Run = Callable[..., tuple[int, str, str]]
+MODEL = "qwen3-next-80b-a3b"
 STAGES = StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(pipeline_parallel=2))
-
-
-@pytest.fixture(autouse=True)
-def find_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(spec: str, quantization: str | None = None) -> ModelConfig:
-        return qwen3_next()
-
-    for command in ("analyze", "plan", "simulate"):
-        monkeypatch.setattr(f"nanoserve.lab.commands.{command}.find_shape", find)
 
 
 def test_analyze_says_how_much_state_a_sequence_has(command: Run, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     code, out, _ = command(
-        *("analyze", "-m", "qwen3-next", "--hardware", "h200", "--tp", "2", "--lengths", "1008+16"),
+        *("analyze", "-m", MODEL, "--hardware", "h200", "--tp", "2", "--lengths", "1008+16"),
         *("--batch-sizes", "1,64", "--json", str(report)),
     )
     assert code == 0
@@ -51,7 +42,7 @@ def test_no_more_sequences_run_than_have_a_place_for_their_states(
     """Half of what weights leave is for states, unless fewer sequences may run."""
     report = tmp_path / "found.json"
     code, out, _ = command(
-        *("simulate", "-m", "qwen3-next", "--hardware", "h200", "--pp", "2", "--requests", "60"),
+        *("simulate", "-m", MODEL, "--hardware", "h200", "--pp", "2", "--requests", "60"),
         *("--lengths", "40+20", *limit, "--json", str(report)),
     )
     assert code == 0
@@ -73,7 +64,7 @@ def test_explain_simulates_no_more_sequences_either(command: Run, tmp_path: Path
         'tflops = 989\nlink = "nvlink4"\nsource = "made up for this test"\n'
     )
     code, _, err = command(
-        *("explain", "--simulate", "-m", "qwen3-next", "--hardware", str(hardware), "--tp", "2"),
+        *("explain", "--simulate", "-m", MODEL, "--hardware", str(hardware), "--tp", "2"),
         *("--lengths", "40+4", "--requests", "3", "--policy", "sarathi", "--json", str(report)),
     )
     assert code == 0, err
@@ -85,7 +76,7 @@ def test_explain_simulates_no_more_sequences_either(command: Run, tmp_path: Path
 def test_plan_shows_how_many_sequences_have_a_place(command: Run, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     code, out, _ = command(
-        *("plan", "-m", "qwen3-next", "--hardware", "h200", "--gpus", "2", "--requests", "20"),
+        *("plan", "-m", MODEL, "--hardware", "h200", "--gpus", "2", "--requests", "20"),
         *("--lengths", "60+6", "--policy", "sarathi", "--json", str(report)),
     )
     assert code == 0
@@ -99,9 +90,12 @@ def test_plan_shows_how_many_sequences_have_a_place(command: Run, tmp_path: Path
     [
         (
             ["--prefill-parallel", "P2", "--decode-parallel", "T2"],
-            "--prefill-parallel: the recurrent states of qwen3-next stay on their devices",
+            "--prefill-parallel: the recurrent states of qwen3-next-80b-a3b stay on their devices",
         ),
-        (["--host-kv-memory", "8GiB"], "--host-kv-memory: the recurrent states of qwen3-next"),
+        (
+            ["--host-kv-memory", "8GiB"],
+            "--host-kv-memory: the recurrent states of qwen3-next-80b-a3b",
+        ),
         (["--speculate", "0.8,0.7"], "--speculate: draft tokens cannot be taken back from the"),
         (["--num-blocks", "10000000"], "blocks of 16 tokens fit beside the weights and 3 states"),
     ],
@@ -109,7 +103,7 @@ def test_plan_shows_how_many_sequences_have_a_place(command: Run, tmp_path: Path
 def test_what_states_do_not_do_is_refused_in_one_line(
     refused: Callable[..., str], words: list[str], says: str
 ) -> None:
-    named = ["simulate", "-m", "qwen3-next", "--hardware", "h200", "--requests", "3"]
+    named = ["simulate", "-m", MODEL, "--hardware", "h200", "--requests", "3"]
     stages = ["--max-num-seqs", "3"]
     if "--prefill-parallel" not in words and "--pp" not in words:
         stages += ["--pp", "2"]
