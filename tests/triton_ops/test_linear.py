@@ -14,7 +14,9 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 21, 48, 49, 80, 96, 100])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101)])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101), (1120, 50)]
+)
 def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     row, weight, bias = (
@@ -29,7 +31,9 @@ def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("depth", "columns"), [(64, 200), (544, 101), (200, 70), (7, 1)])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(64, 200), (544, 101), (200, 70), (7, 1), (1120, 50)]
+)
 def test_few_rows_do_not_depend_on_one_another(
     implementation: str, dtype: torch.dtype, depth: int, columns: int
 ) -> None:
