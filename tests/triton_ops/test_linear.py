@@ -46,6 +46,25 @@ def test_few_rows_do_not_depend_on_one_another(
         assert torch.equal(linear(rows[:count], weight), alone[:count]), count
 
 
+@pytest.mark.parametrize("depth", [200, 1120])
+def test_no_number_of_rows_changes_one_in_batch_invariant_mode(
+    implementation: str, depth: int
+) -> None:
+    if implementation == "plain":
+        pytest.skip("torch's product promises nothing")
+    rows, weight = torch.randn(101, depth).bfloat16(), torch.randn(50, depth).bfloat16()
+    torch.ops.nanoserve.set_batch_invariant(True)
+    try:
+        whole = linear(rows, weight)
+        for count in (1, 4, 5, 12, 13, 96, 97):
+            assert torch.equal(linear(rows[-count:], weight), whole[-count:]), count
+    finally:
+        torch.ops.nanoserve.set_batch_invariant(False)
+    torch.testing.assert_close(
+        whole.double(), rows.double() @ weight.double().T, atol=1e-3, rtol=1.01 * 2**-8
+    )
+
+
 def test_leading_dimensions_and_strides_are_kept() -> None:
     wide = torch.randn(2, 3, 64).bfloat16()
     weight = torch.randn(5, 32).bfloat16()
