@@ -14,7 +14,9 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 21, 48, 49, 80, 96, 100])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101)])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101), (1120, 50)]
+)
 def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     row, weight, bias = (
@@ -29,7 +31,9 @@ def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("depth", "columns"), [(64, 200), (544, 101), (200, 70), (7, 1)])
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(64, 200), (544, 101), (200, 70), (7, 1), (1120, 50)]
+)
 def test_few_rows_do_not_depend_on_one_another(
     implementation: str, dtype: torch.dtype, depth: int, columns: int
 ) -> None:
@@ -40,6 +44,25 @@ def test_few_rows_do_not_depend_on_one_another(
     alone = torch.cat([linear(row[None], weight) for row in rows])
     for count in (2, 3, 4) if torch_goes_first else (2, 3, 4, 5, 7, 8, 9, 16, 20):
         assert torch.equal(linear(rows[:count], weight), alone[:count]), count
+
+
+@pytest.mark.parametrize("depth", [200, 1120])
+def test_no_number_of_rows_changes_one_in_batch_invariant_mode(
+    implementation: str, depth: int
+) -> None:
+    if implementation == "plain":
+        pytest.skip("torch's product promises nothing")
+    rows, weight = torch.randn(101, depth).bfloat16(), torch.randn(50, depth).bfloat16()
+    torch.ops.nanoserve.set_batch_invariant(True)
+    try:
+        whole = linear(rows, weight)
+        for count in (1, 4, 5, 12, 13, 96, 97):
+            assert torch.equal(linear(rows[-count:], weight), whole[-count:]), count
+    finally:
+        torch.ops.nanoserve.set_batch_invariant(False)
+    torch.testing.assert_close(
+        whole.double(), rows.double() @ weight.double().T, atol=1e-3, rtol=1.01 * 2**-8
+    )
 
 
 def test_leading_dimensions_and_strides_are_kept() -> None:

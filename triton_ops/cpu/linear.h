@@ -24,12 +24,14 @@ constexpr int64_t kWeightsOfOneInput = 4;
 constexpr int64_t kStep = 32;
 // With this many groups of inputs it is faster to make floats of the weights anew for each.
 constexpr int64_t kMostDirectGroups = 2;
-// Rows of weights that a thread takes at a time: where each group of inputs passes them by, and where their floats are
-// kept.
+// Rows of weights that a thread takes at a time: where it reads them in order, and where it keeps their floats.
 constexpr int64_t kDirectRows = 96;
 constexpr int64_t kPanelRows = 48;
 // Columns of those floats. Fewer would leave more of the first cache to the inputs, but sums go to memory after them.
 constexpr int64_t kPanelDepth = 1024;
+// Inputs that pass by the same floats, full groups of them. So many columns of more would not stay in the second cache.
+constexpr int64_t kPanelInputs = 96;
+static_assert(kPanelInputs % kInputsAtOnce == 0);
 // Numbers between those that are multiplied and those that are fetched meanwhile.
 constexpr int64_t kFetchedAhead = 512;
 // On a processor that multiplies in 16 bits itself, torch's product is faster beyond the inputs that one pass takes, and
@@ -119,33 +121,39 @@ inline void with_inputs(int64_t count, const Body& body) {
   body.template operator()<Count>();
 }
 
-// Weights straight from memory: as many stretches of them as are multiplied together, each read from end to end; then
-// the few rows that are left over from `first` on, one by one.
-template <int64_t Count, int64_t Weights, typename Number>
-inline void add_directly(const float* inputs, int64_t m, const Share<Number>& share, int64_t first = 0) {
-  const int64_t apart = (share.count - first) / Weights, stride = apart * share.depth;
+// Weights straight from memory: as many stretches of them as are multiplied together, each read from end to end, while
+// the inputs pass by a group at a time; then the few rows that are left over from `first` on, one by one.
+template <int64_t Weights, typename Number>
+inline void add_directly(const Inputs& inputs, const Share<Number>& share, int64_t first = 0) {
+  const int64_t depth = share.depth, apart = (share.count - first) / Weights, stride = apart * depth;
+  const int64_t ahead = inputs.groups() == 1 ? kFetchedAhead : depth;
   for (int64_t n = first; n < first + apart; ++n) {
-    const Number* weights = share.weights + n * share.depth;
-    add_products<Source::kRows, Count, Weights>(
-        inputs, share.depth, Rows<Number>{weights, stride, weights + kFetchedAhead, kStep}, nullptr,
-        Sums{share.sum(m, n), share.count * kLanes, apart * kLanes, false});
+    const Number* weights = share.weights + n * depth;
+    Rows<Number> rows{weights, stride, weights + ahead, divide_up(kStep, inputs.groups())};
+    for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce, rows.fetched += depth / kStep * rows.advance)
+      with_inputs(inputs.count - m, [&]<int64_t Count>() {
+        add_products<Source::kRows, Count, Weights>(
+            inputs.data + m * depth, depth, rows, nullptr,
+            Sums{share.sum(m, n), share.count * kLanes, apart * kLanes, false});
+      });
   }
-  if constexpr (Weights > 1) add_directly<Count, 1>(inputs, m, share, first + apart * Weights);
+  if constexpr (Weights > 1) add_directly<1>(inputs, share, first + apart * Weights);
 }
 
-// Some rows of weights from row n and column k on, times any number of inputs. The first group of them leaves floats in
-// a core's cache for the others. Together they fetch the rows that come next.
+// Some rows of weights from row n and column k on, times the inputs from `first` on. The first group of them leaves
+// floats in a core's cache for the others. Together they fetch the rows that come next.
 template <int64_t Weights, typename Number>
-inline void add_by_panel(const Inputs& inputs, const Share<Number>& share, int64_t n, int64_t k) {
+inline void add_by_panel(const Inputs& inputs, const Share<Number>& share, int64_t first, int64_t n, int64_t k) {
   alignas(64) static thread_local float panel[kWeightsAtOnce * kPanelDepth];
   const int64_t depth = std::min(kPanelDepth, share.depth - k);
   const Number* weights = share.weights + n * share.depth + k;
-  Rows<Number> rows{weights, share.depth, weights + Weights * share.depth, divide_up(kStep, inputs.groups())};
-  for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce, rows.fetched += depth / kStep * rows.advance)
-    with_inputs(inputs.count - m, [&]<int64_t Count>() {
+  const int64_t end = std::min(inputs.count, first + kPanelInputs), groups = divide_up(end - first, kInputsAtOnce);
+  Rows<Number> rows{weights, share.depth, weights + Weights * share.depth, divide_up(kStep, groups)};
+  for (int64_t m = first; m < end; m += kInputsAtOnce, rows.fetched += depth / kStep * rows.advance)
+    with_inputs(end - m, [&]<int64_t Count>() {
       const float* group = inputs.data + m * inputs.depth + k * Count;
       const Sums sums{share.sum(m, n), share.count * kLanes, kLanes, k > 0};
-      if (m == 0)
+      if (m == first)
         add_products<Source::kRowsToPanel, Count, Weights>(group, depth, rows, panel, sums);
       else
         add_products<Source::kPanel, Count, Weights>(group, depth, rows, panel, sums);
@@ -154,19 +162,15 @@ inline void add_by_panel(const Inputs& inputs, const Share<Number>& share, int64
 
 template <typename Number>
 inline void add_all(const Inputs& inputs, const Share<Number>& share) {
-  if (inputs.groups() <= kMostDirectGroups) {
-    for (int64_t m = 0; m < inputs.count; m += kInputsAtOnce)
-      with_inputs(inputs.count - m, [&]<int64_t Count>() {
-        constexpr int64_t kTogether = Count == 1 ? kWeightsOfOneInput : kWeightsAtOnce;
-        add_directly<Count, kTogether>(inputs.data + m * inputs.depth, m, share);
-      });
-    return;
-  }
-  for (int64_t k = 0; k < share.depth; k += kPanelDepth) {
-    int64_t n = 0;
-    for (; n + kWeightsAtOnce <= share.count; n += kWeightsAtOnce) add_by_panel<kWeightsAtOnce>(inputs, share, n, k);
-    for (; n < share.count; ++n) add_by_panel<1>(inputs, share, n, k);
-  }
+  if (inputs.count == 1) return add_directly<kWeightsOfOneInput>(inputs, share);
+  if (inputs.groups() <= kMostDirectGroups) return add_directly<kWeightsAtOnce>(inputs, share);
+  for (int64_t k = 0; k < share.depth; k += kPanelDepth)
+    for (int64_t m = 0; m < inputs.count; m += kPanelInputs) {
+      int64_t n = 0;
+      for (; n + kWeightsAtOnce <= share.count; n += kWeightsAtOnce)
+        add_by_panel<kWeightsAtOnce>(inputs, share, m, n, k);
+      for (; n < share.count; ++n) add_by_panel<1>(inputs, share, m, n, k);
+    }
 }
 
 // `count` rows with zeros behind them, [count, padded].

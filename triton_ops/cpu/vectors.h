@@ -101,6 +101,18 @@ C10_ALWAYS_INLINE Vec sums_of_lanes(const Vec (&vectors)[Count]) {
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX2)
+// The same sums in the same order, in half the instructions: they stay within halves of a vector until the last.
+C10_ALWAYS_INLINE Vec sums_of_lanes(const Vec (&vectors)[kLanes]) {
+  const auto quarter = [&](int64_t i) {
+    return _mm256_hadd_ps(
+        _mm256_hadd_ps(vectors[i], vectors[i + 1]), _mm256_hadd_ps(vectors[i + 2], vectors[i + 3]));
+  };
+  const __m256 first = quarter(0), second = quarter(4);
+  return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+}
+#endif
+
 inline float sum_of_lanes(const Vec& vector) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vector);
 }
