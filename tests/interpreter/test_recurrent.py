@@ -189,7 +189,7 @@ def any_rows(draw: st.DrawFn, lengths: list[int]) -> list[Row]:
     return draw(st.lists(row, min_size=0, max_size=3))
 
 
-quickly = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quickly
@@ -241,10 +241,17 @@ def check_rule(inputs: dict[str, Tensor]) -> None:
     assert torch.equal(states[kept].nan_to_num(99), inputs["states"][kept].nan_to_num(99))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "dims"),
-    [((2, 1), (8, 12)), ((1, 3), (12, 8)), ((1, 2), (24, 24)), ((1, 1), (128, 40))],
+    ("heads", "dims", "dtype"),
+    [
+        *(((1, 3), (12, 8), dtype) for dtype in DTYPES),
+        ((2, 1), (8, 12), torch.bfloat16),
+        ((1, 1), (24, 24), torch.float32),
+        ((1, 2), (24, 24), torch.bfloat16),
+        ((1, 1), (128, 40), torch.bfloat16),
+        ((1, 1), (128, 40), torch.float32),
+    ],
+    ids=str,
 )
 def test_delta_rules_of_every_size(
     heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
@@ -259,7 +266,7 @@ def test_delta_rules_of_any_rows(rows: list[Row], dtype: torch.dtype) -> None:
 
 
 def test_more_rows_than_are_searched_at_once() -> None:
-    rows = [Row((1,), number, ends_in_place=number % 2 == 0) for number in range(130)]
+    rows = [Row((1,), number, ends_in_place=number % 2 == 0) for number in range(34)]
     check_rule(rule_inputs([*rows, Row((65, 2), 3)], (1, 1), (8, 8), torch.bfloat16))
 
 
@@ -283,10 +290,9 @@ def test_decays_that_forget_everything() -> None:
     check_rule(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_prompt_is_computed_in_the_same_way_however_it_is_cut(dtype: torch.dtype) -> None:
+def test_a_prompt_is_computed_in_the_same_way_however_it_is_cut() -> None:
     """To the bit, if the cuts lie at multiples of a chunk."""
-    whole = rule_inputs([Row((150,), 10)], (1, 2), (24, 16), dtype)
+    whole = rule_inputs([Row((150,), 10)], (1, 2), (24, 16), torch.bfloat16)
     cut = {**whole, "segments": segments_of([Row((54, 64, 32), 10)])[0]}
     room = torch.full((9, *whole["states"].shape[1:]), torch.nan)
     room[1] = whole["states"][1]
