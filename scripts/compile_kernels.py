@@ -174,11 +174,20 @@ def recorded_digests(record: Path) -> dict[str, str]:
 
 def all_forms() -> list[Form]:
     """Every default form for every target, in a process that was prepared."""
-    from scripts.kernel_variants import attention_variants, cache_variants, packed_variants
+    from scripts.kernel_variants import (
+        attention_variants,
+        cache_variants,
+        packed_variants,
+        recurrent_variants,
+    )
 
     same = (*cache_variants(), *packed_variants())
-    forms = {target: (*attention_variants(target.capability // 10), *same) for target in TARGETS}
-    return [(target, variant) for target, variants in forms.items() for variant in variants]
+    forms: list[Form] = []
+    for target in TARGETS:
+        generation = target.capability // 10
+        variants = (*attention_variants(generation), *same, *recurrent_variants(generation))
+        forms.extend((target, variant) for variant in variants)
+    return forms
 
 
 def one_form_per_program(forms: Iterable[Form]) -> list[Form]:

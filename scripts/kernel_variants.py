@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from triton_ops.gpu import cache_constants, packed_constants
+from triton_ops.gpu import cache_constants, packed_constants, recurrent_constants
 from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
@@ -267,4 +267,96 @@ def packed_variants() -> Iterator[Variant]:
         constants={"ELEMENTS": packed_constants.ELEMENTS_PER_PROGRAM, "HAS_BIAS": True},
         num_warps=packed_constants.REDUCTION_WARPS,
         num_stages=1,
+    )
+
+
+_DELTA_HEAD_DIMS = (64, 128, 256)
+_SHARED = 2  # value heads that share a key head
+_CONVOLUTIONS = ((4, {"has_bias": False, "silu": True}), (3, {"has_bias": True, "silu": False}))
+
+
+def recurrent_variants(generation: int) -> Iterator[Variant]:
+    """Programs of layers with a recurrent state, for one generation: 8, 9 or 10."""
+    for dtype, (size, features), single in product(("bf16", "fp32"), _CONVOLUTIONS, (True, False)):
+        label = [f"{dtype} kernel_size {size}", *["single tokens"] * single, *_names(features)]
+        yield _recurrent_variant(
+            "convolve",
+            ", ".join(label),
+            dict.fromkeys(("out", "inputs", "weight", "bias", "states"), f"*{dtype}"),
+            ("num_channels", "out_stride", "inputs_stride", "slot_stride"),
+            recurrent_constants.convolution_constants(size, single_tokens=single, **features),
+            recurrent_constants.CONVOLUTION,
+        )
+    for dtype, head_dim in product(("bf16", "fp32"), _DELTA_HEAD_DIMS):
+        yield from _delta_rule_variants(generation, dtype, head_dim)
+
+
+def _delta_rule_variants(generation: int, dtype: str, head_dim: int) -> Iterator[Variant]:
+    shape, label = (_SHARED, head_dim, head_dim), f"{dtype} head_dim {head_dim}"
+    heads = dict.fromkeys(("out", "query", "key", "value"), f"*{dtype}")
+    numbers = dict.fromkeys(("decay", "beta", "states"), "*fp32")
+    tensors = {"prepared": f"*{dtype}", **heads, **numbers}
+    stepped = _without(tensors, "prepared")
+    for only_single in (False, True):
+        yield _recurrent_variant(
+            "step_delta_rule",
+            label + ", only single tokens" * only_single,
+            stepped,
+            _strides(stepped),
+            recurrent_constants.step_constants(*shape, only_single=only_single),
+            recurrent_constants.STEP,
+        )
+    if dtype != "fp32" and head_dim <= recurrent_constants.LARGEST_SCANNED_KEY_DIM:
+        prepared = _without(tensors, "out", "value", "states")
+        yield _recurrent_variant(
+            "prepare_chunks",
+            label,
+            prepared,
+            _strides(prepared),
+            recurrent_constants.preparation_constants(_SHARED, head_dim),
+            recurrent_constants.PREPARATION,
+        )
+        scanned = _without(tensors, "beta")
+        yield _recurrent_variant(
+            "scan_delta_rule",
+            label,
+            scanned,
+            _strides(scanned),
+            recurrent_constants.scan_constants(*shape),
+            recurrent_constants.scan_launch(generation),
+        )
+
+
+def _without(tensors: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: type_ for name, type_ in tensors.items() if name not in names}
+
+
+def _strides(tensors: dict[str, str]) -> tuple[str, ...]:
+    """The strides by token, and that of `states` by slot."""
+    return tuple("slot_stride" if name == "states" else f"{name}_stride" for name in tensors)
+
+
+def _recurrent_variant(
+    program: str,
+    label: str,
+    tensors: dict[str, str],
+    numbers: tuple[str, ...],
+    constants: dict[str, int],
+    launch: recurrent_constants.Launch,
+) -> Variant:
+    """`tensors`: all but the table of segments; `numbers`: all but how many segments there are."""
+    return Variant(
+        module="recurrent",
+        program=program,
+        label=label,
+        types={
+            **tensors,
+            "segments": "*i32",
+            "num_segments": "i32",
+            **dict.fromkeys(numbers, "i32"),
+        },
+        divisible=frozenset([*tensors, *numbers]),
+        constants=constants,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )

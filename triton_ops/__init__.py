@@ -35,6 +35,8 @@ OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_bloc
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
 OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
+OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
+OPERATORS.implement("gated_delta_rule", "CUDA", on_first_call("recurrent", "gated_delta_rule"))
 
 __all__ = [
     "GroupQuantized",

@@ -196,6 +196,13 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
 """By generation, bytes of a number (float32: 4, bfloat16 and float16: 2) and head_dim."""
 
 
+def line_of(generation: int) -> int:
+    """Return the generation whose configurations serve another one: 8, 9 or 10."""
+    if generation > LATEST_WITH_LARGE_SHARED_MEMORY:
+        return OLDEST_GENERATION
+    return min(generation, 10)
+
+
 @cache
 def attention_configuration(
     generation: int, width: int, shape: ProgramShape
@@ -225,9 +232,7 @@ def attention_configuration(
                 f"attention on a GPU knows no {name} {value}, only {choices}; use another or the "
                 "CPU"
             )
-    line = (
-        min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
-    )
+    line = line_of(generation)
     if (line, width, head_dim) not in ATTENTION:
         raise UnsupportedByGpu(
             f"attention on a GPU takes heads of {head_dim} in 16 bits only; use --dtype bfloat16"

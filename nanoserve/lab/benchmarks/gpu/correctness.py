@@ -34,7 +34,9 @@ from nanoserve.scheduler.plan import Begin
 from triton_ops import (
     PackedFormat,
     cache_write,
+    causal_convolution,
     copy_blocks,
+    gated_delta_rule,
     gather_blocks,
     linear,
     pack,
@@ -51,6 +53,9 @@ HEAD_DIMS = (128, 64, 256, 80)
 HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups of 4, 8, 1 and 7
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
+
+_SEGMENTS = ((0, 1, 0, 0, 70), (1, 60, -1, 1, 5), (60, 124, 1, 2, 64), (124, 130, 2, 3, 128))
+"""A row of one token, and one of three segments, for operators of layers with a state."""
 
 _ROUNDED = (
     PackedFormat(4, 32, scale=0, offset=0, zero=8),
@@ -263,6 +268,44 @@ def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
     return hidden, weights, picked, gate_up, down
 
 
+def _convolution_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    tokens, channels, kernel_size = _SEGMENTS[-1][1], 72, 4
+    inputs = torch.randn(tokens, channels, generator=generator)
+    weight = torch.randn(channels, kernel_size, generator=generator)
+    states = torch.randn(len(_SEGMENTS), channels, kernel_size - 1, generator=generator)
+    return [inputs.to(dtype), weight.to(dtype), states.to(dtype), torch.tensor(_SEGMENTS).int()]
+
+
+def _convolve(inputs: Tensor, weight: Tensor, states: Tensor, segments: Tensor) -> Tensor:
+    out = torch.empty_like(inputs)
+    causal_convolution(out, inputs, weight, None, states, segments, silu=True)
+    return torch.cat((out.flatten(), states.flatten()))
+
+
+def _delta_rule_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    tokens, key_heads, value_heads, head_dim = _SEGMENTS[-1][1], 2, 4, 128
+    query, key = torch.randn(2, tokens, key_heads, head_dim, generator=generator).to(dtype)
+    value = torch.randn(tokens, value_heads, head_dim, generator=generator).to(dtype)
+    decay, beta = torch.rand(2, tokens, value_heads, generator=generator)
+    states = torch.randn(len(_SEGMENTS), value_heads, head_dim, head_dim, generator=generator)
+    return [query, key, value, -decay / 4, beta, states, torch.tensor(_SEGMENTS).int()]
+
+
+def _apply_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    segments: Tensor,
+) -> Tensor:
+    """States and what they are multiplied by are float32 in any case."""
+    out, states = torch.empty_like(value), states.float()
+    gated_delta_rule(out, query, key, value, decay.float(), beta.float(), states, segments)
+    return torch.cat((out.flatten(), states.flatten()))
+
+
 OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "cache_write": (
         _cache_write_inputs,
@@ -280,6 +323,8 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "linear": (_linear_inputs, linear, 1),
     "packed_linear": (_packed_inputs, _packed_products, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
+    "causal_convolution": (_convolution_inputs, _convolve, 1),
+    "gated_delta_rule": (_delta_rule_inputs, _apply_delta_rule, 1),
 }
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""
 
