@@ -96,9 +96,7 @@ def _recurrent_matrices(
     """Those of a layer with a state, up to its output. Rates stay numbers."""
     inputs, output = [names.convolution_inputs], names.convolution_output
     if recurrent.delta_net is not None:
-        prefix = names.delta_net + "."
-        inputs = [prefix + name for name in names.delta_net_inputs]
-        output = prefix + "out_proj"
+        inputs, output = [*names.delta_net_inputs], names.delta_net_output
     return {"inputs": (hidden, inputs), "output": (recurrent.output_size, [output])}
 
 
