@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from nanoserve.record.events import HeldBlocks
+from nanoserve.record.events import HeldBlocks, States
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.optional import (
     HostDecision,
     HostLoad,
     LayoutsLoad,
+    StateRow,
     Tier,
     draft_of,
     tier_of,
@@ -141,6 +142,10 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequences that the executor forgets before the step: finished, preempted or moved."""
     free_host: int = 0
     total_host: int = 0
+    states: States | None = None
+    """The slots of recurrent states after the plan was made; None if it has none."""
+    state_rows: tuple[StateRow, ...] = ()
+    """Rows whose states are not in one slot before and after them, or leave snapshots."""
     answers: tuple[ExplainedAnswer, ...] = ()
     """Answers that came with the step's result."""
     spans: tuple[Span, ...] = ()  # when each stage computed the step; empty if that is not known
@@ -215,6 +220,8 @@ def explain_run(
             total_blocks=blocks.device,
             free_host=blocks.host - blocks.used_host,
             total_host=blocks.host,
+            states=blocks.states,
+            state_rows=plan.state.rows,
             answers=tuple(ExplainedAnswer(one.sequence, texts(one.tokens)) for one in answers),
             spans=tuple(spans[step]),
         )

@@ -26,6 +26,9 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     total_blocks: int = 0
     free_host_blocks: int = 0
     total_host_blocks: int = 0
+    free_state_slots: int = 0
+    total_state_slots: int = 0
+    """Slots of recurrent states; snapshots without an owner count as free."""
     prompt_tokens: int = 0
     """Prompt tokens of requests that have their first token."""
     output_tokens: int = 0  # tokens sampled for all samples
@@ -68,6 +71,11 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
                 on_host=len(attached.host.on_host),
                 free_host_blocks=attached.host.pool.free_blocks,
                 total_host_blocks=attached.host.pool.num_blocks,
+            )
+        if attached.state is not None:
+            pool = attached.state.pool
+            status = replace(
+                status, free_state_slots=pool.free_slots, total_state_slots=pool.num_slots
             )
         if attached.cpu_attention is not None:
             status = replace(status, host_losses=attached.cpu_attention.losses)

@@ -19,6 +19,27 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import StepFeatures
 
 
+class States(msgspec.Struct, frozen=True):
+    """The slots of recurrent states, between two plans."""
+
+    slots: int
+    working: int
+    """Sequences that run in a slot of their own."""
+    snapshots: int
+    """Slots at which a cached prefix can be resumed."""
+    free: int
+    """Slots without an owner, snapshots or not."""
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "States | None":
+        """Count a scheduler's slots; None if the model has no recurrent states."""
+        state = scheduler.extensions.state
+        if state is None:
+            return None
+        pool = state.pool
+        return cls(pool.num_slots, state.num_working, len(pool.snapshots), pool.free_slots)
+
+
 class Blocks(msgspec.Struct, frozen=True):
     """Used and all KV blocks of the current layout and of the host pool, between two plans."""
 
@@ -30,6 +51,7 @@ class Blocks(msgspec.Struct, frozen=True):
     on_device: int
     """Sequences that run on the device."""
     preemptions: int  # number of preemptions so far
+    states: States | None = None
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Blocks":
@@ -41,6 +63,7 @@ class Blocks(msgspec.Struct, frozen=True):
             host=0 if host is None else host.pool.num_blocks,
             on_device=len(scheduler.running),
             preemptions=scheduler.table.preemptions,
+            states=States.of(scheduler),
         )
 
     @property

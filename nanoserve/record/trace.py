@@ -141,6 +141,9 @@ class RunTrace:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
         self._count_blocks("KV blocks on the device", blocks.used_device, blocks.device, now)
         self._count_blocks("KV blocks in the host pool", blocks.used_host, blocks.host, now)
+        if blocks.states is not None:
+            slots, free = blocks.states.slots, blocks.states.free
+            self._count_blocks("slots of recurrent states", slots - free, slots, now)
         for swap in plan.host.swaps:
             moved = len(swap.device_blocks)
             arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": moved}

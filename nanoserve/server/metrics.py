@@ -140,12 +140,14 @@ class Metrics(Collector):
         status = self._engine.last.status
         used = _share_in_use(status.free_blocks, status.total_blocks)
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
+        used_states = _share_in_use(status.free_state_slots, status.total_state_slots)
         return (
             ("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
             ("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
             ("nanoserve:num_sequences_on_host", "Sequences in host memory.", status.on_host),
             ("nanoserve:host_kv_cache_usage_perc", "Share of its blocks in use.", used_on_host),
+            ("nanoserve:state_slots_usage_perc", "Share of states in use.", used_states),
             ("nanoserve:engine_ready", "1 if requests run at once.", self._engine.serving),
         )
 

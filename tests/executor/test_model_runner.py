@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanoserve.executor.step import forward_pass
 from nanoserve.executor.step.model_runner import ModelRunner
@@ -362,6 +363,24 @@ def test_a_step_of_little_work_is_computed_by_one_thread(
     execute(runner, begin=(long,), rows=(Row(3, 0, PROMPT[:5], False, tuple(range(4, 24))),))
     execute(runner, rows=(Row(3, 70, PROMPT[:1], True),))
     assert found == [1, 1, 2, 2, 2], "a long context is much work too"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_thread_computes_whole_products(decoder: Decoder, dtype: torch.dtype) -> None:
+    """A library that divides its work among two threads must not wait for the second in vain."""
+    if not cpu_operators().wait():
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
+    weight, hidden = torch.randn(288, 72).to(dtype), torch.randn(60, 72).to(dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with forward_pass.SmallSteps(decoder).on_one_thread(5, 5):
+            product = functional.linear(hidden, weight)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    expected = hidden.double() @ weight.double().T
+    torch.testing.assert_close(product.double(), expected, atol=0.2, rtol=0)
 
 
 def test_a_plan_without_rows_has_no_answers(runner: ModelRunner) -> None:

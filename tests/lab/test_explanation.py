@@ -5,16 +5,27 @@ import dataclasses
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from nanoserve.engine.engine import Engine
-from nanoserve.lab.explanation import AT_MOST, MEANINGS, NAMES, NOT_SHOWN, ExplainedRun, explain_run
-from nanoserve.record.events import Event, Planned
+from nanoserve.lab.commands.explain_view import print_steps
+from nanoserve.lab.explanation import (
+    AT_MOST,
+    MEANINGS,
+    NAMES,
+    NOT_SHOWN,
+    ExplainedRun,
+    Explanation,
+    explain_run,
+)
+from nanoserve.record.events import Event, Planned, States
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.optional import HostDecision, HostLoad, LayoutsLoad, Tier
 from tests.scheduler.lives import lives
+from tests.scheduler.states import StatefulBench
 from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom, check
 
 Tables = dict[tuple[int, Tier], tuple[int, ...]]
@@ -77,6 +88,31 @@ def test_tables_are_those_of_the_scheduler_and_of_the_executor(
         assert not {copy.target for copy in step.copies} & set(step.shared)
         for row in step.rows:
             assert (row.sequence, row.tier) in tables
+
+
+def test_slots_and_snapshots_are_shown_where_blocks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompts of 130 tokens leave a snapshot at 128 in their first step; nobody owns it."""
+    bench = StatefulBench(num_slots=9)
+    record = RunRecord(1, keeps_tables=True)
+    recorder_of(bench.engine).add(record)
+    for name, first in (("a", 0), ("b", 500)):
+        bench.add(name, tuple(range(first, first + 130)))
+    bench.step()
+    assert (bench.engine.status.free_state_slots, bench.engine.status.total_state_slots) == (7, 9)
+    bench.finish()
+    run = explain_run("sarathi", record, 16, 1, lambda tokens: tuple(map(str, tokens)))
+    assert run.steps[0].states == States(slots=9, working=2, snapshots=2, free=7)
+    assert bench.engine.status.free_state_slots == 9
+    encoded = msgspec.json.encode(run)
+    assert msgspec.json.decode(encoded, type=ExplainedRun) == run
+    print_steps(Explanation("two prompts", (run,)))
+    shown = capsys.readouterr().out.splitlines()
+    (place, *_) = [place for place, line in enumerate(shown) if line.startswith("free ")]
+    counted = "2 of 9 slots are of running sequences, 2 are snapshots, 7 free"
+    assert " ".join(shown[place + 1].split()) == f"states {counted}"
+    rows = [line.split() for line in shown if line.startswith("state ")]
+    assert [row[:2] for row in rows[:2]] == [["state", "0:"], ["state", "1:"]]
+    assert [row[5:7] for row in rows[:2]] == [["position", "128"]] * 2
 
 
 def test_every_field_that_a_step_shows_has_its_meaning() -> None:

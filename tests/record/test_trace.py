@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.chrome_trace import ChromeTraceFile
-from nanoserve.record.events import Collected
+from nanoserve.record.events import Collected, States
 from nanoserve.record.recorder import TimedExecutor, recorder_of
 from nanoserve.record.times import StageTimes
 from nanoserve.record.trace import RunTrace, bars_of
@@ -22,7 +23,7 @@ from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
 from tests.lab.simulator.linear_times import LinearTimes
-from tests.record.planned import planned
+from tests.record.planned import NO_BLOCKS, planned
 from tests.record.tracks import tracks_of
 
 
@@ -55,6 +56,16 @@ def _run(executor: Executor, path: Path) -> None:
     engine = _traced(executor, path)
     drive(engine, [_request(f"r{name}", 4, executor.now()) for name in range(3)])
     engine.close()
+
+
+def test_counters_of_a_model_with_recurrent_states(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    states = States(slots=9, working=2, snapshots=3, free=7)
+    with ChromeTraceFile(path) as file:
+        trace = RunTrace(file, 0.0)
+        trace(planned(StepPlan(0), 1.0, replace(NO_BLOCKS, states=states)))
+    counters = {one["name"]: one["args"] for one in json.loads(path.read_text()) if "args" in one}
+    assert counters["slots of recurrent states"] == {"used": 2, "free": 7}
 
 
 def test_bars_of_a_track_do_not_overlap_and_tell_all_tokens(tmp_path: Path) -> None:

@@ -76,11 +76,13 @@ TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
   library.def("allow_dots(bool value) -> bool", [](bool value) { return nanoserve::dots_allowed.exchange(value); });
   library.def("has_tiles() -> bool", [] { return nanoserve::has_tiles(); });
   library.def("set_batch_invariant(bool value) -> ()", [](bool value) { nanoserve::batch_invariant = value; });
-  // With 0 levels the calling thread computes alone what it would share with others: here, in torch and in compiled
-  // layers. Returns the levels before.
-  library.def("set_parallel_levels(int levels) -> int", [](int64_t levels) {
-    const int64_t before = omp_get_max_active_levels();
+  // With 0 levels and 1 thread the calling thread computes alone what it would share with others. Compiled layers have
+  // a number of threads of their own, so they need the levels. oneDNN divides a product among the threads that there
+  // may be, and leaves the parts of those that do not come: it needs the number. Returns both as they were before.
+  library.def("set_parallel(int levels, int threads) -> (int, int)", [](int64_t levels, int64_t threads) {
+    const std::tuple<int64_t, int64_t> before{omp_get_max_active_levels(), omp_get_max_threads()};
     omp_set_max_active_levels(static_cast<int>(levels));
+    omp_set_num_threads(static_cast<int>(threads));
     return before;
   });
 }

@@ -92,11 +92,11 @@ class SmallSteps:
         if work > MOST_WORK_OF_ONE_THREAD or not self._on_cpu or not cpu_operators().loaded:
             yield
             return
-        levels = torch.ops.nanoserve.set_parallel_levels(0)
+        before = torch.ops.nanoserve.set_parallel(levels=0, threads=1)
         try:
             yield
         finally:
-            torch.ops.nanoserve.set_parallel_levels(levels)
+            torch.ops.nanoserve.set_parallel(*before)
 
 
 ForwardFunction = Callable[[StepInputs], Tensor]

@@ -18,7 +18,8 @@ from nanoserve.lab.explanation import (
     ExplainedStep,
     Explanation,
 )
-from nanoserve.record.events import HeldBlocks
+from nanoserve.record.events import HeldBlocks, States
+from nanoserve.scheduler.optional import NO_STATE, StateRow
 
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _HELP = "left, right: step · home, end · up, down: scroll · q: leave · *shared +copied"
@@ -120,8 +121,10 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     ]
     lines += [("copy", f"block {copy.source} to {copy.target}", None) for copy in step.copies]
     lines += [(row.kind, _row(row), row.sequence) for row in step.rows]
+    lines += [("state", _state_row(row), row.sequence) for row in step.state_rows]
     lines += [("blocks", _blocks(table, step), table.sequence) for table in step.tables]
     lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
+    lines += [("states", _states(step.states), None)]
     lines += [
         ("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence)
         for one in step.answers
@@ -176,6 +179,22 @@ def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:
         where = ""
     spans = " ".join(_spans(table.blocks, marks))
     return f"{table.sequence}: {spans}{where}, {table.tokens} tokens"
+
+
+def _state_row(row: StateRow) -> str:
+    """Where the row finds and leaves the state of its sequence."""
+    source = f"from slot {row.source} "
+    if row.source == NO_STATE:
+        source = ""
+    saved = [f", position {position} to slot {slot}" for position, slot in row.saves]
+    return f"{row.sequence}: {source}to slot {row.target}{''.join(saved)}"
+
+
+def _states(states: States | None) -> str:
+    if states is None:
+        return ""
+    working = f"{states.working} of {states.slots} slots are of running sequences"
+    return f"{working}, {states.snapshots} are snapshots, {states.free} free"
 
 
 def _spans(blocks: tuple[int, ...], marks: Mapping[int, str]) -> Iterator[str]:

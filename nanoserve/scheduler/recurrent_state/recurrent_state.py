@@ -42,6 +42,12 @@ class RecurrentState(Extension):
         self._passed: list[int] = []
         """Slots that the plan which is being completed reads or writes, to be given up after it."""
 
+    @property
+    def num_working(self) -> int:
+        """Sequences that run in a working slot."""
+        running = [one.state for one in self._table.running if one.state is not None]
+        return len([slots for slots in running if slots.working != NO_STATE])
+
     def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> StatefulBlocks:
         """Make the block tables of a scheduler, with these slots. Raises ValueError if one of its
         cache groups has a window."""
