@@ -22,6 +22,7 @@ from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import available_memory, choose_cache_size, kv_bytes_per_block
 from nanoserve.executor.start.model_loading import (
+    check_state_settings,
     keeps_all_positions,
     load_decoder,
     read_config,
@@ -157,8 +158,7 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
         raise UsageError(
             f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}"
         )
-    if model.recurrent is not None:
-        _check_state_settings(config, model)
+    check_state_settings(config, model)
     if config.host_threads is not None:
         from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 
@@ -168,22 +168,6 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
         from nanoserve.executor.start.predictors import check_profile
 
         check_profile(config.profile)
-
-
-def _check_state_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse what does not go together with recurrent states."""
-    asked = {
-        f"--speculate {config.speculate}": config.speculate is not None,
-        "--decode-parallel": config.decode_layout is not None,
-        "host memory": config.uses_host_memory,
-        f"--policy {config.policy_name}": config.attends_on_host,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise UsageError(
-                f"{name}: layers of {model.family} have recurrent states, which do not support it; "
-                "leave it out"
-            )
 
 
 def _warn_of_unused_memory(config: EngineConfig, model: ModelConfig) -> None:

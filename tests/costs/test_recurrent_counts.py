@@ -18,6 +18,7 @@ from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.recurrent import make_states
+from nanoserve.scheduler.recurrent_state.recurrent_state import CHUNK as SNAPSHOT_CHUNK
 from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net
 from triton_ops.recurrent import CHUNK
@@ -91,7 +92,7 @@ def test_a_prompt_begins_without_a_state() -> None:
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 200])
 def test_pairs_of_a_scan_by_counting(start: int, length: int) -> None:
     """A correction depends on earlier positions of its piece, an output also on its own."""
-    assert SCAN_CHUNK == CHUNK
+    assert SCAN_CHUNK == CHUNK == SNAPSHOT_CHUNK
     pieces: dict[int, int] = {}
     for position in range(start, start + length):
         pieces[position // 64] = pieces.get(position // 64, 0) + 1

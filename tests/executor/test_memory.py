@@ -1,5 +1,6 @@
 """How large the KV cache becomes, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.start import memory
 from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import (
+    CacheSize,
     available_memory,
+    choose_cache_size,
     choose_num_blocks,
     kv_bytes_per_block,
     out_of_memory,
@@ -38,6 +41,22 @@ def test_bytes_of_a_block_are_those_of_the_caches() -> None:
 def test_by_default_a_share_of_the_free_memory() -> None:
     assert choose(free=400 * BLOCK) == 100
     assert choose(free=100 * BLOCK, device="cuda") == 95
+
+
+@pytest.mark.parametrize(
+    ("slot", "enough"), [(BLOCK, 16 * BLOCK + 16 * BLOCK), (100, 16 * BLOCK + 16 * 100)]
+)
+def test_advice_on_memory_counts_recurrent_states(slot: int, enough: int) -> None:
+    """A request of 64 tokens takes 16 blocks. States take half of the memory, or 16 slots."""
+    config = EngineConfig(block_size=4, max_num_seqs=4, max_model_len=64, kv_cache_memory=8 * BLOCK)
+
+    def chosen(**settings: int) -> CacheSize:
+        return choose_cache_size(BLOCK, slot, 400 * BLOCK, 128, replace(config, **settings))
+
+    with pytest.raises(UsageError, match=r"--kv-cache-memory 8\.0 KiB holds") as refused:
+        chosen()
+    assert f"raise it to {format_size(enough)} or" in str(refused.value)
+    assert chosen(kv_cache_memory=enough) == CacheSize(16, 16)
 
 
 def test_what_steps_were_seen_to_need_is_kept_free() -> None:

@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -118,11 +118,33 @@ def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Memory of the KV cache that is for recurrent states: at most half of it."""
+
+    taken: int = 0
+    most: int = 0
+    """As much as they would take if there were more memory."""
+
+    def with_blocks(self, needed: int) -> int:
+        """So much memory leaves what is needed for blocks."""
+        return needed + min(needed, self.most)
+
+
+NO_STATES = StateBytes()
+
+
 def choose_num_blocks(
-    per_block: int, free: int, longest: int, config: EngineConfig, windows: tuple[int, ...] = (0,)
+    per_block: int,
+    free: int,
+    longest: int,
+    config: EngineConfig,
+    windows: tuple[int, ...] = (0,),
+    states: StateBytes = NO_STATES,
 ) -> int:
     """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes; `longest` is the
-    model's own limit in tokens, `windows` are those of its cache groups.
+    model's own limit in tokens, `windows` are those of its cache groups. Of ``--kv-cache-memory``
+    they get what `states` leave.
 
     Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs``
     requests of full length can use. Without ``--max-model-len``, such a cache may be smaller than
@@ -133,7 +155,14 @@ def choose_num_blocks(
     per_request = most_blocks(windows, length, config.block_size)
     if config.kv_cache_memory is not None:
         return _explicit(
-            config.kv_cache_memory, free, per_block, per_request, length, config.block_size, windows
+            config.kv_cache_memory,
+            free,
+            per_block,
+            per_request,
+            length,
+            config.block_size,
+            windows,
+            states,
         )
     share = CUDA_SHARE
     if config.device == "cpu":
@@ -161,6 +190,7 @@ def _explicit(
     length: int,
     block_size: int,
     windows: tuple[int, ...],
+    states: StateBytes,
 ) -> int:
     if asked > free:
         raise UsageError(
@@ -168,8 +198,9 @@ def _explicit(
             "memory that is free;"
             f" ask for less"
         )
-    blocks = asked // per_block
+    blocks = (asked - states.taken) // per_block
     if blocks < per_request:
+        needed = per_request * per_block
         tokens = most_tokens(windows, blocks, block_size, length)
         shorter = ""
         if tokens:
@@ -177,7 +208,7 @@ def _explicit(
         raise UsageError(
             f"--kv-cache-memory {format_size(asked)} holds {tokens} tokens, but one request may "
             "have"
-            f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
+            f" {length}; raise it to {format_size(states.with_blocks(needed))}{shorter}"
         )
     return blocks
 
@@ -213,19 +244,18 @@ def choose_cache_size(
         memory = int(free * share)
     else:
         memory = config.kv_cache_memory
-    slots = min(_SLOTS_PER_SEQUENCE * config.max_num_seqs, memory // 2 // per_slot)
+    most_slots = _SLOTS_PER_SEQUENCE * config.max_num_seqs
+    slots = min(most_slots, memory // 2 // per_slot)
     if slots < FEWEST_SLOTS:
         raise UsageError(
             f"half of {format_size(memory)} of KV cache does not hold the recurrent states of a "
             f"sequence, {FEWEST_SLOTS} times {format_size(per_slot)}; raise --kv-cache-memory"
         )
-    taken = slots * per_slot
+    states = StateBytes(slots * per_slot, most_slots * per_slot)
+    left = free
     if config.kv_cache_memory is None:
-        left = max(0, free - int(taken / share))
-    else:
-        config = replace(config, kv_cache_memory=memory - taken)
-        left = free - taken
-    return CacheSize(choose_num_blocks(per_block, left, longest, config, windows), slots)
+        left = max(0, free - int(states.taken / share))
+    return CacheSize(choose_num_blocks(per_block, left, longest, config, windows, states), slots)
 
 
 @contextmanager

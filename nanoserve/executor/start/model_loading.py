@@ -208,6 +208,29 @@ def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     return model.in_one_group()
 
 
+def refuse_states(model: ModelConfig, asked: str, instead: str = "leave it out") -> None:
+    """Raise UsageError for what does not go together with recurrent states, if the model has
+    any."""
+    if model.recurrent is not None:
+        raise UsageError(
+            f"{asked}: layers of {model.family} have recurrent states, which do not support it; "
+            f"{instead}"
+        )
+
+
+def check_state_settings(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse settings that do not go together with recurrent states, if the model has any."""
+    asked = {
+        f"--speculate {config.speculate}": config.speculate is not None,
+        "--decode-parallel": config.decode_layout is not None,
+        "--host-kv-memory": config.host_kv_memory is not None,
+        f"--policy {config.policy_name}": config.attends_on_host,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            refuse_states(model, name)
+
+
 def load_decoder(
     resolved: ResolvedModel,
     config: EngineConfig,

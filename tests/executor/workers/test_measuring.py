@@ -45,6 +45,11 @@ def test_two_workers_measure_together_and_the_next_start_finds_it(
         assert measure_layouts(resolved, config, 2) == found
 
 
+def test_recurrent_states_are_not_measured() -> None:
+    with pytest.raises(UsageError, match="measuring layouts: layers of lfm2 have recurrent states"):
+        measure_layouts(resolve_model("dummy:lfm2-350m"), EngineConfig(), 2)
+
+
 def test_an_engine_predicts_by_what_was_kept_of_its_layouts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,18 +3,61 @@ states: Qwen3-Next in its published shape."""
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nanoserve.costs.hardware import load_machine
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.engine.assembly import build_engine
+from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import UsageError
+from nanoserve.lab.benchmarks.policies.engines import open_workers
+from nanoserve.lab.benchmarks.profiling import measure_profile
 from nanoserve.layout import ParallelLayout
+from nanoserve.models.hub import resolve_model
 from tests.costs.conftest import qwen3_next
+from tests.executor.small_model import local_executor, small_decoder, stateful_config
 
 Run = Callable[..., tuple[int, str, str]]
 MODEL = "qwen3-next-80b-a3b"
 STAGES = StepCosts(qwen3_next(), load_machine("h200"), ParallelLayout(pipeline_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"policy": "apex"}, "--policy apex"),
+        ({"host_kv_memory": 2**30}, "--host-kv-memory"),
+        ({"speculate": "ngram"}, "--speculate ngram"),
+        ({"decode_layout": ParallelLayout(tensor_parallel=2)}, "--decode-parallel"),
+    ],
+)
+def test_an_engine_refuses_by_name_what_does_not_go_with_states(
+    settings: dict[str, Any], named: str
+) -> None:
+    config = EngineConfig(**{"pipeline_parallel": 2} | settings)
+    with pytest.raises(UsageError, match=f"^{named}: layers of lfm2 have recurrent states"):
+        build_engine(resolve_model("dummy:lfm2-350m"), config)
+
+
+def test_benchmarks_of_two_layouts_refuse_states_too() -> None:
+    config = EngineConfig(pipeline_parallel=2, decode_layout=ParallelLayout(tensor_parallel=2))
+    with pytest.raises(UsageError, match="--decode-parallel: layers of qwen3_next have recurrent"):
+        open_workers(ExitStack(), "P2 -> T2", resolve_model(None), config, qwen3_next(), None)
+
+
+def test_parts_of_steps_with_states_are_not_profiled() -> None:
+    model = stateful_config()
+    executor = local_executor(small_decoder(model), num_blocks=8, block_size=4, state_slots=2)
+    built = SimpleNamespace(config=EngineConfig(), model=model)
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(executor=executor), built=built)
+    processor: Any = None  # nothing is measured
+    with pytest.raises(UsageError, match="nanoserve profile: layers of llama have recurrent"):
+        measure_profile(llm, processor, print)
 
 
 def test_analyze_says_how_much_state_a_sequence_has(command: Run, tmp_path: Path) -> None:

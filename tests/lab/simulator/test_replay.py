@@ -14,7 +14,9 @@ from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.assembly import make_extensions
+from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.recurrent_state.recurrent_state import RecurrentState
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.scheduler.tier_lives import AlsoUsingTheHost
@@ -153,6 +155,24 @@ def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
     assert sum(result.host.lost is not None for result in told) == 2
     assert any(result.host.swapped for result in told)
     assert sum(row.host is not None for plan in record.plans for row in plan.rows) > 10
+    assert replay(record, scheduler, vocab_size=50) == record.plans
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_run_with_recurrent_states_is_replayed(depth: int) -> None:
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            make_policy("sarathi", 16),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=64,
+            pipeline_depth=depth,
+            extensions=Extensions(state=RecurrentState(9, chunk=8)),
+        )
+
+    executor = RealTimeExecutor(depth, seed=depth, state_slots=9)
+    record = record_run(Engine(scheduler(), executor, vocab_size=50), _requests(depth))
+    assert sum(len(row.saves) for plan in record.plans for row in plan.state.rows) > 10
     assert replay(record, scheduler, vocab_size=50) == record.plans
 
 

@@ -27,7 +27,7 @@ from nanoserve.executor.profiling.start_profile import (
     measure_shortly,
 )
 from nanoserve.executor.start.memory import kv_bytes_per_block
-from nanoserve.executor.start.model_loading import with_cache_groups
+from nanoserve.executor.start.model_loading import check_state_settings, with_cache_groups
 from nanoserve.executor.start.predictors import make_predictors
 from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine
@@ -51,6 +51,7 @@ def open_workers(
 ) -> OpenEngine:
     """Workers of one layout or two, whose layers are compiled; their costs are measured first if
     runs are to be `predicted`."""
+    check_state_settings(config, model)
     profile: LayoutProfile | None = None
     costs: tuple[StepCosts, ...] = ()
     if predicted:
@@ -84,6 +85,7 @@ def open_workers(
         layouts=config.layouts,
         capacities=executor.capacities,
         windows=executor.windows,
+        state_slots=executor.state_slots,
         predictors=tuple(predictors),
         workers=config.num_workers,
         host_blocks=host_blocks,
@@ -187,12 +189,14 @@ def _open(
 
 
 def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
+    state = llm.engine.scheduler.extensions.state
     return OpenEngine(
         name=name,
         executor=llm.engine.executor,
         vocab_size=llm.built.model.vocab_size,
         capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
         windows=llm.built.model.cache_groups.windows,
+        state_slots=0 if state is None else state.pool.num_slots,
         compiled=llm.built.compiled,
         simulated=simulated,
     )

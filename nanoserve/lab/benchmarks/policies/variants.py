@@ -89,6 +89,7 @@ class OpenEngine:
     # uncorrected, one per layout; empty where the policies need none
     predictors: tuple[Predictor, ...] = ()
     windows: tuple[int, ...] = (0,)  # of the model's cache groups
+    state_slots: int = 0  # for recurrent states
     workers: int = 0  # processes that compute and report their times; 0 if this process computes
     host_blocks: int = 0  # KV blocks in host memory
     # of one worker to or from host memory, bytes per second; None: unknown
@@ -151,7 +152,9 @@ class PolicyVariant:
             prefix_caching=False,
             pipeline_depth=first.pipeline_depth,
             extensions=make_extensions(
-                host_blocks=self.host_blocks, other_layouts=self.capacities[1:]
+                host_blocks=self.host_blocks,
+                other_layouts=self.capacities[1:],
+                state_slots=self.engine.state_slots,
             ),
             predictors=predictors,
             async_scheduling=not simulated and self.engine.executor.async_scheduling,
