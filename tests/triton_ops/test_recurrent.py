@@ -2,6 +2,8 @@
 over segments that are cut anywhere."""
 
 import itertools
+import math
+import platform
 from dataclasses import dataclass, replace
 
 import pytest
@@ -326,6 +328,28 @@ def test_a_state_that_is_all_but_forgotten() -> None:
     before = call.states.clone()
     call.run(step)
     close_to_recurrence(call, before, step)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="others are not slow")
+@pytest.mark.parametrize("length", [1, 2])
+def test_no_number_below_the_normal_range_is_kept(implementation: str, length: int) -> None:
+    """A core multiplies such numbers a hundred times more slowly. The caller's are left alone."""
+    if implementation == "plain":
+        pytest.skip("torch's own operators keep them")
+    smallest = torch.finfo(torch.float32).smallest_normal
+    step = make_step([Row(1, (length,))])
+    call = a_delta_call(step, Heads(1, 2, 8, 24))
+    call.states[:] = 1e-20
+    call.decay[:] = -30.0 / length
+    call.beta[:] = 0.0
+    assert 1e-20 * math.exp(-45.0) < smallest < 1e-20 * math.exp(-30.0)
+    call.run(step)
+    assert bool((call.states[step.written[0][-1]] > smallest).all())
+    call.states[:] = 1e-20
+    call.decay[:] = -45.0 / length
+    call.run(step)
+    assert bool((call.states[step.written[0][-1]] == 0.0).all())
+    assert float(torch.tensor([1e-39]) * 1.0) > 0.0
 
 
 def test_a_step_without_segments_changes_nothing() -> None:
