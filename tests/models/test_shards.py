@@ -114,8 +114,10 @@ def test_ranks_together_compute_what_one_does(
     _, found = sharded_logits(tmp_path, shards, *batch)
     _, expected = whole_logits(tmp_path, *batch)
     assert found.shape == expected.shape
-    # rounding weighs more in scores that are not scaled
-    tolerance = 1e-5 if config.attention.scale != 1.0 else 3e-5
+    # Rounding weighs more in scores that are not scaled, and in outputs of heads that are normed.
+    tolerance = 1e-5
+    if config.attention.scale == 1.0 or config.recurrent is not None:
+        tolerance = 3e-5
     torch.testing.assert_close(
         found / expected.std(), expected / expected.std(), atol=tolerance, rtol=0
     )

@@ -72,6 +72,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
             "packed_linear",
             "sampling",
             "sparse_experts",
+            "causal_convolution",
+            "gated_delta_rule",
             "family",
             "graph against eager",
             "overlapped against plain",
