@@ -26,10 +26,9 @@ def test_a_held_input_solves_the_differential_equation() -> None:
     with torch.no_grad():
         kept, taken, _ = model.discretized()
         step = float(model.log_step.exp())
+        decays, frequencies = model.log_decay[0].exp().tolist(), model.frequency[0].tolist()
     for pair in range(4):
-        eigenvalue = complex(
-            -float(model.log_decay[0, pair].exp()), float(model.frequency[0, pair])
-        )
+        eigenvalue = complex(-decays[pair], frequencies[pair])
         system = torch.tensor([[eigenvalue, 1.0], [0.0, 0.0]], dtype=torch.complex128)
         solved = torch.linalg.matrix_exp(step * system)
         assert complex(kept[0, pair]) == pytest.approx(complex(solved[0, 0]), abs=1e-6)
