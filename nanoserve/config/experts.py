@@ -29,7 +29,7 @@ def qwen3_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
 
 
 def qwen3_next_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    """Those of Qwen3 beside a shared expert with a gate."""
+    """Read the experts of Qwen3 beside a shared expert with a gate."""
     moe = qwen3_experts(fields, num_layers)
     return replace(
         moe,
@@ -40,7 +40,8 @@ def qwen3_next_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
 
 
 def qwen3_5_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    """Those of Qwen3-Next in all layers, their weights normalized, whatever config.json says."""
+    """Read the experts of Qwen3-Next for all layers, with normalized weights, whatever config.json
+    says."""
     moe = qwen3_next_experts(fields, num_layers)
     return replace(moe, normalize_weights=True, sparse_layers=frozenset(range(num_layers)))
 

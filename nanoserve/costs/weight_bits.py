@@ -93,7 +93,7 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
 def _recurrent_matrices(
     hidden: int, recurrent: RecurrentConfig, names: LayerNames
 ) -> dict[str, tuple[int, Sequence[str]]]:
-    """Those of a layer with a state, up to its output. Rates stay numbers."""
+    """Matrices of a layer with a state, up to its output. Rates stay numbers."""
     inputs, output = [names.convolution_inputs], names.convolution_output
     if recurrent.delta_net is not None:
         inputs, output = [*names.delta_net_inputs], names.delta_net_output

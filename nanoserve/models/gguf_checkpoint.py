@@ -34,7 +34,7 @@ class GgufSlice:
     row_heads: TiledHeads | None = None
     """The order of value heads over rows, where it is another one."""
     column_heads: TiledHeads | None = None
-    """The same over columns."""
+    """Their order over columns."""
     is_decay: bool = False
     """Whether the numbers are -exp of those that safetensors have."""
 
@@ -167,7 +167,7 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
 
 
 def _drafting_layers(file: GgufFile) -> tuple[str, ...]:
-    """What the names of tensors in layers for drafts begin with."""
+    """Beginnings of the names of tensors in layers for drafts."""
     architecture = file.get("general.architecture", str, "")
     count = file.get(f"{architecture}.block_count", int, 0)
     drafting = num_drafting_layers(file, architecture)

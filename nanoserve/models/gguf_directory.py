@@ -52,7 +52,7 @@ _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "qwen35": gated_delta_net,
     "qwen35moe": gated_delta_net,
 }
-"""What reads the keys of layers with a recurrent state, by the architecture's name."""
+"""Readers of the keys of layers with a recurrent state, by the architecture's name."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
 _NEEDED_SIZES = {
     "hidden_size": "embedding_length",
@@ -125,7 +125,7 @@ _WORDS = {
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
 _AS_LLAMA3 = ("llama-bpe", "lfm2")
-"""Of these, the pre-tokenizers that leave a word which is a token whole, and add BOS."""
+"""Pre-tokenizers that leave a word which is a token whole, and add BOS."""
 
 
 def gguf_config(path: Path) -> ModelConfig:

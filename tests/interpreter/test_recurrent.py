@@ -74,7 +74,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def within(wide: int, tensor: Tensor) -> Tensor:
-    """The same numbers as a part of rows that are `wide` elements longer, and NaN besides."""
+    """Put the numbers into a part of rows that are `wide` elements longer, and NaN besides."""
     flat = tensor.flatten(1)
     room = torch.full((len(tensor), flat.shape[1] + wide), torch.nan, dtype=tensor.dtype)
     room[:, wide // 2 : wide // 2 + flat.shape[1]] = flat

@@ -106,7 +106,7 @@ OF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "intermediate_size": 11000},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
-"""What a default takes that cannot run, or in which some keys mean nothing."""
+"""Values in place of defaults that cannot run, or with which some keys mean nothing."""
 
 
 def whole_default(model_type: str) -> dict[str, Any]:

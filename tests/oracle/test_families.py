@@ -149,7 +149,7 @@ def test_heads_for_drafts_and_images_beside_the_text_model_are_left_alone(
 
 
 def test_experts_of_a_layer_may_be_one_tensor(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """As transformers holds them, and the published files of Qwen3.5 do."""
+    """Transformers holds them so, and so do the published files of Qwen3.5."""
     directory, model = checkpoint("qwen3_5_moe_text")
     (tmp_path / "config.json").symlink_to(directory / "config.json")
     tensors = {

@@ -393,7 +393,7 @@ Call = DeltaCall | ConvolutionCall
 
 
 def assert_same(implementation: str, found: Tensor, expected: Tensor) -> None:
-    """The same bits. Torch's own functions give others where a vector ends."""
+    """Compare bits. Torch's own functions give others where a vector ends."""
     if implementation == "plain":
         assert_close(found, expected, found.dtype)
     else:

@@ -124,10 +124,10 @@ class StateBytes:
 
     taken: int = 0
     most: int = 0
-    """As much as they would take if there were more memory."""
+    """Bytes that they would take if there were more memory."""
 
     def with_blocks(self, needed: int) -> int:
-        """So much memory leaves what is needed for blocks."""
+        """Memory that leaves what is needed for blocks."""
         return needed + min(needed, self.most)
 
 

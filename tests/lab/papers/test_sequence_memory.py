@@ -1,4 +1,4 @@
-"""What sequences keep, by arithmetic on the models' published shapes: states beside keys and
+"""Memory of sequences, by arithmetic on the models' published shapes: states beside keys and
 values."""
 
 import pytest

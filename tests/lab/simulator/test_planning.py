@@ -112,7 +112,7 @@ def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
 
 
 def test_states_take_their_part_of_memory() -> None:
-    """As many sequences have a place for their states as fit with the mean request; pairs of
+    """Sequences with a place for their states are as many as fit with the mean request; pairs of
     layouts are left out. Two stages have 18 states each, and keys and values of 6 layers."""
     model, machine = qwen3_next(), load_machine("h200")
     work = PlannedWork((RequestShape(200, 40), RequestShape(400, 32)) * 2000)
