@@ -69,6 +69,7 @@ class ShortConvolution(nn.Module):
         self.output_size = recurrent.channels
         self.inputs = Linear(config.hidden_size, 3 * recurrent.channels, bias=recurrent.bias)
         self.kernel = nn.Parameter(torch.empty(recurrent.channels, recurrent.kernel_size))
+        self.kernel_bias: nn.Parameter | None = None
         if recurrent.bias:
             self.kernel_bias = nn.Parameter(torch.zeros(recurrent.channels))
 
@@ -80,7 +81,7 @@ class ShortConvolution(nn.Module):
             convolved,
             before * values,
             self.kernel,
-            getattr(self, "kernel_bias", None),
+            self.kernel_bias,
             states.convolution,
             states.segments,
             silu=False,
