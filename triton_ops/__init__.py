@@ -25,6 +25,7 @@ from triton_ops.packed import (
 from triton_ops.recurrent import causal_convolution, gated_delta_rule
 from triton_ops.registration import OPERATORS
 from triton_ops.sampling import allow_tokens, draw_tokens, token_logprobs
+from triton_ops.state_space import selective_scan, state_space_dual
 
 reference_operators = OPERATORS.plain
 
@@ -58,8 +59,10 @@ __all__ = [
     "reference_operators",
     "round_to_nearest",
     "scatter_blocks",
+    "selective_scan",
     "sparse_experts",
     "sparse_packed_experts",
+    "state_space_dual",
     "token_logprobs",
     "unpack",
 ]

@@ -40,10 +40,10 @@ def causal_convolution(
     another in order, and each reads the slot that the one before it wrote. No row reads a slot that
     another one writes. With `silu` the result passes through SiLU.
     """
-    single, others = _split(segments)
+    single, others = split_segments(segments)
     if len(single):
         first, _, source, target, _ = single.T.long()
-        seen = torch.cat((_states_before(states, source).mT, inputs[first, None]), dim=-2)
+        seen = torch.cat((states_before(states, source).mT, inputs[first, None]), dim=-2)
         out[first] = _convolve(seen, weight, bias, silu=silu)[:, 0].to(out.dtype)
         states[target] = seen[:, 1:].mT
     for begin, end, source, target, _ in others:
@@ -84,7 +84,7 @@ def gated_delta_rule(
     same shape; states: float32 [slots, num_value_heads, key_head_dim, value_head_dim]; segments:
     as of `causal_convolution`. Neighbouring value heads share a key head.
     """
-    single, others = _split(segments)
+    single, others = split_segments(segments)
     if len(single):
         first, _, source, target, _ = single.T.long()
         result, states[target] = delta_rule_step(
@@ -93,7 +93,7 @@ def gated_delta_rule(
             value[first],
             decay[first],
             beta[first],
-            _states_before(states, source),
+            states_before(states, source),
         )
         out[first] = result.to(out.dtype)
     for begin, end, source, target, position in others:
@@ -143,12 +143,7 @@ def delta_rule_chunk(
     query, key = _normed_pair(query, key, value.shape[1])
     query, key, exact = query.transpose(0, 1), key.transpose(0, 1), value.float().transpose(0, 1)
     rate = beta.T[..., None]
-    length = len(decay)
-    is_seen = torch.ones(length, length, dtype=torch.bool, device=value.device).tril()
-    # Differences of the totals D would be less exact, where one factor is all but 0.
-    between = decay.T[..., None].expand(-1, -1, length).masked_fill(~is_seen.tril(-1), 0.0)
-    factors = between.cumsum(-2).exp() * is_seen
-    grown = decay.T.cumsum(-1).exp()[..., None]
+    factors, grown = decays_between(decay)
     system = (key @ key.mT) * factors * rate
     corrections = torch.linalg.solve_triangular(
         system, rate * (exact - grown * (key @ state)), upper=False, unitriangular=True
@@ -157,6 +152,18 @@ def delta_rule_chunk(
     left = factors[:, -1, :, None]
     state = grown[:, -1:] * state + (left * key).mT @ corrections
     return output.transpose(0, 1), state
+
+
+def decays_between(decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The decay between positions, of the logarithms of C positions' decays [C, H]: what is left at
+    position i of what position j adds, [H, C, C], 0 where j is later; and what is left there of the
+    state before them, [H, C, 1]."""
+    length = len(decay)
+    is_seen = torch.ones(length, length, dtype=torch.bool, device=decay.device).tril()
+    # Differences of running sums would be less exact, where one factor is all but 0.
+    between = decay.T[..., None].expand(-1, -1, length).masked_fill(~is_seen.tril(-1), 0.0)
+    factors = between.cumsum(-2).exp() * is_seen
+    return factors, decay.T.cumsum(-1).exp()[..., None]
 
 
 def _normed_pair(query: Tensor, key: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -173,7 +180,7 @@ def _normed(heads: Tensor) -> Tensor:
     return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
-def _split(segments: Tensor) -> tuple[Tensor, list[list[int]]]:
+def split_segments(segments: Tensor) -> tuple[Tensor, list[list[int]]]:
     """Split a table of segments into those of one token that are a row of their own, which can be
     computed together, and the others in order."""
     rows = list[list[list[int]]]()
@@ -189,7 +196,7 @@ def _split(segments: Tensor) -> tuple[Tensor, list[list[int]]]:
     return segments.new_tensor(single), others
 
 
-def _states_before(states: Tensor, source: Tensor) -> Tensor:
+def states_before(states: Tensor, source: Tensor) -> Tensor:
     """The states in these slots; zeros for slots of -1."""
     is_new = (source < 0).view(-1, *[1] * (states.dim() - 1))
     return states[source.clamp(min=0)].masked_fill(is_new, 0.0)
