@@ -68,7 +68,7 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
     for degree in range(1, model.num_heads + 1):
         # Ranks have equal numbers of key-value heads, or equal numbers of ranks share each.
         divides_kv_heads = all(max(degree, heads) % min(degree, heads) == 0 for heads in kv_heads)
-        divides_states = model.recurrent is None or model.recurrent.most_parts % degree == 0
+        divides_states = model.recurrent is None or model.recurrent.mixer.most_parts % degree == 0
         if model.num_heads % degree == 0 and divides_kv_heads and divides_states:
             degrees.append(degree)
     return degrees

@@ -116,7 +116,7 @@ OFFLINE = {*LOOP, "layout", "config", "engine_config", "text", "models", "execut
 CLOSURES = {
     "nanoserve.scheduler.scheduler": (DECIDING, 31),
     "nanoserve.engine.engine": (LOOP, 35),
-    "nanoserve.llm": (OFFLINE, 103),
+    "nanoserve.llm": (OFFLINE, 105),
 }
 """The rooms that importing a module may load, and the most modules: deciding needs no cost model,
 the loop none either, and an engine that predicts nothing does without the laboratory."""
@@ -209,9 +209,9 @@ LAZY_IMPORTS: dict[str, list[str]] = {
     ],
     "It is for GPUs.": ["executor/start/device_start.py: executor.start"],
     "It is for models of another kind: GGUF files, random weights, weights under several layouts, recurrent states.": [
-        "executor/compile/aot_build.py: models.recurrent",
-        "executor/start/gpu_start.py: models.recurrent",
-        "models/attention.py: models.recurrent",
+        "executor/compile/aot_build.py: models.mixer",
+        "executor/start/gpu_start.py: models.mixer",
+        "models/attention.py: models.mixer",
         "models/decoder.py: models.recurrent",
         "executor/start/model_loading.py: models.dummy",
         "executor/start/model_loading.py: models.resharding",

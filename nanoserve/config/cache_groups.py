@@ -111,9 +111,14 @@ class CacheGroups:
         in turn, so a stage's layers have tensors of their own, which are neighbours. So whatever
         pipeline has its stages begin there, each stage's part of a block is the same part in all
         groups.
+
+        A model without attention has one group all the same: its blocks hold nothing, but they name
+        the positions whose states the prefix cache finds.
         """
         owners = sources or tuple(range(len(windows)))
         kinds = _kinds_of(windows, owners, longest, numbers, starts)
+        if not kinds:
+            return cls(windows=(0,), places=(NO_PLACE,) * len(windows), numbers=(1,))
         division = _Division(kinds)
         counts = division.best_counts(longest)
         first_tensors = list(accumulate(division.stage_tensors(counts), initial=0))
@@ -192,6 +197,8 @@ class CacheGroups:
     @property
     def padding(self) -> float:
         """The share of a block's memory, over all groups, that no layer uses."""
+        if self.block_numbers == 0:
+            return 0.0
         return 1 - self.token_numbers / (self.block_numbers * len(self.windows))
 
 

@@ -38,19 +38,25 @@ class LayerNames:
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
-    convolution_inputs: str = "conv.in_proj"
-    convolution_kernel: str = "conv.conv"
-    convolution_output: str = "conv.out_proj"
-    delta_net_inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Matrices of Gated DeltaNet that make queries, keys, values and gates of the output: apart, or
-    a single one with those of a key head side by side."""
-    delta_net_rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Its matrices that make learning rates and decays: apart, or a single one by key head."""
-    delta_net_kernel: str = "linear_attn.conv1d"
-    delta_net_decay: str = "linear_attn.A_log"
-    delta_net_step_bias: str = "linear_attn.dt_bias"
-    delta_net_norm: str = "linear_attn.norm"
-    delta_net_output: str = "linear_attn.out_proj"
+    mixer_inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    """Matrices of a mixer's first product. Those of Gated DeltaNet make queries, keys, values and
+    gates of the output: apart, or a single one with those of a key head side by side."""
+    mixer_rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    """Matrices of Gated DeltaNet that make learning rates and decays: apart, or a single one by key
+    head."""
+    mixer_kernel: str = "linear_attn.conv1d"
+    mixer_decay: str = "linear_attn.A_log"
+    mixer_step_bias: str = "linear_attn.dt_bias"
+    mixer_norm: str = "linear_attn.norm"
+    mixer_output: str = "linear_attn.out_proj"
+    mixer_skip: str = "mixer.D"
+    mixer_selection: str = "mixer.x_proj"
+    mixer_time_step: str = "mixer.dt_proj"
+    mixer_selection_norms: tuple[str, str, str] = (
+        "mamba.dt_layernorm",
+        "mamba.b_layernorm",
+        "mamba.c_layernorm",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,8 @@ _QWEN3_5 = CheckpointNames(
 _QWEN3_NEXT = CheckpointNames(
     layer=replace(
         _QWEN3_5.layer,
-        delta_net_inputs=("linear_attn.in_proj_qkvz",),
-        delta_net_rates=("linear_attn.in_proj_ba",),
+        mixer_inputs=("linear_attn.in_proj_qkvz",),
+        mixer_rates=("linear_attn.in_proj_ba",),
     )
 )
 _GPT_OSS = CheckpointNames(
@@ -113,8 +119,25 @@ _LFM2 = CheckpointNames(
         correction_bias="feed_forward.expert_bias",
         expert_gate_up=("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"),
         expert_down="feed_forward.experts.{}.w2",
+        mixer_inputs=("conv.in_proj",),
+        mixer_kernel="conv.conv",
+        mixer_output="conv.out_proj",
     ),
     final_norm="model.embedding_norm.weight",
+)
+_MAMBA = CheckpointNames(
+    layer=LayerNames(
+        attention_norm="norm",
+        mixer_inputs=("mixer.in_proj",),
+        mixer_kernel="mixer.conv1d",
+        mixer_decay="mixer.A_log",
+        mixer_step_bias="mixer.dt_bias",
+        mixer_norm="mixer.norm",
+        mixer_output="mixer.out_proj",
+    ),
+    layer_prefix="backbone.layers.{}.",
+    embedding="backbone.embeddings.weight",
+    final_norm="backbone.norm_f.weight",
 )
 _CHATGLM = CheckpointNames(
     layer=LayerNames(
@@ -144,9 +167,6 @@ _GGUF = CheckpointNames(
         expert_gate_up=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
         expert_down="ffn_down_exps.{}",
         correction_bias="exp_probs_b.bias",
-        convolution_inputs="shortconv.in_proj",
-        convolution_kernel="shortconv.conv",
-        convolution_output="shortconv.out_proj",
     ),
     layer_prefix="blk.{}.",
     embedding="token_embd.weight",
@@ -163,19 +183,28 @@ _GGUF_QWEN3_5 = replace(
         shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
         shared_down="ffn_down_shexp",
         shared_gate="ffn_gate_inp_shexp",
-        delta_net_inputs=("attn_qkv", "attn_gate"),
-        delta_net_rates=("ssm_beta", "ssm_alpha"),
-        delta_net_kernel="ssm_conv1d",
-        delta_net_decay="ssm_a",
-        delta_net_step_bias="ssm_dt.bias",
-        delta_net_norm="ssm_norm",
-        delta_net_output="ssm_out",
+        mixer_inputs=("attn_qkv", "attn_gate"),
+        mixer_rates=("ssm_beta", "ssm_alpha"),
+        mixer_kernel="ssm_conv1d",
+        mixer_decay="ssm_a",
+        mixer_step_bias="ssm_dt.bias",
+        mixer_norm="ssm_norm",
+        mixer_output="ssm_out",
     ),
 )
 _GGUF_QWEN3_NEXT = replace(
-    _GGUF_QWEN3_5, layer=replace(_GGUF_QWEN3_5.layer, delta_net_rates=("ssm_ba",))
+    _GGUF_QWEN3_5, layer=replace(_GGUF_QWEN3_5.layer, mixer_rates=("ssm_ba",))
 )
-_GGUF_LFM2 = replace(_GGUF, final_norm="token_embd_norm.weight")
+_GGUF_LFM2 = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        mixer_inputs=("shortconv.in_proj",),
+        mixer_kernel="shortconv.conv",
+        mixer_output="shortconv.out_proj",
+    ),
+    final_norm="token_embd_norm.weight",
+)
 
 
 _FAMILIES = {
@@ -192,6 +221,8 @@ _FAMILIES = {
     "olmo3": CheckpointNames(layer=_AFTER),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
 }
 
 _GGUF_FAMILIES = {

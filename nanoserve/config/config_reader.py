@@ -70,12 +70,18 @@ def read_config(
     mla = None
     if family.is_latent:
         mla = _mla(fields)
-    num_heads, num_kv_heads, head_dim = _heads(fields, mla)
+    recurrent = _recurrent(fields, family, num_layers)
+    if family.attends:
+        num_heads, num_kv_heads, head_dim = _heads(fields, mla)
+    else:
+        num_heads, num_kv_heads, head_dim = _no_heads(recurrent)
     layers = LayerDifferences(sliding_windows=read_windows(fields, family, num_layers))
     if family.has_layer_shapes:
         layers = read_layer_shapes(fields, layers.sliding_windows, num_kv_heads)
-    sliding_dim, full_dim = _rotated_dims(head_dim, mla, layers)
-    rope, ropes = read_ropes(fields, family.rope, sliding_dim, full_dim, layers.sliding_windows)
+    rope, ropes = RopeConfig(rotary_dim=0, kind="none"), tuple[RopeConfig, ...]()
+    if family.attends:
+        sliding_dim, full_dim = _rotated_dims(head_dim, mla, layers)
+        rope, ropes = read_ropes(fields, family.rope, sliding_dim, full_dim, layers.sliding_windows)
     return ModelConfig(
         family=name,
         vocab_size=fields.positive("vocab_size"),
@@ -92,7 +98,7 @@ def read_config(
         norms=_norms(fields, family),
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
-        recurrent=_recurrent(fields, family, num_layers),
+        recurrent=recurrent,
         embedding=_embedding(fields, family),
         logits=_logits(fields),
         layers=replace(layers, ropes=ropes),
@@ -224,6 +230,13 @@ def _heads(fields: ConfigFields, mla: MlaConfig | None) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
 
 
+def _no_heads(recurrent: RecurrentConfig | None) -> tuple[int, int, int]:
+    """Heads of a model without attention: as many as ranks can divide, of no size."""
+    assert recurrent is not None, "all layers have a state"
+    parts = recurrent.mixer.most_parts
+    return parts, parts, 0
+
+
 def _rotated_dims(
     head_dim: int, mla: MlaConfig | None, layers: LayerDifferences
 ) -> tuple[int, int]:
@@ -267,7 +280,10 @@ def _norms(fields: ConfigFields, family: Family) -> NormConfig:
 
 
 def _intermediate_size(fields: ConfigFields, family: Family) -> int:
-    """The inner size of feed-forward parts. LFM2 makes it of another number."""
+    """The inner size of feed-forward parts; 0 if there are none. LFM2 makes it of another
+    number."""
+    if not family.attends:
+        return 0
     size = fields.positive("intermediate_size")
     if not family.adjusts_inner_size or not fields.flag("block_auto_adjust_ff_dim", default=True):
         return size

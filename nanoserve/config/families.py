@@ -27,7 +27,12 @@ from nanoserve.config.model_parts import (
     NormConfig,
     RecurrentConfig,
 )
-from nanoserve.config.recurrent_layers import gated_delta_net, lfm2_recurrent
+from nanoserve.config.recurrent_layers import (
+    gated_delta_net,
+    lfm2_recurrent,
+    mamba2_layers,
+    mamba_layers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,9 @@ class Family:
     """Reads its mixture of experts, given the number of layers."""
     recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
     """Reads its layers with a state, given the number of layers."""
+    attends: bool = True
+    """Whether it has attention. Without, all layers have a state, and none has a feed-forward
+    part."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -414,6 +422,36 @@ _LFM2_MOE = replace(
     older_keys={"tie_embedding": "tie_word_embeddings"},
 )
 
+_MAMBA = Family(
+    defaults={
+        "vocab_size": 50280,
+        "state_size": 16,
+        "expand": 2,
+        "conv_kernel": 4,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": True,
+    },
+    recurrent=mamba_layers,
+    attends=False,
+    norm_eps_key="layer_norm_epsilon",
+)
+"""Nothing in such a model knows a position, and its state is of one size, so it names no longest
+sequence. The number is llama.cpp's."""
+_MAMBA2 = replace(
+    _MAMBA,
+    defaults={
+        **_MAMBA.defaults,
+        "vocab_size": 32768,
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "state_size": 128,
+        "tie_word_embeddings": False,
+    },
+    recurrent=mamba2_layers,
+)
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
     "mistral": _MISTRAL,
@@ -440,5 +478,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": _COHERE2,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2_MOE,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA2,
 }
 """Each model_type's family."""

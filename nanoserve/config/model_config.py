@@ -50,6 +50,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Inner size of the feed-forward part; 0: layers without experts have none."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -238,6 +239,10 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's feed-forward part is a mixture of experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether this layer has a feed-forward part."""
+        return self.intermediate_size > 0 or self.is_sparse(layer)
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether this layer has a state in place of keys and values."""

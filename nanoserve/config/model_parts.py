@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
+from nanoserve.config.mixers import MixerConfig
+
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
 NormPlaces = Literal["before", "around", "after", "shared"]
@@ -156,106 +158,31 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNetConfig:
-    """Gated DeltaNet (arXiv 2412.06464): each value head has a matrix of key_head_dim rows and
-    value_head_dim columns. Neighbouring value heads share a key head."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-
-    @property
-    def key_size(self) -> int:
-        """Numbers of the keys of all heads."""
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        """Numbers of the values of all heads."""
-        return self.num_value_heads * self.value_head_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_size + self.value_size
-
-    def part(self, degree: int) -> "GatedDeltaNetConfig":
-        """The heads of one of `degree` ranks."""
-        return replace(
-            self,
-            num_key_heads=self.num_key_heads // degree,
-            num_value_heads=self.num_value_heads // degree,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class RecurrentConfig:
     """Layers with a state in place of keys and values: the last inputs of a short causal
-    convolution, and perhaps a recurrent state. Without one, the layer is a convolution between two
-    gates (LFM2, arXiv 2511.23404)."""
+    convolution, and perhaps a recurrent state. The mixer says what there is."""
 
     recurrent_layers: frozenset[int]
-    channels: int
-    """Channels of the convolution."""
+    mixer: MixerConfig
     kernel_size: int
     """Positions that the convolution sees."""
     bias: bool = False
-    """Whether the matrices and the convolution have biases."""
-    delta_net: GatedDeltaNetConfig | None = None
-
-    @property
-    def most_parts(self) -> int:
-        """The most ranks that can divide a layer; other numbers of ranks must divide it."""
-        if self.delta_net is None:
-            return self.channels
-        return self.delta_net.num_key_heads
-
-    @property
-    def part_name(self) -> str:
-        """The word for what ranks divide."""
-        if self.delta_net is None:
-            return "channels of a convolution"
-        return "key heads of linear attention"
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of the output matrix that belong to a head; 0 where there are no heads."""
-        if self.delta_net is None:
-            return 0
-        return self.delta_net.value_head_dim
-
-    @property
-    def output_size(self) -> int:
-        """Columns of the output matrix."""
-        if self.delta_net is None:
-            return self.channels
-        return self.delta_net.value_size
-
-    @property
-    def matrix_shape(self) -> tuple[int, int, int] | None:
-        """Shape of a sequence's recurrent state, which is float32; None if there is none."""
-        heads = self.delta_net
-        if heads is None:
-            return None
-        return heads.num_value_heads, heads.key_head_dim, heads.value_head_dim
+    """Whether the matrices of inputs and output have biases."""
+    kernel_bias: bool = False
+    """Whether the convolution has biases."""
 
     def layer_bytes(self, number_bytes: float) -> float:
         """Bytes of a sequence's state in one layer. The convolution's inputs have numbers of this
         size, the recurrent state is float32."""
-        found = self.channels * (self.kernel_size - 1) * number_bytes
-        if self.matrix_shape is not None:
-            found += 4 * prod(self.matrix_shape)
+        found = self.mixer.channels * (self.kernel_size - 1) * number_bytes
+        if self.mixer.matrix_shape is not None:
+            found += 4 * prod(self.mixer.matrix_shape)
         return found
 
     def part(self, layers: range, degree: int) -> "RecurrentConfig":
         """The part of one of `degree` ranks, with these layers, counted from 0."""
-        channels, heads = self.channels // degree, self.delta_net
-        if heads is not None:
-            heads = heads.part(degree)
-            channels = heads.channels
         chosen = [layer - layers.start for layer in self.recurrent_layers if layer in layers]
-        return replace(self, recurrent_layers=frozenset(chosen), channels=channels, delta_net=heads)
+        return replace(self, recurrent_layers=frozenset(chosen), mixer=self.mixer.part(degree))
 
 
 @dataclass(frozen=True, slots=True)

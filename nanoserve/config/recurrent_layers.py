@@ -1,8 +1,15 @@
 """Read the layers with a recurrent state of each family from its config.json. No torch here."""
 
 from nanoserve.config.config_fields import ConfigFields
-from nanoserve.config.model_parts import GatedDeltaNetConfig, RecurrentConfig
-from nanoserve.errors import ModelError
+from nanoserve.config.mixers import (
+    NO_LIMIT,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    MambaConfig,
+    ShortConvolutionConfig,
+)
+from nanoserve.config.model_parts import RecurrentConfig
+from nanoserve.errors import ModelError, shown
 
 _QWEN_KINDS = ("linear_attention", "full_attention")
 
@@ -20,11 +27,13 @@ def lfm2_recurrent(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
         recurrent = [layer for layer in range(num_layers) if layer not in attending]
     else:
         recurrent = []
+    bias = fields.flag("conv_bias", default=False)
     return RecurrentConfig(
         recurrent_layers=frozenset(recurrent),
-        channels=fields.positive("hidden_size"),
+        mixer=ShortConvolutionConfig(fields.positive("hidden_size")),
         kernel_size=fields.positive("conv_L_cache"),
-        bias=fields.flag("conv_bias", default=False),
+        bias=bias,
+        kernel_bias=bias,
     )
 
 
@@ -50,7 +59,68 @@ def gated_delta_net(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
         )
     return RecurrentConfig(
         recurrent_layers=frozenset(recurrent),
-        channels=heads.channels,
+        mixer=heads,
         kernel_size=fields.positive("linear_conv_kernel_dim"),
-        delta_net=heads,
     )
+
+
+def mamba2_layers(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
+    """Mamba-2 in all layers."""
+    heads = Mamba2Config(
+        num_heads=fields.positive("num_heads"),
+        head_dim=fields.positive("head_dim"),
+        num_groups=fields.positive("n_groups"),
+        state_size=fields.positive("state_size"),
+        time_step_limits=time_step_limits(fields),
+    )
+    check_groups(fields, heads)
+    return RecurrentConfig(
+        recurrent_layers=frozenset(range(num_layers)),
+        mixer=heads,
+        kernel_size=fields.positive("conv_kernel"),
+        bias=fields.flag("use_bias", default=False),
+        kernel_bias=fields.flag("use_conv_bias", default=True),
+    )
+
+
+def mamba_layers(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
+    """Mamba in all layers."""
+    hidden_size = fields.positive("hidden_size")
+    rank = -(-hidden_size // 16)
+    if fields.get("time_step_rank") != "auto":
+        rank = fields.positive("time_step_rank", rank)
+    return RecurrentConfig(
+        recurrent_layers=frozenset(range(num_layers)),
+        mixer=MambaConfig(
+            channels=hidden_size * fields.positive("expand"),
+            state_size=fields.positive("state_size"),
+            time_step_rank=rank,
+        ),
+        kernel_size=fields.positive("conv_kernel"),
+        bias=fields.flag("use_bias", default=False),
+        kernel_bias=fields.flag("use_conv_bias", default=True),
+    )
+
+
+def time_step_limits(fields: ConfigFields) -> tuple[float, float]:
+    """The least and the largest step of Mamba-2; without the key steps have no limits.
+    transformers writes infinity as an object."""
+    limits = fields.get("time_step_limit")
+    if limits is None:
+        return 0.0, NO_LIMIT
+    if isinstance(limits, list) and len(limits) == 2:
+        least, largest = limits
+        if largest == {"__float__": "Infinity"}:
+            largest = NO_LIMIT
+        if isinstance(least, int | float) and isinstance(largest, int | float):
+            return float(least), float(largest)
+    raise ModelError(f"{fields.source}: time_step_limit must be two numbers, not {shown(limits)}")
+
+
+def check_groups(fields: ConfigFields, heads: Mamba2Config) -> None:
+    """Raise ModelError if groups do not have equally many heads."""
+    if heads.num_heads % heads.num_groups:
+        raise ModelError(
+            f"{fields.source}: {heads.num_heads} heads of a state are not a multiple of "
+            f"{heads.num_groups} groups"
+        )

@@ -375,7 +375,7 @@ class ModelCounts:
             yield from self._attention_matrices(model, matrix)
         if kind.sparse and model.moe is not None:
             yield from self._expert_matrices(model, model.moe, bits, matrix)
-        else:
+        elif model.intermediate_size:
             inner = model.inner_part(model.intermediate_size, self.layout.tensor_parallel)
             yield matrix("gate_up", model.hidden_size, inner, inner)
             yield matrix("down", inner, model.hidden_size)
@@ -415,19 +415,16 @@ class ModelCounts:
         self, recurrent: RecurrentConfig, matrix: Callable[..., Matrix]
     ) -> Iterator[Matrix]:
         """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
-        hidden, channels, heads = self.model.hidden_size, recurrent.channels, recurrent.delta_net
-        if heads is None:
-            # the inputs of the convolution, and the gates before and after it
-            yield matrix("inputs", hidden, 3 * channels)
-        else:
-            # queries, keys, values, and a gate for the output; a decay and a rate of each head
-            rates = 2 * heads.num_value_heads
-            yield matrix("inputs", hidden, channels, heads.value_size)
-            yield self._matrix("rates", hidden, (rates,), NUMBERS, self.precision.other_bytes)
+        hidden, channels = self.model.hidden_size, recurrent.mixer.channels
+        for name, columns, rows, is_rounded in recurrent.mixer.matrices(hidden):
+            if is_rounded:
+                yield matrix(name, columns, *rows)
+            else:
+                yield self._matrix(name, columns, rows, NUMBERS, self.precision.other_bytes)
         kernel = channels * recurrent.kernel_size
         kernel_bytes = kernel * self.precision.other_bytes
         yield Matrix("convolution", kernel, 2 * channels, kernel_bytes)
-        yield matrix("output", recurrent.output_size, hidden)
+        yield matrix("output", recurrent.mixer.output_size, hidden)
 
     def _expert_matrices(
         self,
@@ -473,14 +470,10 @@ class ModelCounts:
             return
         beginning = sum(start == 0 for start, _ in work.chunks)
         moves = 2 * work.rows - beginning
-        heads, flops, activations = self.recurrent.delta_net, 0.0, 0
-        if heads is not None:
-            # Each token's key and query read the state, and a product of key and value is added.
-            numbers = heads.key_head_dim * heads.value_head_dim
-            pairs = sum([scan_pairs(start, length) for start, length in work.chunks])
-            both = heads.key_head_dim + heads.value_head_dim
-            flops = heads.num_value_heads * (6.0 * numbers * work.tokens + 2.0 * both * pairs)
-            activations = work.tokens * (self.recurrent.channels + heads.value_size)
+        mixer = self.recurrent.mixer
+        pairs = sum([scan_pairs(start, length) for start, length in work.chunks])
+        flops = mixer.scan_flops(work.tokens, pairs)
+        activations = work.tokens * mixer.scan_numbers
         yield Operator(
             "state",
             "recurrence",

@@ -48,7 +48,7 @@ def _head(model: ModelConfig, layer: int) -> int:
     """Columns of a layer's output matrix that belong to a head; 0 where there are no heads."""
     if model.recurrent is None or not model.is_recurrent(layer):
         return model.head_dim
-    return model.recurrent.head_dim
+    return model.recurrent.mixer.head_dim
 
 
 def _vocabulary_bits(model: ModelConfig, quantization: Quantization) -> dict[str, Bits]:
@@ -74,6 +74,8 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
         matrices["output_gate"] = model.hidden_size, names.qkv[:1]
     if model.recurrent is not None and model.is_recurrent(layer):
         matrices = _recurrent_matrices(model.hidden_size, model.recurrent, names)
+    if not model.has_feed_forward(layer):
+        return matrices
     if moe is None or not model.is_sparse(layer):
         matrices["gate_up"] = model.hidden_size, names.gate_up
         matrices["down"] = model.intermediate_size, [names.down]
@@ -93,11 +95,10 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
 def _recurrent_matrices(
     hidden: int, recurrent: RecurrentConfig, names: LayerNames
 ) -> dict[str, tuple[int, Sequence[str]]]:
-    """Matrices of a layer with a state, up to its output. Rates stay numbers."""
-    inputs, output = [names.convolution_inputs], names.convolution_output
-    if recurrent.delta_net is not None:
-        inputs, output = [*names.delta_net_inputs], names.delta_net_output
-    return {"inputs": (hidden, inputs), "output": (recurrent.output_size, [output])}
+    """Matrices of a layer with a state that quantization rounds, up to its output."""
+    mixer = recurrent.mixer
+    output = mixer.output_size, [names.mixer_output]
+    return {"inputs": (hidden, names.mixer_inputs), "output": output}
 
 
 def _bits(

@@ -11,7 +11,7 @@ from nanoserve.config.model_config import ModelConfig
 from triton_ops import cache_write, dense_attention, paged_attention
 
 if TYPE_CHECKING:  # for models with such layers
-    from nanoserve.models.recurrent import RecurrentStates
+    from nanoserve.models.mixer import RecurrentStates
 
 
 class AttentionFunction(Protocol):
@@ -70,7 +70,7 @@ class DenseCausalAttention:
 
     def states_of(self, layer: int) -> "RecurrentStates":
         """States of a layer before the first position, one for each sequence."""
-        from nanoserve.models.recurrent import make_states  # for models that have such layers
+        from nanoserve.models.mixer import make_states  # for models that have such layers
 
         states = make_states(self.config, self.batch, torch.get_default_dtype())
         states.segments = torch.tensor(

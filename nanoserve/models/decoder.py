@@ -390,13 +390,9 @@ class DecoderLayer(nn.Module):
         else:
             self.attention_norm = cast(RMSNorm, nn.Identity())
         self._make_attention()
-        if config.norms.places in ("before", "around"):
-            self.feed_forward_norm = self._norm(config.hidden_size)
-        self.feed_forward: nn.Module
-        if config.moe is not None and config.is_sparse(index):
-            self.feed_forward = MixtureOfExperts(config, config.moe)
-        else:
-            self.feed_forward = FeedForward(config)
+        self.has_feed_forward = config.has_feed_forward(index)
+        if self.has_feed_forward:
+            self._make_feed_forward()
         if config.norms.places in ("around", "after"):
             self.attention_output_norm = self._norm(config.hidden_size)
             self.feed_forward_output_norm = self._norm(config.hidden_size)
@@ -412,6 +408,17 @@ class DecoderLayer(nn.Module):
     def _norm(self, size: int) -> RMSNorm:
         """Make a norm of the family's kind."""
         return RMSNorm(size, self.config.norms.eps, self.config.norms.kind)
+
+    def _make_feed_forward(self) -> None:
+        """Make the feed-forward part and the norm before it."""
+        config = self.config
+        if config.norms.places in ("before", "around"):
+            self.feed_forward_norm = self._norm(config.hidden_size)
+        self.feed_forward: nn.Module
+        if config.moe is not None and config.is_sparse(self.index):
+            self.feed_forward = MixtureOfExperts(config, config.moe)
+        else:
+            self.feed_forward = FeedForward(config)
 
     def _make_attention(self) -> None:
         """Make the matrices and norms of attention."""
@@ -501,6 +508,8 @@ class DecoderLayer(nn.Module):
         hidden_size]; `between_sums` may be compiled."""
         config = self.config
         attended = self.project_attention(attention_output, residual)
+        if not self.has_feed_forward:
+            return residual + self.group.all_reduce(attended)
         if config.norms.places == "shared":
             fed = self.feed_forward(self.attention_norm(residual))
             return residual + self.group.all_reduce(attended + fed)

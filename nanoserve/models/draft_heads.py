@@ -21,7 +21,8 @@ from nanoserve.errors import ModelError, shown
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabParallelEmbedding
 from nanoserve.models.loading import check_finite, read_tensors
-from nanoserve.models.weights import TensorPart, layer_parts
+from nanoserve.models.tensor_parts import TensorPart
+from nanoserve.models.weights import layer_parts
 from nanoserve.utils.files import read_json_object
 
 Head = TypeVar("Head", bound=nn.Module)

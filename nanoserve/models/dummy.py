@@ -23,7 +23,8 @@ from nanoserve.models.hub import dummy_config, dummy_shape
 from nanoserve.models.loading import CPU, INDEX_NAME, SINGLE_NAME, empty_decoder, place
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
+from nanoserve.models.tensor_parts import TensorPart
+from nanoserve.models.weights import shard_parts, tensor_parts
 from nanoserve.utils.sizes import format_size
 from triton_ops import PackedFormat, pack, round_to_nearest
 

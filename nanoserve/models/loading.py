@@ -23,13 +23,8 @@ from nanoserve.models.hub import LINK_NAME
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import (
-    TensorPart,
-    may_be_ignored,
-    shard_parts,
-    tensor_parts,
-    tied_parts,
-)
+from nanoserve.models.tensor_parts import TensorPart
+from nanoserve.models.weights import may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.utils.files import read_json_object, unusable_file
 from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest

@@ -17,7 +17,7 @@ from nanoserve.models.decoder import (
     VocabularyShard,
     route,
 )
-from nanoserve.models.weights import TensorPart
+from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
 
@@ -302,7 +302,7 @@ def _head(part: TensorPart, config: ModelConfig) -> int:
     if matrix != "output.weight":
         return 0
     if config.recurrent is not None and config.is_recurrent(int(layer)):
-        return config.recurrent.head_dim
+        return config.recurrent.mixer.head_dim
     return config.of_layer(int(layer)).head_dim
 
 

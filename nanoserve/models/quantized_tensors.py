@@ -17,7 +17,7 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import Quantization
 from nanoserve.errors import ModelError
-from nanoserve.models.weights import TensorPart
+from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import GroupQuantized
 
 OpenFile = Callable[[Path], Any]

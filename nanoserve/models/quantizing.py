@@ -35,7 +35,8 @@ from nanoserve.models.loading import (
 from nanoserve.models.packed import region_of
 from nanoserve.models.quantized_tensors import pack_words
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, shard_parts, tied_parts
+from nanoserve.models.tensor_parts import TensorPart
+from nanoserve.models.weights import shard_parts, tied_parts
 from nanoserve.utils.files import read_optional_json_object, replace_file, unwritable_as_failure
 from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized
@@ -195,7 +196,7 @@ def _check(
             f"{source} is quantized already ({config.quantization.method}); give the model in 16 "
             "bits"
         )
-    if config.recurrent is not None and config.recurrent.delta_net is not None:
+    if config.recurrent is not None and config.recurrent.mixer.matrix_shape is not None:
         raise UsageError(
             f"the layers of {config.family} with a recurrent state are not quantized here; round "
             "the model as it is loaded, by --quantization"

@@ -212,8 +212,9 @@ def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     problem = f"{config.num_kv_heads} key-value heads evenly"
     if config.num_heads % degree:
         problem = f"{config.num_heads} attention heads"
-    elif config.recurrent is not None and config.recurrent.most_parts % degree:
-        problem = f"{config.recurrent.most_parts} {config.recurrent.part_name}"
+    elif config.recurrent is not None and config.recurrent.mixer.most_parts % degree:
+        mixer = config.recurrent.mixer
+        problem = f"{mixer.most_parts} {mixer.part_name}"
     choice = str(possible[-1])
     if len(possible) > 1:
         choice = f"{', '.join(map(str, possible[:-1]))} or {choice}"

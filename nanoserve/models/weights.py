@@ -2,30 +2,30 @@
 save.
 
 The decoder keeps query, key and value in one matrix, gate and up in another, and all experts of a
-layer in two. A checkpoint holds them apart or, for some families, together. A `TensorPart` is one
-tensor of the checkpoint, or the part of it that one shard of the model needs.
+layer in two. A checkpoint holds them apart or, for some families, together.
 """
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from nanoserve.config.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import (
-    GatedDeltaNetConfig,
-    MlaConfig,
-    MoeConfig,
-    RecurrentConfig,
+from nanoserve.config.model_parts import MlaConfig, MoeConfig
+from nanoserve.models.mixer_weights import mixer_blocks, mixer_parts
+from nanoserve.models.shards import Shard
+from nanoserve.models.tensor_parts import (
+    DividedRows,
+    TensorPart,
+    divide_evenly,
+    interleaved_parts,
+    row_parts,
 )
-from nanoserve.models.shards import Shard, divided
 
-_FANNING_IN = frozenset({"output", "down"})
+_FANNING_IN = frozenset({"output", "down", "selection"})
 """Matrices divided by columns; the results of the ranks are summed."""
 _FEED_FORWARD = frozenset({"gate_up", "down", "gate_up_bias", "down_bias"})
 
@@ -34,73 +34,6 @@ _CACHE_SCALES = re.compile(
 )
 """Scales of attention in 8 bits or fewer, as AutoFP8, compressed-tensors and ModelOpt call them.
 The cache has 16 or 32 bits, so they scale nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPart:
-    """A tensor of the checkpoint, or a part of it, and the rows of a parameter that it fills."""
-
-    name: str
-    """The tensor's name in the checkpoint."""
-    parameter: str
-    """Name of the parameter that it fills."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    first_row: int = 0
-    expert: int | None = None
-    """First row to fill in the parameter, or in the matrix of this expert."""
-    rows: range | None = None
-    columns: range | None = None
-    """Rows and columns that are taken from the tensor; None takes all."""
-
-    @property
-    def source(self) -> tuple[slice, ...]:
-        """The index into the tensor that selects the part."""
-        index = []
-        for span in self._spans:
-            index.append(slice(span.start, span.stop))
-        return tuple(index)
-
-    @property
-    def size(self) -> int:
-        """Number of values in the part."""
-        return math.prod(len(span) for span in self._spans)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are taken from the tensor."""
-        return len(self._spans[0])
-
-    @property
-    def _spans(self) -> tuple[range, ...]:
-        """The range of each dimension that is taken."""
-        spans = [range(length) for length in self.shape]
-        if self.rows is not None:
-            spans[0] = self.rows
-        if self.columns is not None and len(spans) > 1:
-            spans[1] = self.columns
-        return tuple(spans)
-
-    def region(self, parameter: Tensor) -> Tensor:
-        """The view of the parameter that the part fills."""
-        if self.expert is not None:
-            parameter = parameter[self.expert]
-        filled = parameter[self.first_row : self.first_row + self.num_rows]
-        if len(self.shape) > filled.dim():  # the kernel of a convolution, whose groups have a size
-            return filled[:, None]
-        if self.columns is None:
-            return filled
-        return filled[:, : len(self.columns)]
-
-    def pieces(self, most: int) -> Iterator["TensorPart"]:
-        """The part in runs of rows with at most `most` numbers, or in single rows."""
-        rows = self._spans[0]
-        columns = math.prod(self.shape[1:])
-        run = max(16, most // columns // 16 * 16)
-        for first in rows[::run]:
-            taken = range(first, min(first + run, rows.stop))
-            offset = first - rows.start
-            yield replace(self, rows=taken, first_row=self.first_row + offset)
 
 
 def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
@@ -189,8 +122,7 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     prefix = names.layer_prefix.format(index)
     target = f"layers.{index}."
     hidden = config.hidden_size
-    is_recurrent = config.is_recurrent(index)
-    yield from _norm_parts(config, layer, prefix, target, has_heads=not is_recurrent)
+    yield from _norm_parts(config, layer, prefix, target, index)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.norms.layer_scale:
@@ -204,19 +136,21 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
             f"{prefix}{layer.input_up}.weight", target + "input_up.weight", (hidden, size)
         )
     if config.recurrent is not None and config.is_recurrent(index):
-        yield from _mixer_parts(config, config.recurrent, layer, prefix, target)
+        yield from mixer_parts(config, config.recurrent, layer, prefix, target)
     else:
         yield from _attention_parts(config, layer, prefix, target)
     target += "feed_forward."
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target, hidden)
         return
+    if not config.has_feed_forward(index):
+        return
     inner = config.intermediate_size
     gate_up_names = [prefix + name for name in layer.gate_up]
-    yield from _rows(
+    yield from row_parts(
         gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.feed_forward.bias
     )
-    yield from _rows(
+    yield from row_parts(
         [prefix + layer.down], target + "down", (hidden,), inner, bias=config.feed_forward.bias
     )
 
@@ -232,7 +166,7 @@ def _attention_parts(
     elif config.attention.output_gate:
         query, key, value = (prefix + name for name in layer.qkv)
         size = config.head_dim
-        yield from _interleaved_rows(
+        yield from interleaved_parts(
             query,
             [target + "qkv", target + "output_gate"],
             [size, size],
@@ -241,7 +175,7 @@ def _attention_parts(
             bias=bias,
         )
         query_size, *key_and_value = config.qkv_sizes
-        yield from _rows(
+        yield from row_parts(
             [key, value],
             target + "qkv",
             tuple(key_and_value),
@@ -252,8 +186,8 @@ def _attention_parts(
     else:
         sizes = config.qkv_sizes
         qkv_names = [prefix + name for name in layer.qkv[: len(sizes)]]
-        yield from _rows(qkv_names, target + "qkv", sizes, hidden, bias=bias)
-    yield from _rows(
+        yield from row_parts(qkv_names, target + "qkv", sizes, hidden, bias=bias)
+    yield from row_parts(
         [prefix + layer.output],
         target + "output",
         (hidden,),
@@ -263,19 +197,19 @@ def _attention_parts(
 
 
 def _norm_parts(
-    config: ModelConfig, layer: LayerNames, prefix: str, target: str, *, has_heads: bool
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str, index: int
 ) -> Iterator[TensorPart]:
     """The weights of a layer's norms; those of queries and keys are for layers that attend."""
     hidden = config.hidden_size
     norms: dict[str, tuple[str, int]] = {}
-    if config.norms.places in ("before", "around"):
+    if config.norms.places in ("before", "around") and config.has_feed_forward(index):
         norms["feed_forward_norm"] = (layer.feed_forward_norm, hidden)
     if config.norms.before_attention and config.norms.places != "after":
         norms["attention_norm"] = (layer.attention_norm, hidden)
     if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
-    if config.attention.qk_norm and has_heads:
+    if config.attention.qk_norm and not config.is_recurrent(index):
         query_size = key_size = config.head_dim
         if config.attention.qk_norm_spans_heads:
             query_size = config.num_heads * config.head_dim
@@ -310,8 +244,8 @@ def _latent_parts(
     # theirs stays zero.
     query_bias = config.attention.qkv_bias and mla.q_lora_rank > 0
     target += "qkv"
-    yield from _rows([prefix + query_name], target, (first_rows,), hidden, bias=query_bias)
-    yield from _rows(
+    yield from row_parts([prefix + query_name], target, (first_rows,), hidden, bias=query_bias)
+    yield from row_parts(
         [prefix + latent_name],
         target,
         (config.head_dim,),
@@ -319,130 +253,6 @@ def _latent_parts(
         bias=config.attention.qkv_bias,
         first_row=first_rows,
     )
-
-
-def _interleaved_rows(
-    name: str,
-    parameters: Sequence[str],
-    sizes: Sequence[int],
-    num_heads: int,
-    columns: int,
-    *,
-    first_rows: Sequence[int] | None = None,
-    bias: bool = False,
-) -> Iterator[TensorPart]:
-    """The parts of a stored matrix whose rows are, for each head in turn, `sizes` rows of each of
-    these parameters, where they begin at `first_rows` (None: at 0)."""
-    if first_rows is None:
-        first_rows = [0] * len(sizes)
-    stored_rows = num_heads * sum(sizes)
-    kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (stored_rows, columns))]
-    if bias:
-        kinds.append(("bias", (stored_rows,)))
-    for kind, shape in kinds:
-        stored = 0
-        for head in range(num_heads):
-            for parameter, size, first_row in zip(parameters, sizes, first_rows, strict=True):
-                yield TensorPart(
-                    f"{name}.{kind}",
-                    f"{parameter}.{kind}",
-                    shape,
-                    first_row + head * size,
-                    rows=range(stored, stored + size),
-                )
-                stored += size
-
-
-def _mixer_parts(
-    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
-) -> Iterator[TensorPart]:
-    """The tensors of a layer that has a state in place of keys and values."""
-    heads = recurrent.delta_net
-    if heads is None:
-        yield from _convolution_parts(config, recurrent, layer, prefix, target)
-        return
-    hidden = config.hidden_size
-    mixer = target + "mixer."
-    yield from _delta_net_inputs(heads, layer, prefix, mixer, hidden)
-    kernel = (heads.channels, 1, recurrent.kernel_size)
-    by_head = (heads.num_value_heads,)
-    output = (hidden, heads.value_size)
-    yield TensorPart(f"{prefix}{layer.delta_net_kernel}.weight", mixer + "kernel", kernel)
-    yield TensorPart(prefix + layer.delta_net_decay, mixer + "log_decay", by_head)
-    yield TensorPart(prefix + layer.delta_net_step_bias, mixer + "step_bias", by_head)
-    norm = f"{prefix}{layer.delta_net_norm}.weight"
-    yield TensorPart(norm, mixer + "norm.weight", (heads.value_head_dim,))
-    yield TensorPart(f"{prefix}{layer.delta_net_output}.weight", target + "output.weight", output)
-
-
-def _convolution_parts(
-    config: ModelConfig, recurrent: RecurrentConfig, layer: LayerNames, prefix: str, target: str
-) -> Iterator[TensorPart]:
-    """The tensors of a short convolution between two gates."""
-    hidden, channels, bias = config.hidden_size, recurrent.channels, recurrent.bias
-    inputs = [prefix + layer.convolution_inputs]
-    yield from _rows(inputs, target + "mixer.inputs", (3 * channels,), hidden, bias=bias)
-    kernel = prefix + layer.convolution_kernel
-    shape = (channels, 1, recurrent.kernel_size)
-    yield TensorPart(f"{kernel}.weight", target + "mixer.kernel", shape)
-    if bias:
-        yield TensorPart(f"{kernel}.bias", target + "mixer.kernel_bias", (channels,))
-    output = [prefix + layer.convolution_output]
-    yield from _rows(output, target + "output", (hidden,), channels, bias=bias)
-
-
-def _delta_net_inputs(
-    heads: GatedDeltaNetConfig, layer: LayerNames, prefix: str, mixer: str, hidden: int
-) -> Iterator[TensorPart]:
-    """The matrices that Gated DeltaNet multiplies hidden states with."""
-    inputs = [prefix + name for name in layer.delta_net_inputs]
-    rates = [prefix + name for name in layer.delta_net_rates]
-    num_heads = heads.num_value_heads
-    shared = num_heads // heads.num_key_heads
-    key, value = heads.key_head_dim, shared * heads.value_head_dim
-    if len(inputs) > 1:
-        sizes = (heads.channels, heads.value_size)
-        yield from _rows(inputs, mixer + "inputs", sizes, hidden, bias=False)
-    else:
-        yield from _interleaved_rows(
-            inputs[0],
-            [mixer + "inputs"] * 4,
-            [key, key, value, value],
-            heads.num_key_heads,
-            hidden,
-            first_rows=[0, heads.key_size, 2 * heads.key_size, heads.channels],
-        )
-    if len(rates) > 1:
-        yield from _rows(rates, mixer + "rates", (num_heads, num_heads), hidden, bias=False)
-    else:
-        yield from _interleaved_rows(
-            rates[0],
-            [mixer + "rates"] * 2,
-            [shared, shared],
-            heads.num_key_heads,
-            hidden,
-            first_rows=[0, num_heads],
-        )
-
-
-def _rows(
-    names: Sequence[str],
-    parameter: str,
-    sizes: tuple[int, ...],
-    columns: int,
-    *,
-    bias: bool,
-    first_row: int = 0,
-) -> Iterator[TensorPart]:
-    """The parts of a matrix of row blocks; one name for several blocks means that they are stored
-    fused."""
-    if len(names) < len(sizes):
-        sizes = (sum(sizes),)
-    for name, rows in zip(names, sizes, strict=True):
-        yield TensorPart(f"{name}.weight", f"{parameter}.weight", (rows, columns), first_row)
-        if bias:
-            yield TensorPart(f"{name}.bias", f"{parameter}.bias", (rows,), first_row)
-        first_row += rows
 
 
 def _expert_parts(
@@ -465,8 +275,8 @@ def _expert_parts(
     shared = moe.shared_size
     if shared:
         names = [prefix + name for name in layer.shared_gate_up]
-        yield from _rows(names, target + "shared.gate_up", (shared, shared), hidden, bias=False)
-        yield from _rows(
+        yield from row_parts(names, target + "shared.gate_up", (shared, shared), hidden, bias=False)
+        yield from row_parts(
             [prefix + layer.shared_down], target + "shared.down", (hidden,), shared, bias=False
         )
     rows = inner
@@ -517,16 +327,6 @@ def _gaps(rows: Tensor, parts: Iterable[TensorPart]) -> Iterator[Tensor]:
         yield rows[done:]
 
 
-class _Block(NamedTuple):
-    """Rows (or columns) of a whole parameter that are divided together."""
-
-    size: int
-    kept: range
-    """Rows that the rank has."""
-    width: int
-    """Rows of the rank's own parameter for this block; the last ones may be padding."""
-
-
 def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
     """The rows or columns of a part that belong to this rank."""
     blocks = _blocks(part, config, shard)
@@ -545,7 +345,7 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
         yield from _cut_rows(part, blocks)
 
 
-def _cut_rows(part: TensorPart, blocks: Iterable[_Block]) -> Iterator[TensorPart]:
+def _cut_rows(part: TensorPart, blocks: Iterable[DividedRows]) -> Iterator[TensorPart]:
     """The kept rows of each block that this part fills; only a fused tensor fills several
     blocks. A part may be some rows of a tensor already."""
     part_end = part.first_row + part.num_rows
@@ -570,13 +370,13 @@ def _matrix_name(part: TensorPart) -> str:
     return path.rpartition(".")[2]
 
 
-def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
+def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[DividedRows, ...]:
     """The blocks that divide a matrix of the decoder; empty if it is not divided."""
     if shard.degree == 1:
         return ()
     matrix = _matrix_name(part)
     if matrix in ("embedding", "lm_head"):
-        return (_evenly(config.vocab_size, shard),)
+        return (divide_evenly(config.vocab_size, shard),)
     if not part.parameter.startswith("layers."):
         return ()
     own_index = int(part.parameter.split(".")[1])
@@ -584,11 +384,11 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
     config = config.of_layer(layer)
     is_mixer = matrix == "output" or ".mixer." in part.parameter
     if config.recurrent is not None and config.is_recurrent(layer) and is_mixer:
-        return _mixer_blocks(matrix, config.recurrent, shard)
+        return mixer_blocks(matrix, config.recurrent, shard)
     if matrix in ("output", "output_gate"):
-        return (_evenly(config.output_size, shard),)
+        return (divide_evenly(config.output_size, shard),)
     if matrix == "sinks":
-        return (_evenly(config.num_heads, shard),)
+        return (divide_evenly(config.num_heads, shard),)
     if matrix in _FEED_FORWARD:
         return _feed_forward_blocks(matrix, part, config, shard)
     if config.attention.mla is not None:
@@ -596,18 +396,13 @@ def _blocks(part: TensorPart, config: ModelConfig, shard: Shard) -> tuple[_Block
     return _attention_blocks(matrix, config, shard)
 
 
-def _evenly(size: int, shard: Shard) -> _Block:
-    """A block that is divided into equal parts."""
-    return _Block(size, shard.share(size), divided(size, shard.degree))
-
-
-def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_Block, ...]:
+def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[DividedRows, ...]:
     """Heads are divided; ranks share a key-value head where there are fewer of them."""
     size = config.head_dim
-    query = _evenly(config.num_heads * size, shard)
+    query = divide_evenly(config.num_heads * size, shard)
     heads = shard.kv_heads(config.num_kv_heads)
     kept = range(heads.start * size, heads.stop * size)
-    key = _Block(config.num_kv_heads * size, kept, len(kept))
+    key = DividedRows(config.num_kv_heads * size, kept, len(kept))
     if matrix == "qkv":
         blocks = (query, key, key)
         return blocks[: len(config.qkv_sizes)]
@@ -618,39 +413,9 @@ def _attention_blocks(matrix: str, config: ModelConfig, shard: Shard) -> tuple[_
     return ()
 
 
-def _mixer_blocks(matrix: str, recurrent: RecurrentConfig, shard: Shard) -> tuple[_Block, ...]:
-    """Value heads are divided with the key head that they share."""
-    if matrix == "output":
-        return (_evenly(recurrent.output_size, shard),)
-    heads = recurrent.delta_net
-    if heads is None:
-        return _convolution_blocks(matrix, recurrent, shard)
-    key = _evenly(heads.key_size, shard)
-    value = _evenly(heads.value_size, shard)
-    by_head = _evenly(heads.num_value_heads, shard)
-    blocks = {
-        "inputs": (key, key, value, value),
-        "kernel": (key, key, value),
-        "rates": (by_head, by_head),
-        "log_decay": (by_head,),
-        "step_bias": (by_head,),
-    }
-    return blocks.get(matrix, ())
-
-
-def _convolution_blocks(
-    matrix: str, recurrent: RecurrentConfig, shard: Shard
-) -> tuple[_Block, ...]:
-    """Channels are divided, in each of the three matrices that are one."""
-    channels = _evenly(recurrent.channels, shard)
-    if matrix == "inputs":
-        return channels, channels, channels
-    return (channels,)
-
-
 def _feed_forward_blocks(
     matrix: str, part: TensorPart, config: ModelConfig, shard: Shard
-) -> tuple[_Block, ...]:
+) -> tuple[DividedRows, ...]:
     """The inner size of a feed-forward part, of shared experts, or of each expert is divided."""
     size = config.intermediate_size
     of_expert = part.expert is not None or matrix.endswith("_bias")
@@ -662,11 +427,11 @@ def _feed_forward_blocks(
         takes_turns = config.moe.style == "gpt_oss"
     width = config.inner_part(size, shard.degree)
     kept = shard.share(size, width)
-    inner = _Block(size, kept, width)
+    inner = DividedRows(size, kept, width)
     if matrix in ("down", "down_bias"):
         return (inner,)
     if takes_turns:  # a row of gate, then its row of up
-        return (_Block(2 * size, range(2 * kept.start, 2 * kept.stop), 2 * width),)
+        return (DividedRows(2 * size, range(2 * kept.start, 2 * kept.stop), 2 * width),)
     if matrix == "gate_up_bias":
         return (inner,)
     return inner, inner
@@ -674,14 +439,14 @@ def _feed_forward_blocks(
 
 def _latent_blocks(
     matrix: str, config: ModelConfig, mla: MlaConfig, shard: Shard
-) -> tuple[_Block, ...]:
+) -> tuple[DividedRows, ...]:
     """Heads are divided; latents, which all heads share, are whole on every rank."""
     if matrix == "latent_up":
-        return (_evenly(mla.expanded_size(config.num_heads), shard),)
-    query = _evenly(mla.query_size(config.num_heads), shard)
+        return (divide_evenly(mla.expanded_size(config.num_heads), shard),)
+    query = divide_evenly(mla.query_size(config.num_heads), shard)
     if matrix == "query_up":
         return (query,)
     if matrix != "qkv" or mla.q_lora_rank:
         return ()
-    latent = _Block(config.head_dim, range(config.head_dim), config.head_dim)
+    latent = DividedRows(config.head_dim, range(config.head_dim), config.head_dim)
     return query, latent

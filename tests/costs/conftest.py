@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from nanoserve.config.mixers import GatedDeltaNetConfig, ShortConvolutionConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import (
-    GatedDeltaNetConfig,
     MoeConfig,
     RecurrentConfig,
 )
@@ -70,13 +70,13 @@ def tiny_delta_net(**changes: object) -> ModelConfig:
     heads = GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6
     )
-    recurrent = RecurrentConfig(frozenset({0, 1}), heads.channels, kernel_size=4, delta_net=heads)
+    recurrent = RecurrentConfig(frozenset({0, 1}), heads, kernel_size=4)
     return tiny_model(num_layers=3, num_kv_heads=2, recurrent=recurrent, **changes)
 
 
 def tiny_convolutions(**changes: object) -> ModelConfig:
     """That model with short convolutions over 3 positions of 8 channels in its first two layers."""
-    recurrent = RecurrentConfig(frozenset({0, 1}), channels=8, kernel_size=3)
+    recurrent = RecurrentConfig(frozenset({0, 1}), ShortConvolutionConfig(8), kernel_size=3)
     return tiny_model(num_layers=3, num_kv_heads=2, recurrent=recurrent, **changes)
 
 

@@ -17,7 +17,7 @@ from nanoserve.costs.step_costs import DoesNotFit, StepCosts
 from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.recurrent import make_states
+from nanoserve.models.mixer import make_states
 from nanoserve.scheduler.recurrent_state.recurrent_state import CHUNK as SNAPSHOT_CHUNK
 from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from nanoserve.config.mixers import ShortConvolutionConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig, RopeConfig
 from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
@@ -47,7 +48,13 @@ def small_config(*, sliding_window: int = 0) -> ModelConfig:
 
 def stateful_config() -> ModelConfig:
     """Three layers in four have a state: a short convolution."""
-    states = RecurrentConfig(frozenset({0, 2, 3}), channels=32, kernel_size=3, bias=True)
+    states = RecurrentConfig(
+        frozenset({0, 2, 3}),
+        ShortConvolutionConfig(32),
+        kernel_size=3,
+        bias=True,
+        kernel_bias=True,
+    )
     return replace(small_config(), num_layers=4, recurrent=states, layers=LayerDifferences())
 
 

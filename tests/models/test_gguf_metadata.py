@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from nanoserve.config.mixers import GatedDeltaNetConfig
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import GatedDeltaNetConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint
@@ -290,7 +290,7 @@ def test_layers_of_qwen3_5_with_a_state(
     assert found.num_layers == 5
     assert {layer for layer in range(5) if found.is_recurrent(layer)} == recurrent
     if found.recurrent is not None:
-        assert found.recurrent.delta_net == GatedDeltaNetConfig(2, 6, 8, 12)
+        assert found.recurrent.mixer == GatedDeltaNetConfig(2, 6, 8, 12)
         assert found.recurrent.kernel_size == 4
 
 

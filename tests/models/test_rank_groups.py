@@ -18,7 +18,8 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedMatrix
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import Shard, make_shards, whole_model
-from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
+from nanoserve.models.tensor_parts import TensorPart
+from nanoserve.models.weights import shard_parts, tensor_parts
 from tests.models.test_gguf import make_model
 from tests.models.test_quantized_tensors import write_random
 from tests.models.test_shards import ragged_batch, sharded_logits, whole_logits, write_checkpoint

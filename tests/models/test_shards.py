@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from nanoserve.config.mixers import GatedDeltaNetConfig, ShortConvolutionConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig
 from nanoserve.engine_config import EngineConfig
@@ -41,7 +42,8 @@ def write_checkpoint(family: str, directory: Path, **sizes: int | None) -> Model
     hf = FAMILIES[family]().to_dict() | sizes
     config = ModelConfig.from_hf(hf)
     generator = torch.Generator().manual_seed(0)
-    has_delta_net = config.recurrent is not None and config.recurrent.delta_net is not None
+    recurrent = config.recurrent
+    has_delta_net = recurrent is not None and isinstance(recurrent.mixer, GatedDeltaNetConfig)
     tensors = {
         part.name: torch.randn(part.shape, generator=generator) * 0.15
         + centre_of(part.name, has_delta_net=has_delta_net)
@@ -248,8 +250,8 @@ def test_ranks_have_whole_key_heads_of_linear_attention() -> None:
     ]
     # layers 0 to 2 and 4 of five are linear, and pairs of ranks have the same layers
     assert [sorted(part.recurrent_layers) for part in parts if part] == [[0, 1, 2]] * 2 + [[1]] * 2
-    heads = [part.delta_net for part in parts if part and part.delta_net]
-    assert {(one.num_key_heads, one.num_value_heads) for one in heads} == {(1, 4)}
+    mixers = {part.mixer for part in parts if part}
+    assert mixers == {GatedDeltaNetConfig(1, 4, 12, 20)}
     with pytest.raises(
         UsageError,
         match=r"^--tp 4 does not divide 2 key heads of linear attention; choose 1 or 2$",
@@ -452,7 +454,7 @@ def test_channels_of_a_convolution_are_divided_evenly() -> None:
     assert [
         shard_config(config, shard).recurrent
         for shard in make_shards(config, pipeline_parallel=1, tensor_parallel=2)
-    ] == [RecurrentConfig(frozenset({0, 1, 3}), channels=35, kernel_size=3)] * 2
+    ] == [RecurrentConfig(frozenset({0, 1, 3}), ShortConvolutionConfig(35), kernel_size=3)] * 2
     with pytest.raises(
         UsageError, match="--tp 4 does not divide 70 channels of a convolution; choose 1 or 2"
     ):

@@ -244,7 +244,7 @@ def _examples(
     if kind.part == "between_sums":
         return (hidden, hidden.clone()), (any_length,) * 2
     if config.recurrent is not None:
-        from nanoserve.models.recurrent import make_states  # for models with such layers
+        from nanoserve.models.mixer import make_states  # for models with such layers
 
         states = make_states(config, _EXAMPLE_BLOCKS, dtype)
         states.segments = torch.zeros(rows, *states.segments.shape[1:], dtype=torch.int32)

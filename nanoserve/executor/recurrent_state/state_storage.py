@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.executor.mechanism import Mechanism
-from nanoserve.models.recurrent import RecurrentStates, make_states
+from nanoserve.models.mixer import RecurrentStates, make_states
 from nanoserve.scheduler.optional import StateRow
 from nanoserve.scheduler.plan import Row
 

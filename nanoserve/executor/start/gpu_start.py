@@ -42,7 +42,7 @@ from triton_ops.gpu.experts import never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
 if TYPE_CHECKING:  # for models with such layers
-    from nanoserve.models.recurrent import RecurrentStates
+    from nanoserve.models.mixer import RecurrentStates
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
@@ -250,7 +250,7 @@ def _states_of_one_slot(
     config = decoder.config
     if config.recurrent is None:
         return ()
-    from nanoserve.models.recurrent import make_states  # for models that have such layers
+    from nanoserve.models.mixer import make_states  # for models that have such layers
 
     segments = torch.zeros(
         len(starts) - 1, SEGMENT_FIELDS, dtype=torch.int32, device=decoder.device

@@ -44,6 +44,8 @@ def return_freed_memory() -> None:
 
 _SLOTS_PER_SEQUENCE = 4
 """Slots for each sequence that may run: one that it works in, and snapshots."""
+_EMPTY_BLOCKS = 1 << 16
+"""Blocks of a model without attention, which hold nothing: they only name positions."""
 FEWEST_SLOTS = 2
 """Slots with which one sequence runs: it may move from one to another."""
 
@@ -232,8 +234,9 @@ def choose_cache_size(
     """Divide the memory of the KV cache between blocks, as `choose_num_blocks` does and raises, and
     slots of `per_slot` bytes for recurrent states, 0 in models without.
 
-    States get half of it at most, and no more than _SLOTS_PER_SEQUENCE for each of
-    ``--max-num-seqs``. Raises UsageError if they do not suffice for one sequence.
+    States get half of it at most, all of it where blocks hold nothing, and no more than
+    _SLOTS_PER_SEQUENCE for each of ``--max-num-seqs``. Raises UsageError if they do not suffice for
+    one sequence.
     """
     if per_slot == 0:
         return CacheSize(choose_num_blocks(per_block, free, longest, config, windows))
@@ -245,12 +248,19 @@ def choose_cache_size(
     else:
         memory = config.kv_cache_memory
     most_slots = _SLOTS_PER_SEQUENCE * config.max_num_seqs
-    slots = min(most_slots, memory // 2 // per_slot)
+    slots = min(most_slots, memory // per_slot)
+    told = format_size(memory)
+    if per_block:
+        slots = min(most_slots, memory // 2 // per_slot)
+        told = f"half of {told}"
     if slots < FEWEST_SLOTS:
         raise UsageError(
-            f"half of {format_size(memory)} of KV cache does not hold the recurrent states of a "
+            f"{told} of KV cache does not hold the recurrent states of a "
             f"sequence, {FEWEST_SLOTS} times {format_size(per_slot)}; raise --kv-cache-memory"
         )
+    if per_block == 0:
+        per_request = most_blocks(windows, config.max_model_len or longest, config.block_size)
+        return CacheSize(max(per_request, _EMPTY_BLOCKS), slots)
     states = StateBytes(slots * per_slot, most_slots * per_slot)
     left = free
     if config.kv_cache_memory is None:

@@ -20,7 +20,7 @@ from nanoserve.scheduler.plan import Row
 from triton_ops.cpu import cpu_operators
 
 if TYPE_CHECKING:  # for models with such layers
-    from nanoserve.models.recurrent import RecurrentStates
+    from nanoserve.models.mixer import RecurrentStates
 
 LayerComputed = Callable[[int], None]
 """Called with each layer of a stage, once its keys and values are written or the work that writes
