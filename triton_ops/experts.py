@@ -11,9 +11,10 @@ from triton_ops.linear import project
 from triton_ops.packed import PackedFormat, packed_linear
 from triton_ops.registration import OPERATORS
 
-ExpertStyle = Literal["swiglu", "gpt_oss"]
+ExpertStyle = Literal["swiglu", "gpt_oss", "relu2"]
 """SwiGLU (arXiv 2002.05202); or as in gpt-oss (arXiv 2508.10925): gate and up are bounded, up is
-increased by 1, and their rows take turns."""
+increased by 1, and their rows take turns; or the square of what is positive (arXiv 2109.08668),
+where gate_up is one matrix of intermediate_size rows."""
 _BOUND, _STEEPNESS = 7.0, 1.702
 
 
@@ -103,9 +104,10 @@ def _sparse_packed_experts(
     style: str = "swiglu",
 ) -> Tensor:
     first, second = PackedFormat(*first_form), PackedFormat(*second_form)
+    rows = inner if style == "relu2" else 2 * inner
 
     def compute(share: Tensor, expert: int) -> Tensor:
-        inside = packed_linear(share, gate_up[expert], _of(gate_up_bias, expert), 2 * inner, first)
+        inside = packed_linear(share, gate_up[expert], _of(gate_up_bias, expert), rows, first)
         return packed_linear(
             gated(inside, style), down[expert], _of(down_bias, expert), hidden.shape[1], second
         )
@@ -119,6 +121,8 @@ def _of(biases: Tensor | None, expert: int) -> Tensor | None:
 
 def gated(gate_up: Tensor, style: str) -> Tensor:
     """gate_up [..., 2 n], the products of both -> [..., n], what enters `down`."""
+    if style == "relu2":
+        return functional.relu(gate_up).square()
     if style == "swiglu":
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up

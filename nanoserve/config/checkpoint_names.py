@@ -32,7 +32,7 @@ class LayerNames:
     latent_norm: str = "self_attn.kv_a_layernorm"
     latent_up: str = "self_attn.kv_b_proj"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
-    shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
@@ -73,6 +73,15 @@ class CheckpointNames:
         "model.per_layer_model_projection.weight",
         "model.per_layer_projection_norm.weight",
     )
+
+    def layer_prefixes(self, config: ModelConfig, layer: int) -> tuple[str, str]:
+        """The beginnings of the names of a layer's attention or mixer, and of its feed-forward
+        part."""
+        if not config.layers.stored_blocks:
+            prefix = self.layer_prefix.format(layer)
+            return prefix, prefix
+        block = config.layers.stored_blocks[layer]
+        return self.layer_prefix.format(block), self.layer_prefix.format(block + 1)
 
 
 _AFTER = LayerNames(
@@ -138,6 +147,23 @@ _MAMBA = CheckpointNames(
     layer_prefix="backbone.layers.{}.",
     embedding="backbone.embeddings.weight",
     final_norm="backbone.norm_f.weight",
+)
+_NEMOTRON_H = replace(
+    _MAMBA,
+    layer=replace(
+        _MAMBA.layer,
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        output="mixer.o_proj",
+        feed_forward_norm="norm",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        router="mixer.gate",
+        correction_bias="mixer.gate.e_score_correction_bias",
+        shared_gate_up=("mixer.shared_experts.up_proj",),
+        shared_down="mixer.shared_experts.down_proj",
+        expert_gate_up=("mixer.experts.{}.up_proj",),
+        expert_down="mixer.experts.{}.down_proj",
+    ),
 )
 _CHATGLM = CheckpointNames(
     layer=LayerNames(
@@ -223,6 +249,7 @@ _FAMILIES = {
     "lfm2_moe": _LFM2,
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
+    "nemotron_h": _NEMOTRON_H,
 }
 
 _GGUF_FAMILIES = {

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.families import FAMILIES, Family
+from nanoserve.config.layer_blocks import StoredLayer
 from nanoserve.config.layer_kinds import read_kv_heads, read_layer_shapes, read_windows
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults, TensorNames
 from nanoserve.config.model_parts import (
@@ -66,6 +67,10 @@ def read_config(
     generation = ConfigFields(
         generation_config or {}, str(Path(source).with_name("generation_config.json"))
     )
+    blocks = list[StoredLayer]()
+    if family.blocks is not None:
+        blocks = family.blocks(fields)
+        values["num_hidden_layers"] = len(blocks)
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
     mla = None
     if family.is_latent:
@@ -101,7 +106,12 @@ def read_config(
         recurrent=recurrent,
         embedding=_embedding(fields, family),
         logits=_logits(fields),
-        layers=replace(layers, ropes=ropes),
+        layers=replace(
+            layers,
+            ropes=ropes,
+            feed_forwards=tuple(block.feed_forward != "none" for block in blocks),
+            stored_blocks=tuple(block.block for block in blocks),
+        ),
         dtype=_dtype(fields),
         quantization=_quantization(fields, mla),
         tensor_names=_tensor_names(fields),
@@ -143,6 +153,9 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         values["rope_parameters"] = family.rope.parameters
     key = "hidden_act"
     accepted = ["silu", "swish"]
+    if family.feed_forward.activation == "relu2":
+        key = "mlp_hidden_act"
+        accepted = ["relu2"]
     if family.feed_forward.activation == "gelu_tanh":
         key = "hidden_activation"
         accepted = ["gelu_pytorch_tanh"]
@@ -338,6 +351,8 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
     if family.experts is None:
         return None
     moe = family.experts(fields, num_layers)
+    if moe is None:
+        return None
     if moe.experts_per_token > moe.num_experts:
         raise ModelError(
             f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the "

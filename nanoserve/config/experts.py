@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from nanoserve.config.config_fields import ConfigFields
+from nanoserve.config.layer_blocks import nemotron_layers
 from nanoserve.config.model_parts import MoeConfig
 from nanoserve.errors import ModelError, shown
 
@@ -98,6 +99,35 @@ def lfm2_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
         scores="sigmoid",
         corrects_choice=fields.flag("use_expert_bias", default=True),
         sum_eps=1e-6,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def nemotron_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig | None:
+    """Experts without gates, in the layers of Nemotron-H that end with some; sigmoid scores."""
+    layers = nemotron_layers(fields)
+    sparse = [place for place, layer in enumerate(layers) if layer.feed_forward == "experts"]
+    if not sparse:
+        return None
+    if fields.get("moe_latent_size") is not None:
+        raise ModelError(
+            f"{fields.source}: moe_latent_size {shown(fields.get('moe_latent_size'))} is not "
+            "supported: experts must be over hidden states"
+        )
+    groups, chosen = _groups(fields)
+    return MoeConfig(
+        num_experts=fields.positive("n_routed_experts"),
+        experts_per_token=fields.positive("num_experts_per_tok"),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        normalize_weights=fields.flag("norm_topk_prob", default=True),
+        sparse_layers=frozenset(sparse),
+        style="relu2",
+        shared_size=fields.positive("moe_shared_expert_intermediate_size"),
+        scores="sigmoid",
+        corrects_choice=True,
+        num_groups=groups,
+        groups_per_token=chosen,
+        sum_eps=1e-20,
         weight_scale=fields.number("routed_scaling_factor", 1.0),
     )
 

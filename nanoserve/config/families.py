@@ -16,10 +16,12 @@ from nanoserve.config.experts import (
     gpt_oss_experts,
     lfm2_experts,
     mixtral_experts,
+    nemotron_experts,
     qwen3_5_experts,
     qwen3_experts,
     qwen3_next_experts,
 )
+from nanoserve.config.layer_blocks import StoredLayer, nemotron_layers
 from nanoserve.config.model_parts import (
     AttentionConfig,
     FeedForwardConfig,
@@ -32,6 +34,7 @@ from nanoserve.config.recurrent_layers import (
     lfm2_recurrent,
     mamba2_layers,
     mamba_layers,
+    nemotron_mixers,
 )
 
 
@@ -88,10 +91,12 @@ class Family:
     # What is read of config.json, and how.
     windows: WindowRules = WindowRules()
     rope: RopeRules = RopeRules()
-    experts: Callable[[ConfigFields, int], MoeConfig] | None = None
-    """Reads its mixture of experts, given the number of layers."""
+    experts: Callable[[ConfigFields, int], MoeConfig | None] | None = None
+    """Reads its mixture of experts, given the number of layers; None if there is none."""
     recurrent: Callable[[ConfigFields, int], RecurrentConfig] | None = None
     """Reads its layers with a state, given the number of layers."""
+    blocks: Callable[[ConfigFields], list[StoredLayer]] | None = None
+    """Reads its layers, if a checkpoint stores their parts in blocks of their own."""
     attends: bool = True
     """Whether it has attention. Without, all layers have a state, and none has a feed-forward
     part."""
@@ -452,6 +457,40 @@ _MAMBA2 = replace(
     recurrent=mamba2_layers,
 )
 
+_NEMOTRON_H = Family(
+    defaults={
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "layer_norm_epsilon": 1e-5,
+    },
+    feed_forward=FeedForwardConfig(activation="relu2", is_gated=False),
+    rope=RopeRules(unrotated="full"),
+    recurrent=nemotron_mixers,
+    experts=nemotron_experts,
+    blocks=nemotron_layers,
+    attention_bias="none",
+    norm_eps_key="layer_norm_epsilon",
+    has_mlp_bias=True,
+    older_keys={"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"},
+)
+"""Each block of a checkpoint is one part of a layer. Attention does not rotate."""
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
     "mistral": _MISTRAL,
@@ -480,5 +519,6 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": _LFM2_MOE,
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
+    "nemotron_h": _NEMOTRON_H,
 }
 """Each model_type's family."""

@@ -242,6 +242,8 @@ class ModelConfig:
 
     def has_feed_forward(self, layer: int) -> bool:
         """Whether this layer has a feed-forward part."""
+        if self.layers.feed_forwards:
+            return self.layers.feed_forwards[layer]
         return self.intermediate_size > 0 or self.is_sparse(layer)
 
     def is_recurrent(self, layer: int) -> bool:

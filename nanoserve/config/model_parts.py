@@ -122,7 +122,12 @@ class NormConfig:
 class FeedForwardConfig:
     """The feed-forward part of a layer. Its inner size is a field of ModelConfig."""
 
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """The function of the gate: SiLU, GELU by its usual approximation, or the square of what is
+    positive (arXiv 2109.08668)."""
+    is_gated: bool = True
+    """Whether a second product is multiplied with the first one's activations. Without, there is
+    only one."""
     bias: bool = False
 
 
@@ -136,8 +141,9 @@ class MoeConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: frozenset[int]
-    style: Literal["swiglu", "gpt_oss"] = "swiglu"
-    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn."""
+    style: Literal["swiglu", "gpt_oss", "relu2"] = "swiglu"
+    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn.
+    relu2: they have no gate, and square what is positive."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     gates_shared: bool = False
@@ -155,6 +161,11 @@ class MoeConfig:
     """Added to the sum that weights are divided by."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have gates, whose rows are in their first matrix too."""
+        return self.style != "relu2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +243,8 @@ class LayerDifferences:
     shapes: tuple[LayerShape, ...] = ()
     """The layer's shape. Empty: all are as the fields of ModelConfig say. See
     `ModelConfig.of_layer`."""
+    feed_forwards: tuple[bool, ...] = ()
+    """Whether the layer has a feed-forward part. Empty: all have one, if there is any."""
+    stored_blocks: tuple[int, ...] = ()
+    """The number of the checkpoint's block that has the layer's attention or mixer; its
+    feed-forward part is the next block. Empty: layers are stored whole."""

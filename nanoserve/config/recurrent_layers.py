@@ -1,6 +1,7 @@
 """Read the layers with a recurrent state of each family from its config.json. No torch here."""
 
 from nanoserve.config.config_fields import ConfigFields
+from nanoserve.config.layer_blocks import nemotron_layers
 from nanoserve.config.mixers import (
     NO_LIMIT,
     GatedDeltaNetConfig,
@@ -102,6 +103,28 @@ def mamba_layers(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
     )
 
 
+def nemotron_mixers(fields: ConfigFields, _num_layers: int) -> RecurrentConfig:
+    """Mamba-2 in the layers of Nemotron-H that begin with a state. transformers bounds steps in
+    prompts by `time_step_min`, but not in decoding; the kernels that such models are trained with
+    do so nowhere."""
+    layers = nemotron_layers(fields)
+    heads = Mamba2Config(
+        num_heads=fields.positive("mamba_num_heads"),
+        head_dim=fields.positive("mamba_head_dim"),
+        num_groups=fields.positive("n_groups"),
+        state_size=fields.positive("ssm_state_size"),
+        time_step_limits=time_step_limits(fields),
+    )
+    check_groups(fields, heads)
+    return RecurrentConfig(
+        recurrent_layers=frozenset(place for place, layer in enumerate(layers) if layer.has_state),
+        mixer=heads,
+        kernel_size=fields.positive("conv_kernel"),
+        bias=fields.flag("use_bias", default=False),
+        kernel_bias=fields.flag("use_conv_bias", default=True),
+    )
+
+
 def time_step_limits(fields: ConfigFields) -> tuple[float, float]:
     """The least and the largest step of Mamba-2; without the key steps have no limits.
     transformers writes infinity as an object."""
@@ -113,7 +136,7 @@ def time_step_limits(fields: ConfigFields) -> tuple[float, float]:
         if largest == {"__float__": "Infinity"}:
             largest = NO_LIMIT
         if isinstance(least, int | float) and isinstance(largest, int | float):
-            return float(least), float(largest)
+            return float(least), min(float(largest), NO_LIMIT)
     raise ModelError(f"{fields.source}: time_step_limit must be two numbers, not {shown(limits)}")
 
 

@@ -121,6 +121,7 @@ class LayerKind(NamedTuple):
     bits: tuple[tuple[str, Bits], ...]
     shape: LayerShape | None  # None: the model's shape
     recurrent: bool  # whether it has a state in place of keys and values
+    feeds_forward: bool  # whether it has a feed-forward part
 
 
 def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -130,6 +131,7 @@ def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
         bits=tuple(matrix_bits(model, layer).items()),
         shape=model.layers.shapes[layer] if model.layers.shapes else None,
         recurrent=model.is_recurrent(layer),
+        feeds_forward=model.has_feed_forward(layer),
     )
 
 
@@ -375,9 +377,10 @@ class ModelCounts:
             yield from self._attention_matrices(model, matrix)
         if kind.sparse and model.moe is not None:
             yield from self._expert_matrices(model, model.moe, bits, matrix)
-        elif model.intermediate_size:
+        elif kind.feeds_forward:
             inner = model.inner_part(model.intermediate_size, self.layout.tensor_parallel)
-            yield matrix("gate_up", model.hidden_size, inner, inner)
+            rows = _first_rows(inner, is_gated=model.feed_forward.is_gated)
+            yield matrix("gate_up", model.hidden_size, *rows)
             yield matrix("down", inner, model.hidden_size)
 
     def _attention_matrices(
@@ -438,13 +441,15 @@ class ModelCounts:
         degree, hidden = self.layout.tensor_parallel, model.hidden_size
         if moe.shared_size:
             shared = model.inner_part(moe.shared_size, degree)
-            yield matrix("shared_gate_up", hidden, shared, shared)
+            rows = _first_rows(shared, is_gated=moe.is_gated)
+            yield matrix("shared_gate_up", hidden, *rows)
             yield matrix("shared_down", shared, hidden)
         if moe.gates_shared:
             number_bytes = self.precision.other_bytes
             yield self._matrix("shared_gate", hidden, (1,), NUMBERS, number_bytes)
         experts, chosen = moe.num_experts, moe.experts_per_token
         inner = model.inner_part(moe.intermediate_size, degree)
+        first_rows = _first_rows(inner, is_gated=moe.is_gated)
         router_bits = bits.get("router", NUMBERS)
         yield self._matrix("router", hidden, (experts,), router_bits, self.precision.other_bytes)
         gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
@@ -452,13 +457,14 @@ class ModelCounts:
             # experts of several formats, or cut between rows that are packed together, stay numbers
             bits.clear()
         expert_bytes = (
-            matrix("expert_gate_up", hidden, inner, inner).bytes
+            matrix("expert_gate_up", hidden, *first_rows).bytes
             + matrix("expert_down", inner, hidden).bytes
         )
+        products = 1 + len(first_rows)
         yield Matrix(
             "experts",
-            weights=experts * 3 * hidden * inner,
-            activations=chosen * (2 * hidden + 3 * inner),
+            weights=experts * products * hidden * inner,
+            activations=chosen * (2 * hidden + products * inner),
             bytes=experts * expert_bytes,
             reached=chosen / experts,
         )
@@ -498,6 +504,13 @@ class ModelCounts:
             keys * kv_bytes * layers,
             activation_bytes,
         )
+
+
+def _first_rows(inner: int, *, is_gated: bool) -> tuple[int, ...]:
+    """Rows of the blocks of a feed-forward part's first matrix."""
+    if is_gated:
+        return inner, inner
+    return (inner,)
 
 
 def scan_pairs(start: int, length: int) -> int:

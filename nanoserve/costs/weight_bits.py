@@ -21,6 +21,8 @@ ROWS = 16
 """Rows that are packed together, the last ones padded."""
 _KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
 """Matrices that a method leaves as numbers; others leave these three: embedding, head, router."""
+_MIXING = frozenset({"qkv", "output", "output_gate", "inputs"})
+"""Matrices of attention, and of mixers; all others of a layer are of its feed-forward part."""
 
 
 @lru_cache(maxsize=4096)
@@ -35,11 +37,12 @@ def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
         if model.tie_word_embeddings:
             found["head"] = found["embedding"]
         return found
-    prefix = checkpoint_names(model).layer_prefix.format(layer)
+    prefix, feed_forward_prefix = checkpoint_names(model).layer_prefixes(model, layer)
     shaped = model.of_layer(layer)
     found = {}
     for matrix, (columns, names) in _layer_matrices(shaped, layer).items():
-        modules = [prefix + name for name in names]
+        of_part = prefix if matrix in _MIXING else feed_forward_prefix
+        modules = [of_part + name for name in names]
         found[matrix] = _bits(quantization, matrix, columns, modules, _head(shaped, layer))
     return found
 

@@ -181,26 +181,35 @@ class RMSNorm(nn.Module):
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix; or with
-    GELU, by its usual approximation."""
+    another activation, and perhaps without a gate: down(active(up(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.feed_forward.activation
-        self.gate_up = Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.feed_forward.bias
-        )
+        self.is_gated = config.feed_forward.is_gated
+        rows = config.intermediate_size
+        if self.is_gated:
+            rows *= 2
+        self.gate_up = Linear(config.hidden_size, rows, bias=config.feed_forward.bias)
         self.down = Linear(
             config.intermediate_size, config.hidden_size, bias=config.feed_forward.bias
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        if self.activation == "silu":
-            active = functional.silu(gate)
-        else:
-            active = functional.gelu(gate, approximate="tanh")
-        output: Tensor = self.down(active * up)
+        projected = self.gate_up(hidden)
+        if not self.is_gated:
+            without_gate: Tensor = self.down(self._activate(projected))
+            return without_gate
+        gate, up = projected.chunk(2, dim=-1)
+        output: Tensor = self.down(self._activate(gate) * up)
         return output
+
+    def _activate(self, inside: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return functional.silu(inside)
+        if self.activation == "relu2":
+            return functional.relu(inside).square()
+        return functional.gelu(inside, approximate="tanh")
 
 
 class SharedExperts(FeedForward):
@@ -239,7 +248,8 @@ class MixtureOfExperts(nn.Module):
             self.shared = SharedExperts(config, moe)
         biased = moe.style == "gpt_oss"
         self.router = Linear(hidden_size, num_experts, bias=biased)
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden_size))
+        rows = 2 * inner if moe.is_gated else inner
+        self.gate_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner))
         if biased:
             self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * inner))

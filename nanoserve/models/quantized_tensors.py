@@ -120,7 +120,8 @@ def _stacked_decoder(part: TensorPart, found: Any, name: str, config: ModelConfi
         if is_transposed:
             wanted = (config.moe.num_experts, columns, rows)
         elif part.parameter.endswith("gate_up"):
-            wanted = (config.moe.num_experts, 2 * rows, columns)
+            stored_rows = 2 * rows if config.moe.is_gated else rows
+            wanted = (config.moe.num_experts, stored_rows, columns)
         else:
             wanted = (config.moe.num_experts, rows, columns)
     if found.shape != wanted:

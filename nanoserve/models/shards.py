@@ -180,6 +180,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         kv_sources=tuple(source - layers.start for source in sources),
         ropes=config.layers.ropes[layers.start : layers.stop],
         shapes=tuple(shapes),
+        feed_forwards=config.layers.feed_forwards[layers.start : layers.stop],
+        stored_blocks=config.layers.stored_blocks[layers.start : layers.stop],
     )
     part = replace(
         config,

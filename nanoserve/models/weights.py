@@ -119,10 +119,10 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     """The tensors of a layer, under these names."""
     config = config.of_layer(index)
     layer = names.layer
-    prefix = names.layer_prefix.format(index)
+    prefix, feed_forward_prefix = names.layer_prefixes(config, index)
     target = f"layers.{index}."
     hidden = config.hidden_size
-    yield from _norm_parts(config, layer, prefix, target, index)
+    yield from _norm_parts(config, layer, prefix, feed_forward_prefix, target, index)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.norms.layer_scale:
@@ -139,20 +139,26 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         yield from mixer_parts(config, config.recurrent, layer, prefix, target)
     else:
         yield from _attention_parts(config, layer, prefix, target)
+    if config.has_feed_forward(index):
+        yield from _feed_forward_parts(config, layer, feed_forward_prefix, target, index)
+
+
+def _feed_forward_parts(
+    config: ModelConfig, layer: LayerNames, prefix: str, target: str, index: int
+) -> Iterator[TensorPart]:
+    """The matrices of the feed-forward part."""
     target += "feed_forward."
+    hidden, inner = config.hidden_size, config.intermediate_size
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target, hidden)
         return
-    if not config.has_feed_forward(index):
-        return
-    inner = config.intermediate_size
+    sizes: tuple[int, ...] = (inner,)
+    if config.feed_forward.is_gated:
+        sizes = (inner, inner)
+    bias = config.feed_forward.bias
     gate_up_names = [prefix + name for name in layer.gate_up]
-    yield from row_parts(
-        gate_up_names, target + "gate_up", (inner, inner), hidden, bias=config.feed_forward.bias
-    )
-    yield from row_parts(
-        [prefix + layer.down], target + "down", (hidden,), inner, bias=config.feed_forward.bias
-    )
+    yield from row_parts(gate_up_names, target + "gate_up", sizes, hidden, bias=bias)
+    yield from row_parts([prefix + layer.down], target + "down", (hidden,), inner, bias=bias)
 
 
 def _attention_parts(
@@ -197,7 +203,12 @@ def _attention_parts(
 
 
 def _norm_parts(
-    config: ModelConfig, layer: LayerNames, prefix: str, target: str, index: int
+    config: ModelConfig,
+    layer: LayerNames,
+    prefix: str,
+    feed_forward_prefix: str,
+    target: str,
+    index: int,
 ) -> Iterator[TensorPart]:
     """The weights of a layer's norms; those of queries and keys are for layers that attend."""
     hidden = config.hidden_size
@@ -220,7 +231,8 @@ def _norm_parts(
     if config.embedding.per_layer_size:
         norms["input_norm"] = (layer.input_norm, hidden)
     for parameter, (name, size) in norms.items():
-        yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
+        of_block = feed_forward_prefix if parameter == "feed_forward_norm" else prefix
+        yield TensorPart(f"{of_block}{name}.weight", f"{target}{parameter}.weight", (size,))
 
 
 def _latent_parts(
@@ -275,12 +287,13 @@ def _expert_parts(
     shared = moe.shared_size
     if shared:
         names = [prefix + name for name in layer.shared_gate_up]
-        yield from row_parts(names, target + "shared.gate_up", (shared, shared), hidden, bias=False)
+        sizes: tuple[int, ...] = (shared, shared) if moe.is_gated else (shared,)
+        yield from row_parts(names, target + "shared.gate_up", sizes, hidden, bias=False)
         yield from row_parts(
             [prefix + layer.shared_down], target + "shared.down", (hidden,), shared, bias=False
         )
     rows = inner
-    if len(layer.expert_gate_up) == 1:  # gate and up are stored fused
+    if moe.is_gated and len(layer.expert_gate_up) == 1:  # gate and up are stored fused
         rows = 2 * inner
     for expert in range(count):
         for block, matrix in enumerate(layer.expert_gate_up):
@@ -420,6 +433,7 @@ def _feed_forward_blocks(
     size = config.intermediate_size
     of_expert = part.expert is not None or matrix.endswith("_bias")
     takes_turns = False
+    is_gated = config.feed_forward.is_gated
     if config.moe is not None and ".shared." in part.parameter:
         size = config.moe.shared_size
     elif config.moe is not None and of_expert:
@@ -432,7 +446,7 @@ def _feed_forward_blocks(
         return (inner,)
     if takes_turns:  # a row of gate, then its row of up
         return (DividedRows(2 * size, range(2 * kept.start, 2 * kept.stop), 2 * width),)
-    if matrix == "gate_up_bias":
+    if matrix == "gate_up_bias" or not is_gated:
         return (inner,)
     return inner, inner
 

@@ -70,9 +70,9 @@ def layer_kind(
     if config.recurrent is not None and config.is_recurrent(index):
         recurrent = replace(config.recurrent, recurrent_layers=frozenset({0}))
     own = config.of_layer(index)
-    layers = LayerDifferences()
+    layers = LayerDifferences(feed_forwards=(config.has_feed_forward(index),))
     if part == "layer":
-        layers = LayerDifferences(sliding_windows=(config.sliding_window(index),))
+        layers = replace(layers, sliding_windows=(config.sliding_window(index),))
     defaults: dict[str, Any] = {
         field.name: field.default for field in fields(own) if field.name in _OF_MODELS
     }
