@@ -94,6 +94,24 @@ _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
+_NEMOTRON_H = {
+    "layers_block_type": [
+        "linear_attention",
+        "mlp",
+        "linear_attention",
+        "full_attention",
+        "mlp",
+        "linear_attention",
+    ],
+    "head_dim": 24,
+    "intermediate_size": 56,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "layer_norm_epsilon": 1e-2,
+    "time_step_min": 1e-9,  # transformers bounds steps of prompts by it
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -336,6 +354,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5_moe_text": lambda: _config(
         "qwen3_5_moe_text", **_DELTA_NET | {"num_hidden_layers": 4}, **_SHARED_EXPERT
     ),
+    "nemotron_h": lambda: _config("nemotron_h", **_NEMOTRON_H),
+    "nemotron_h-experts": lambda: _config(
+        "nemotron_h",
+        **_NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe"),
+                *("linear_attention", "linear_attention", "mlp"),
+            ],
+            "n_groups": 1,
+        },
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=24,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+        use_bias=True,
+        mlp_bias=True,
+        use_conv_bias=False,
+    ),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",
         head_dim=16,
@@ -365,6 +405,7 @@ _SLOW += (
     "deepseek_v3-halves",
 )
 _SLOW += ("glm4_moe_lite", "gemma4_text-equal", "qwen3_next-biased", "qwen3_5_text-biased")
+_SLOW += ("nemotron_h",)
 
 
 def families(*quick: str) -> list[Any]:
