@@ -424,7 +424,6 @@ _LFM2_MOE = replace(
 
 _MAMBA = Family(
     defaults={
-        "vocab_size": 50280,
         "state_size": 16,
         "expand": 2,
         "conv_kernel": 4,
@@ -442,7 +441,6 @@ _MAMBA2 = replace(
     _MAMBA,
     defaults={
         **_MAMBA.defaults,
-        "vocab_size": 32768,
         "num_heads": 128,
         "head_dim": 64,
         "n_groups": 8,

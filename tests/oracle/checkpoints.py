@@ -94,6 +94,15 @@ _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
+_MAMBA = {"num_hidden_layers": 4, "hidden_size": 72}
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "hidden_size": 60,
+    "num_heads": 12,
+    "head_dim": 10,
+    "n_groups": 4,
+    "state_size": 13,
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -113,6 +122,13 @@ _GEMMA4 = {
 
 def _config(model_type: str, **settings: Any) -> PreTrainedConfig:
     return transformers.AutoConfig.for_model(model_type, **{**_SHAPE, **settings})
+
+
+def _mamba(model_type: str, **settings: Any) -> PreTrainedConfig:
+    """A config of Mamba, which knows nothing of heads and positions."""
+    sizes = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+    shape = {key: value for key, value in _SHAPE.items() if key in sizes}
+    return transformers.AutoConfig.for_model(model_type, **{**shape, **settings})
 
 
 def _llama(**settings: Any) -> PreTrainedConfig:
@@ -335,6 +351,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3_5_moe_text": lambda: _config(
         "qwen3_5_moe_text", **_DELTA_NET | {"num_hidden_layers": 4}, **_SHARED_EXPERT
+    ),
+    "mamba": lambda: _mamba("mamba", **_MAMBA, state_size=10, conv_kernel=3),
+    "mamba-biased": lambda: _mamba(
+        "mamba",
+        **_MAMBA,
+        time_step_rank=7,
+        expand=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=False,
+        layer_norm_epsilon=0.01,
+    ),
+    "mamba2": lambda: _mamba("mamba2", **_MAMBA2),
+    "mamba2-single-group": lambda: _mamba(
+        "mamba2",
+        **_MAMBA2 | {"n_groups": 1, "num_heads": 8, "head_dim": 15},
+        conv_kernel=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=True,
+        time_step_limit=[0.3, 0.9],
+        layer_norm_epsilon=0.01,
     ),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",
