@@ -187,6 +187,11 @@ def _family_name(config: Mapping[str, Any], source: str) -> str:
     listed = one_line(named, LONGEST_VALUE)
     if model_type == "chatglm":
         return "glm"
+    if model_type is None and "ssm_cfg" in config:
+        raise ModelError(
+            f"{source}: this is an original checkpoint of Mamba (ssm_cfg); take one for "
+            "transformers, whose name ends in -hf, such as state-spaces/mamba-130m-hf"
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join([*FAMILIES, "chatglm"])
         raise ModelError(

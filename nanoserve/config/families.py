@@ -429,7 +429,6 @@ _LFM2_MOE = replace(
 
 _MAMBA = Family(
     defaults={
-        "vocab_size": 50280,
         "state_size": 16,
         "expand": 2,
         "conv_kernel": 4,
@@ -447,7 +446,6 @@ _MAMBA2 = replace(
     _MAMBA,
     defaults={
         **_MAMBA.defaults,
-        "vocab_size": 32768,
         "num_heads": 128,
         "head_dim": 64,
         "n_groups": 8,
@@ -459,10 +457,6 @@ _MAMBA2 = replace(
 
 _NEMOTRON_H = Family(
     defaults={
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 4096,

@@ -75,6 +75,12 @@ def mamba2_layers(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
         time_step_limits=time_step_limits(fields),
     )
     check_groups(fields, heads)
+    inner_size = fields.positive("expand") * fields.positive("hidden_size")
+    if heads.inner_size != inner_size:
+        raise ModelError(
+            f"{fields.source}: num_heads {heads.num_heads} of head_dim {heads.head_dim} are not "
+            f"expand * hidden_size, {inner_size}"
+        )
     return RecurrentConfig(
         recurrent_layers=frozenset(range(num_layers)),
         mixer=heads,
@@ -93,7 +99,7 @@ def mamba_layers(fields: ConfigFields, num_layers: int) -> RecurrentConfig:
     return RecurrentConfig(
         recurrent_layers=frozenset(range(num_layers)),
         mixer=MambaConfig(
-            channels=hidden_size * fields.positive("expand"),
+            channels=fields.positive("intermediate_size", hidden_size * fields.positive("expand")),
             state_size=fields.positive("state_size"),
             time_step_rank=rank,
         ),
@@ -108,6 +114,11 @@ def nemotron_mixers(fields: ConfigFields, _num_layers: int) -> RecurrentConfig:
     prompts by `time_step_min`, but not in decoding; the kernels that such models are trained with
     do so nowhere."""
     layers = nemotron_layers(fields)
+    activation = fields.get("mamba_hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(
+            f"{fields.source}: mamba_hidden_act {shown(activation)} is not supported; only silu is"
+        )
     heads = Mamba2Config(
         num_heads=fields.positive("mamba_num_heads"),
         head_dim=fields.positive("mamba_head_dim"),
@@ -135,9 +146,13 @@ def time_step_limits(fields: ConfigFields) -> tuple[float, float]:
         least, largest = limits
         if largest == {"__float__": "Infinity"}:
             largest = NO_LIMIT
-        if isinstance(least, int | float) and isinstance(largest, int | float):
-            return float(least), min(float(largest), NO_LIMIT)
-    raise ModelError(f"{fields.source}: time_step_limit must be two numbers, not {shown(limits)}")
+        is_number = isinstance(least, int | float) and isinstance(largest, int | float)
+        if is_number and 0 <= least <= largest:
+            return min(float(least), NO_LIMIT), min(float(largest), NO_LIMIT)
+    raise ModelError(
+        f"{fields.source}: time_step_limit must be the least and the largest step, "
+        f"not {shown(limits)}"
+    )
 
 
 def check_groups(fields: ConfigFields, heads: Mamba2Config) -> None:

@@ -212,11 +212,11 @@ def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     if degree in possible:
         return
     problem = f"{config.num_kv_heads} key-value heads evenly"
-    if config.num_heads % degree:
-        problem = f"{config.num_heads} attention heads"
-    elif config.recurrent is not None and config.recurrent.mixer.most_parts % degree:
+    if config.recurrent is not None and config.recurrent.mixer.most_parts % degree:
         mixer = config.recurrent.mixer
         problem = f"{mixer.most_parts} {mixer.part_name}"
+    elif config.num_heads % degree:
+        problem = f"{config.num_heads} attention heads"
     choice = str(possible[-1])
     if len(possible) > 1:
         choice = f"{', '.join(map(str, possible[:-1]))} or {choice}"

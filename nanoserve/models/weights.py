@@ -150,7 +150,7 @@ def _feed_forward_parts(
     target += "feed_forward."
     hidden, inner = config.hidden_size, config.intermediate_size
     if config.moe is not None and config.is_sparse(index):
-        yield from _expert_parts(config.moe, layer, prefix, target, hidden)
+        yield from _expert_parts(config, config.moe, layer, prefix, target)
         return
     sizes: tuple[int, ...] = (inner,)
     if config.feed_forward.is_gated:
@@ -268,9 +268,9 @@ def _latent_parts(
 
 
 def _expert_parts(
-    moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int
+    config: ModelConfig, moe: MoeConfig, layer: LayerNames, prefix: str, target: str
 ) -> Iterator[TensorPart]:
-    count = moe.num_experts
+    count, hidden, bias = moe.num_experts, config.hidden_size, config.feed_forward.bias
     inner = moe.intermediate_size
     router = prefix + layer.router
     yield TensorPart(f"{router}.weight", target + "router.weight", (count, hidden))
@@ -288,10 +288,9 @@ def _expert_parts(
     if shared:
         names = [prefix + name for name in layer.shared_gate_up]
         sizes: tuple[int, ...] = (shared, shared) if moe.is_gated else (shared,)
-        yield from row_parts(names, target + "shared.gate_up", sizes, hidden, bias=False)
-        yield from row_parts(
-            [prefix + layer.shared_down], target + "shared.down", (hidden,), shared, bias=False
-        )
+        down = [prefix + layer.shared_down]
+        yield from row_parts(names, target + "shared.gate_up", sizes, hidden, bias=bias)
+        yield from row_parts(down, target + "shared.down", (hidden,), shared, bias=bias)
     rows = inner
     if moe.is_gated and len(layer.expert_gate_up) == 1:  # gate and up are stored fused
         rows = 2 * inner

@@ -105,12 +105,21 @@ _NEMOTRON_H = {
     ],
     "head_dim": 24,
     "intermediate_size": 56,
-    "mamba_num_heads": 6,
+    "mamba_num_heads": 8,
     "mamba_head_dim": 12,
-    "n_groups": 2,
+    "n_groups": 4,
     "ssm_state_size": 20,
     "layer_norm_epsilon": 1e-2,
     "time_step_min": 1e-9,  # transformers bounds steps of prompts by it
+}
+_MAMBA = {"num_hidden_layers": 4, "hidden_size": 72}
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "hidden_size": 60,
+    "num_heads": 12,
+    "head_dim": 10,
+    "n_groups": 4,
+    "state_size": 13,
 }
 _GEMMA = {
     "head_dim": 32,
@@ -131,6 +140,13 @@ _GEMMA4 = {
 
 def _config(model_type: str, **settings: Any) -> PreTrainedConfig:
     return transformers.AutoConfig.for_model(model_type, **{**_SHAPE, **settings})
+
+
+def _mamba(model_type: str, **settings: Any) -> PreTrainedConfig:
+    """A config of Mamba, which knows nothing of heads and positions."""
+    sizes = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+    shape = {key: value for key, value in _SHAPE.items() if key in sizes}
+    return transformers.AutoConfig.for_model(model_type, **{**shape, **settings})
 
 
 def _llama(**settings: Any) -> PreTrainedConfig:
@@ -353,6 +369,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3_5_moe_text": lambda: _config(
         "qwen3_5_moe_text", **_DELTA_NET | {"num_hidden_layers": 4}, **_SHARED_EXPERT
+    ),
+    "mamba": lambda: _mamba("mamba", **_MAMBA, state_size=10, conv_kernel=3),
+    "mamba-biased": lambda: _mamba(
+        "mamba",
+        **_MAMBA,
+        time_step_rank=7,
+        expand=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=False,
+        layer_norm_epsilon=0.01,
+    ),
+    "mamba2": lambda: _mamba("mamba2", **_MAMBA2),
+    "mamba2-single-group": lambda: _mamba(
+        "mamba2",
+        **_MAMBA2 | {"n_groups": 1, "num_heads": 8, "head_dim": 15},
+        conv_kernel=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=True,
+        time_step_limit=[0.3, 0.9],
+        layer_norm_epsilon=0.01,
     ),
     "nemotron_h": lambda: _config("nemotron_h", **_NEMOTRON_H),
     "nemotron_h-experts": lambda: _config(

@@ -69,7 +69,20 @@ UNUSED = {
 """Keys that are for training, or that repeat others."""
 SWITCHED_OFF = {"use_sliding_window", "sliding_window", "layer_types", "max_window_layers"}
 """Keys that need another one to mean anything."""
+MAMBA = {
+    "initializer_range",
+    "residual_in_fp32",  # in half precision, residuals have the precision of everything else
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_max",
+    "time_step_min",
+}
 UNUSED_BY = {
+    # intermediate_size counts; others choose among equal algorithms
+    "mamba": MAMBA
+    | {"expand", "time_step_init_scheme", "time_step_scale"}
+    | {"use_mambapy", "use_associative_scan"},
+    "mamba2": MAMBA | {"chunk_size", "time_step_rank"},
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), SWITCHED_OFF),
     "smollm3": SWITCHED_OFF | {"no_rope_layer_interval"},
     # Those of the expert groups need a topk_method; weights are as the router has them; the loader
@@ -88,6 +101,15 @@ UNUSED_BY = {
     "gemma3_text": {"attn_logit_softcapping"},  # nor does transformers' model read it
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp"}
     | {"vocab_size_per_layer_input"},
+    # Nor does its model read most of these; the others are for training, or how it computes.
+    # The least step is one that only prompts have in transformers.
+    "nemotron_h": {
+        *("attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias"),
+        *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type"),
+        *("n_shared_experts", "num_logits_to_keep", "num_nextn_predict_layers"),
+        *("rescale_prenorm_residual", "residual_in_fp32", "sliding_window"),
+        *("time_step_min", "time_step_max", "time_step_floor", "use_mamba_kernels"),
+    },
 }
 
 
@@ -96,6 +118,8 @@ def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     given = json.loads(
         json.dumps({key: value for key, value in values.items() if key != "model_type"})
     )
+    if given.get("time_step_limit") == [0.0, {"__float__": "Infinity"}]:
+        del given["time_step_limit"]  # the configuration class does not take what it writes
     config = transformers.AutoConfig.for_model(model_type, **given)
     whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return whole
@@ -105,6 +129,7 @@ OF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "intermediate_size": 11000},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron_h": {"time_step_min": 1e-9},
 }
 """Values in place of defaults that cannot run, or with which some keys mean nothing."""
 
@@ -129,7 +154,7 @@ def test_every_default_is_that_of_transformers(model_type: str) -> None:
     expected = ModelConfig.from_hf(whole)
     for key in whole.keys() - TOKENS - {"model_type"}:
         left = {other: value for other, value in whole.items() if other != key}
-        if key in SIZES:
+        if key in SIZES and (key != "intermediate_size" or model_type != "mamba"):
             missing = f"config.json: {key} must be a positive integer, found None"
             assert read(left) == missing or model_type.startswith("gemma")
             assert read({**left, key: None}) == read(left)
