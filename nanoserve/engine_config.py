@@ -25,6 +25,7 @@ DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "a
 """Drafters by name, each with the argument behind its colon."""
 HEADS = ("eagle", "medusa")
 """Drafters that read the model's hidden states."""
+MOST_DENOISING_STEPS = 1024
 DRAFTER_NAMES = tuple(f"{name}:{named}".removesuffix(":") for name, named in DRAFTERS.items())
 
 
@@ -52,6 +53,71 @@ def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
     if len(layouts) > 1:
         settings["decode_layout"] = replace(layouts[1], data_parallel=1)
     return settings
+
+
+DENOISING_STRATEGIES = ("confidence", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Denoising:
+    """How a diffusion model settles the tokens of its canvases, as ``--denoising`` names it.
+
+    confidence: a step settles all positions whose token has more than `threshold` of the
+    probability, and at least its share of them, the most confident ones; static: exactly its share.
+    """
+
+    strategy: str = "confidence"
+    threshold: float = 0.85
+    """The default of SDAR's own script."""
+    steps: int = 0
+    """Denoising steps that the positions of a whole canvas are shared out to; 0: one for each
+    position."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Denoising":
+        """Read "confidence:threshold=0.9" or "static:steps=2". Raises UsageError if it makes no
+        sense."""
+        strategy, *words = text.split(":")
+        if strategy not in DENOISING_STRATEGIES:
+            raise UsageError(
+                f"--denoising {shown(text)}: choose one of {', '.join(DENOISING_STRATEGIES)}"
+            )
+        found = dict[str, str]()
+        for word in words:
+            name, _, value = word.partition("=")
+            found[name] = value
+        known = {"steps"}
+        if strategy == "confidence":
+            known.add("threshold")
+        if len(found) < len(words) or not found.keys() <= known:
+            raise UsageError(
+                f"--denoising {shown(text)}: {strategy} has {' and '.join(sorted(known))}, each "
+                "once, as steps=2"
+            )
+        try:
+            made = cls(strategy, float(found.get("threshold", 0.85)), int(found.get("steps", 0)))
+        except ValueError:
+            raise UsageError(
+                f"--denoising {shown(text)}: threshold is a number and steps a whole number"
+            ) from None
+        if not 0 <= made.threshold <= 1 or not 0 <= made.steps <= MOST_DENOISING_STEPS:
+            raise UsageError(
+                f"--denoising {shown(text)}: threshold must be from 0 to 1, and steps from 1 to "
+                f"{MOST_DENOISING_STEPS}"
+            )
+        return made
+
+    def share(self, step: int, length: int) -> int:
+        """Positions that a denoising step, from 0, has at least to settle in a canvas of this
+        length: equal shares, of which the first ones have one more where they do not come out
+        even."""
+        steps = length
+        if 0 < self.steps < length:
+            steps = self.steps
+        share, rest = divmod(length, steps)
+        if step < rest:
+            share += 1
+        return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +159,11 @@ class EngineConfig:
     speculate: str | None = setting(
         None,
         f"Draft tokens and check several in one step; same answers. {', '.join(DRAFTER_NAMES)}.",
+    )
+    denoising: str | None = setting(
+        None,
+        "How a diffusion model settles tokens: confidence or static, as confidence:threshold=0.9 "
+        "or static:steps=2; default: confidence.",
     )
     offline: bool = setting(False, "Never use the network.")
     seed: int | None = setting(None, "Makes the run repeatable; default: a new one each time.")
@@ -191,6 +262,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             Rounding.parse(self.quantization)
+        if self.denoising is not None:
+            Denoising.parse(self.denoising)
         for declared in fields(self):
             value, limits = getattr(self, declared.name), declared.metadata.get("range")
             if limits is not None and value is not None and not limits[0] <= value <= limits[1]:

@@ -132,7 +132,7 @@ LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/settings_
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up
 of what chooses."""
 
-MOST_LAZY_IMPORTS = 85
+MOST_LAZY_IMPORTS = 86
 LAZY_IMPORTS: dict[str, list[str]] = {
     "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
         "commands/engine_options.py: llm",
@@ -198,6 +198,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "engine/assembly.py: executor.cpu_attention.host_processor",
         "engine/assembly.py: executor.kv_transfer.host_pool",
         "executor/start/device_start.py: executor.async_scheduling.placeholder_tokens",
+        "executor/start/device_start.py: executor.canvas.denoising",
         "executor/start/device_start.py: executor.cpu_attention.cpu_attention",
         "executor/start/device_start.py: executor.cpu_attention.pipeline",
         "executor/start/device_start.py: executor.drafting.drafting",

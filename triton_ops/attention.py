@@ -21,9 +21,10 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> None:
-    """Causal attention for R rows of tokens, whatever their number per row (prefill, chunk or
-    decode); fills `out`.
+    """Attention for R rows of tokens, whatever their number per row (prefill, chunk or decode);
+    fills `out`. It is causal unless `spans` says otherwise.
 
     out: [T, num_heads * value_dim]; query: [T, num_heads, head_dim];
     key_cache: [num_blocks, num_kv_heads, block_size, head_dim], the new tokens already written;
@@ -35,12 +36,18 @@ def paged_attention(
     queries and keys are multiplied by; sliding_window: positions a query sees, itself included; 0
     means all; soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv
     2408.00118); 0 leaves them; sinks: float32 [num_heads], one more score of each head that takes
-    weight and has no value (gpt-oss, arXiv 2508.10925). Slots that no row uses are never read into
-    a result, whatever they hold.
+    weight and has no value (gpt-oss, arXiv 2508.10925); spans: int32 [R], for each row the length
+    of the spans that positions are divided into, counted from 0: a query sees to the end of its
+    span, as far as the context goes (block-causal attention, arXiv 2503.09573). Spans of 1 are
+    causal, and a span longer than the context shows all of it. Slots that no row uses are never
+    read into a result, whatever they hold.
     """
     # Rows of one token (decode) are attended together, padded by less than a factor of two; other
     # rows one by one.
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
+    span_of = [1] * len(contexts)
+    if spans is not None:
+        span_of = spans.tolist()
     block_size = key_cache.shape[2]
     decode_rows: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
@@ -55,7 +62,9 @@ def paged_attention(
                 out[starts[row] : starts[row + 1]],
                 query[starts[row] : starts[row + 1]],
                 *_gather_row(key_cache, value_cache, block_tables[row], first, context),
+                first,
                 sliding_window,
+                span_of[row],
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
@@ -203,22 +212,24 @@ def _prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    first: int,
     sliding_window: int,
+    span: int,
     *,
     scale: float,
     soft_cap: float,
     sinks: Tensor | None,
 ) -> None:
-    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads,
-    context, ...]."""
+    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, S,
+    ...], from the `first` position that the first query sees."""
     length, context = query.shape[0], key.shape[1]
     mask = None
-    if context > length or 0 < sliding_window < context:
-        key_position = torch.arange(context, device=query.device)
-        distance = key_position[context - length :, None] - key_position[None, :]
-        mask = distance >= 0
+    if context > length or 0 < sliding_window < context or span > 1:
+        key_position = torch.arange(first, first + context, device=query.device)
+        query_position = key_position[context - length :, None]
+        mask = key_position < (query_position // span + 1) * span
         if sliding_window:
-            mask &= distance < sliding_window
+            mask &= query_position - key_position < sliding_window
     attended = dense_attention(
         query.transpose(0, 1)[None],
         key[None],

@@ -86,6 +86,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         "speculate", metavar="DRAFTER", suggestions=tuple(DRAFTERS)
     )
     batch_invariant: bool = engine_option("batch_invariant")
+    denoising: str | None = engine_option("denoising")
     threads: int | None = option(
         None,
         "CPU threads, which the workers of a machine share; default: one per physical core.",

@@ -13,6 +13,7 @@ from nanoserve.config.layer_kinds import read_kv_heads, read_layer_shapes, read_
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults, TensorNames
 from nanoserve.config.model_parts import (
     AttentionConfig,
+    CanvasConfig,
     EmbeddingConfig,
     FeedForwardConfig,
     LayerDifferences,
@@ -104,6 +105,7 @@ def read_config(
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
         recurrent=recurrent,
+        canvas=_canvas(fields, family),
         embedding=_embedding(fields, family),
         logits=_logits(fields),
         layers=replace(
@@ -373,6 +375,12 @@ def _recurrent(fields: ConfigFields, family: Family, num_layers: int) -> Recurre
     if not recurrent.recurrent_layers:
         return None
     return recurrent
+
+
+def _canvas(fields: ConfigFields, family: Family) -> CanvasConfig | None:
+    if family.canvas is None:
+        return None
+    return family.canvas(fields)
 
 
 def _dtype(fields: ConfigFields) -> str:

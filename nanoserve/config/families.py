@@ -24,6 +24,7 @@ from nanoserve.config.experts import (
 from nanoserve.config.layer_blocks import StoredLayer, nemotron_layers
 from nanoserve.config.model_parts import (
     AttentionConfig,
+    CanvasConfig,
     FeedForwardConfig,
     MoeConfig,
     NormConfig,
@@ -36,6 +37,7 @@ from nanoserve.config.recurrent_layers import (
     mamba_layers,
     nemotron_mixers,
 )
+from nanoserve.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class Family:
     attends: bool = True
     """Whether it has attention. Without, all layers have a state, and none has a feed-forward
     part."""
+    canvas: Callable[[ConfigFields], CanvasConfig] | None = None
+    """Reads the blocks that it writes as a whole, if it does."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -182,6 +186,26 @@ _QWEN3 = Family(
     attention=AttentionConfig(qk_norm=True),
     windows=_QWEN2.windows,
 )
+
+
+def _sdar_canvas(values: ConfigFields) -> CanvasConfig:
+    """Read the canvas of SDAR (arXiv 2510.06303)."""
+    length = values.positive("block_size", 4, most=1024)
+    mask_token = values.positive("mask_token_id", 151669)
+    vocab_size = values.positive("vocab_size")
+    if mask_token >= vocab_size:
+        raise ModelError(
+            f"{values.source}: mask_token_id {mask_token} is none of the {vocab_size} tokens"
+        )
+    if values.flag("use_sliding_window", default=False):
+        raise ModelError(
+            f"{values.source}: use_sliding_window is not supported for sdar: its blocks see all "
+            "positions before them"
+        )
+    return CanvasConfig(length, mask_token)
+
+
+_SDAR = replace(_QWEN3, canvas=_sdar_canvas)
 _QWEN3_MOE = Family(
     defaults={**_QWEN2.defaults, "moe_intermediate_size": 768, "num_key_value_heads": 4},
     attention=AttentionConfig(qk_norm=True),
@@ -496,6 +520,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": replace(_GLM, norms=NormConfig(places="around")),
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "sdar": _SDAR,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from nanoserve.config.cache_groups import CacheGroups
 from nanoserve.config.model_parts import (
     AttentionConfig,
+    CanvasConfig,
     EmbeddingConfig,
     FeedForwardConfig,
     LayerDifferences,
@@ -66,6 +67,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     recurrent: RecurrentConfig | None = None
     """Layers with a state in place of keys and values; None where all layers attend."""
+    canvas: CanvasConfig | None = None
+    """Blocks that are written as a whole; None where tokens follow each other."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     logits: LogitConfig = LogitConfig()
     layers: LayerDifferences = LayerDifferences()

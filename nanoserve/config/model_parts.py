@@ -216,6 +216,20 @@ class LogitConfig:
     soft_cap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CanvasConfig:
+    """A model that writes a block of tokens at a time (block diffusion, arXiv 2503.09573).
+
+    Positions are divided into blocks, and a query sees to the end of its block. The block that is
+    being written is a canvas: it begins as masks, and denoising steps put tokens in their place.
+    """
+
+    length: int
+    """Tokens of a block."""
+    mask_token: int
+    """The id that stands where no token is settled."""
+
+
 class LayerShape(NamedTuple):
     """A layer's own values of these fields of ModelConfig and AttentionConfig, where layers
     differ."""

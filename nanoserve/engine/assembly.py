@@ -22,6 +22,7 @@ from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import available_memory, choose_cache_size, kv_bytes_per_block
 from nanoserve.executor.start.model_loading import (
+    check_canvas_settings,
     check_state_settings,
     keeps_all_positions,
     load_decoder,
@@ -159,6 +160,7 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
             f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}"
         )
     check_state_settings(config, model)
+    check_canvas_settings(config, model)
     if config.host_threads is not None:
         from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 
@@ -401,7 +403,10 @@ def _host_pool(
 def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """Tokens of the longest sequence that is asked for, or allowed by the model, and fits."""
     longest = config.max_model_len or model.max_position_embeddings
-    return most_tokens(model.cache_groups.windows, num_blocks, config.block_size, longest)
+    longest = most_tokens(model.cache_groups.windows, num_blocks, config.block_size, longest)
+    if model.canvas is not None:  # the last canvas has to end within it
+        longest -= longest % model.canvas.length
+    return longest
 
 
 def _make_scheduler(
@@ -417,7 +422,7 @@ def _make_scheduler(
 ) -> Scheduler:
     first, *others = capacities
     extensions = NOTHING_ATTACHED
-    if host_blocks or others or config.speculate is not None or state_slots:
+    if host_blocks or others or config.speculate is not None or state_slots or model.canvas:
         from nanoserve.engine.extensions import engine_extensions  # most engines do without
 
         extensions = engine_extensions(
@@ -426,6 +431,7 @@ def _make_scheduler(
             other_layouts=others,
             state_slots=state_slots,
             async_scheduling=async_scheduling,
+            canvas=model.canvas,
         )
     scheduler = Scheduler(
         _make_policy(config, host_blocks),

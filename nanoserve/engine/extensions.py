@@ -3,8 +3,10 @@ load this module."""
 
 from collections.abc import Sequence
 
+from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.scheduler.assembly import make_extensions
+from nanoserve.scheduler.canvas.canvases import Canvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
@@ -17,9 +19,10 @@ def engine_extensions(
     other_layouts: Sequence[LayoutCapacity],
     state_slots: int,
     async_scheduling: bool,
+    canvas: CanvasConfig | None = None,
 ) -> Extensions:
-    """Make what the configuration asks for, with this many blocks in host memory, and
-    slots for recurrent states."""
+    """Make what the configuration asks for, with this many blocks in host memory, slots for
+    recurrent states, and the canvas that the model writes, if it does."""
     proposer = None
     if config.speculate is not None:
         proposer = DraftProposer(
@@ -27,10 +30,18 @@ def engine_extensions(
             token_budget=config.max_num_batched_tokens,
             async_scheduling=async_scheduling,
         )
+    canvases = None
+    if canvas is not None:
+        canvases = Canvases(
+            length=canvas.length,
+            mask_token=canvas.mask_token,
+            token_budget=config.max_num_batched_tokens,
+        )
     return make_extensions(
         host_blocks=host_blocks,
         attends_on_host=config.attends_on_host,
         other_layouts=other_layouts,
         state_slots=state_slots,
         proposer=proposer,
+        canvases=canvases,
     )

@@ -28,7 +28,7 @@ class AttentionFunction(Protocol):
 
 class DenseCausalAttention:
     """Causal attention over `batch` sequences of equal `length`, flattened to batch * length
-    tokens.
+    tokens. In a model that writes canvases, queries see to the end of their block.
 
     For training and as the plain reference: keeps no cache, differentiable, torch.compile sees
     through it.
@@ -55,6 +55,9 @@ class DenseCausalAttention:
         mask = None
         if 0 < window < self.length:
             mask = self._window_mask(window, query.device)
+        if config.canvas is not None:
+            block = torch.arange(self.length, device=query.device) // config.canvas.length
+            mask = block[None, :] <= block[:, None]
         if sinks is not None:
             sinks = sinks[:, None]
         attended = dense_attention(
@@ -109,10 +112,13 @@ class AttentionBatch:
     """int32 [R], tokens of each row in the cache once the new ones are written."""
     slot_mapping: Tensor
     """int64 [T], the slots that the new tokens are written to."""
+    spans: Tensor | None = None
+    """int32 [R], the length of the spans to whose ends the queries of a row see; None: attention is
+    causal."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All fields, in order."""
+        """What every batch has, in order."""
         return self.block_tables, self.query_starts, self.context_lengths, self.slot_mapping
 
     def pick(self, rows: Tensor) -> "AttentionBatch":
@@ -180,5 +186,6 @@ class PagedAttention:
             sliding_window=config.sliding_window(layer),
             soft_cap=config.attention.soft_cap,
             sinks=sinks,
+            spans=batch.spans,
         )
         return out

@@ -2,20 +2,21 @@
 
 The scheduler, its table and its plan builder know requests, blocks, the prefix cache, chunks and
 preemption. A mechanism (another parallel layout, host memory, attention on the CPU, draft tokens,
-recurrent states) is an object of a folder of its own. It overrides the moments at which it has
-something to do. The scheduler binds these methods once, at construction, so that a mechanism which
-is not there costs an empty loop in each plan, and nothing in each row.
+recurrent states, canvases) is an object of a folder of its own. It overrides the moments at which
+it has something to do. The scheduler binds these methods once, at construction, so that a mechanism
+which is not there costs an empty loop in each plan, and nothing in each row.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.request import PlannedRow, Sequence
+from nanoserve.request import PlannedRow, Request, Sequence
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 
 if TYPE_CHECKING:  # a plain scheduler runs without these folders
+    from nanoserve.scheduler.canvas.canvases import Canvases
     from nanoserve.scheduler.cpu_attention.host_decoding import HostDecoding
     from nanoserve.scheduler.host_tier.host_tier import HostTier
     from nanoserve.scheduler.layout_change.layouts import Layouts
@@ -106,6 +107,9 @@ class Extension:
 
     # ---- sequences come and go -------------------------------------------------------------------
 
+    def check(self, request: Request) -> None:
+        """Raise UsageError for a request with which the mechanism does not go together."""
+
     def added(self, sequence: Sequence) -> None:
         """Act on a new sequence."""
 
@@ -169,6 +173,7 @@ class Moments:
         self.plan_ended: tuple[Callable[[StepPlan, StepResult], None], ...] = _bound(
             extensions, "plan_ended"
         )
+        self.check: tuple[Callable[[Request], None], ...] = _bound(extensions, "check")
         self.added: tuple[Callable[[Sequence], None], ...] = _bound(extensions, "added")
         self.released: tuple[Callable[[Sequence], None], ...] = _bound(extensions, "released")
         self.abandon: tuple[Callable[..., None], ...] = _bound(extensions, "abandon")
@@ -184,6 +189,7 @@ class Extensions:
     cpu_attention: "HostDecoding | None" = None
     drafts: "Drafts | None" = None
     state: "RecurrentState | None" = None
+    canvases: "Canvases | None" = None
 
     def __iter__(self) -> Iterator[Extension]:
         """Iterate over the mechanisms that are attached."""
@@ -193,6 +199,7 @@ class Extensions:
             self.cpu_attention,
             self.drafts,
             self.state,
+            self.canvases,
         )
         return (mechanism for mechanism in mechanisms if mechanism is not None)
 

@@ -312,11 +312,15 @@ class SequenceBlocks:
         """Whether all that siblings share with a parent is there, whose prompt is computed."""
         return True
 
+    def forked_at(self, parent: Sequence) -> int:
+        """The position up to which siblings share the parent's prompt: they compute its last token
+        themselves, to sample from its logits."""
+        return parent.prompt_length - 1
+
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
-        """Share all of the parent's prompt but its last token, whose logits the sibling samples for
-        itself."""
+        """Share the parent's prompt, as far as siblings do."""
         assert not sibling.block_table, "a sibling that waits for its prompt holds no blocks"
-        sibling.computed = parent.prompt_length - 1
+        sibling.computed = self.forked_at(parent)
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups
         sibling.block_table, sibling.capacity = parent.block_table[:end], full * self._block_size

@@ -149,6 +149,23 @@ class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     same blocks."""
 
 
+class CanvasRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The canvas at the end of a row (text diffusion): positions whose tokens are still chosen, and
+    which see each other. Their keys and values are overwritten by the sequence's next row. Known
+    tokens before the canvas are written for good.
+
+    The answer is the canvas as it is after the step, or the tokens of the canvas that are new, once
+    all are settled.
+    """
+
+    length: int
+    """How many of the row's last tokens are the canvas."""
+    fixed: int
+    """How many of the canvas's first tokens are known: the end of a prompt, say."""
+    step: int
+    """Denoising steps that this canvas has had."""
+
+
 def draft_of(row: "PlannedRow") -> "PlannedDraft":
     """The draft tokens of a row that may have none."""
     if row.draft is None:

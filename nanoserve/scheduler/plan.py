@@ -35,7 +35,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Some consecutive positions of one sequence to compute in this step.
 
-    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A
+    A decode is a row of one token, a prefill chunk a row of many, speculation a row of several, a
+    canvas one of its length. A
     row without tokens names a host sequence whose token is under way; this step finishes it.
 
     Under asynchronous scheduling, a decode may be planned before its token is known. The row then
@@ -66,6 +67,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pool."""
     draft: optional.DraftRow | None = None
     """Draft tokens that the row verifies, and those to propose after it."""
+    canvas: optional.CanvasRow | None = None
+    """The canvas at the row's end."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +127,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft: tuple[int, ...] = ()
     """Draft tokens to follow these tokens, where the row asked a drafter for them; perhaps fewer,
     or none."""
+    canvas: tuple[int, ...] = ()
+    """The row's canvas after the step, while it is not settled. There are no tokens then."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -45,6 +45,9 @@ class PlanBuilder:
     it."""
     kept_free: int = 0
     """Blocks that decodes leave free, but for the first of them. Only extensions set it."""
+    taken_tokens: int = 0
+    """Tokens of the decision's budget for prompts that something else takes. Only extensions set
+    it."""
     prompts_must_fit: bool = True
     """Whether a new prompt begins only if the free blocks hold all that it needs at a time. Only
     extensions set it."""
@@ -53,7 +56,7 @@ class PlanBuilder:
     """Sequences that get no row in this plan."""
     prompt_tokens: int = 0
     """Tokens of rows with more than one."""
-    _longer_rows: int = 0
+    longer_rows: int = 0
     _begin: list[Begin] = field(default_factory=list)
     _copies: list[Copy] = field(default_factory=list)
     _listed: int = 0
@@ -89,7 +92,7 @@ class PlanBuilder:
             rows=tuple(self.rows),
             copies=tuple(self._copies),
             end=self.table.take_ended(),
-            decodes=len(self.rows) - self._longer_rows,
+            decodes=len(self.rows) - self.longer_rows,
             prompt_tokens=self.prompt_tokens,
         )
 
@@ -104,7 +107,7 @@ class PlanBuilder:
                 continue
             start, tokens = sequence.computed, sequence.tokens
             if start >= sequence.capacity:
-                if self._may_grow(sequence) and self._make_room(sequence, 1):
+                if self._may_grow(sequence) and self.make_room(sequence, 1):
                     self._add_row(sequence, 1)
             elif start < len(tokens) and sequence.begun:
                 # Its last block has room and the executor knows the rest, as for most decodes.
@@ -117,12 +120,12 @@ class PlanBuilder:
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
         """Prompts within the budget: first those partly computed, then waiting ones."""
-        budget, table = self.decision.prefill_tokens, self.table
+        budget, table = self.decision.prefill_tokens - self.taken_tokens, self.table
         for sequence in ready:
             if not self._may_begin(sequence):
                 return
             if sequence.sequence_id not in self.skipped:
-                budget -= self._add_chunk(sequence, budget)
+                budget -= self.add_chunk(sequence, budget)
         if not self.admits or self.skipped:
             return
         while budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
@@ -135,7 +138,7 @@ class PlanBuilder:
             table.admit(prompt)
             computed = 0
             if self._fits_beside_decodes(prompt, budget):
-                computed = self._add_chunk(prompt, budget)
+                computed = self.add_chunk(prompt, budget)
             if computed == 0:
                 table.unadmit(prompt)
                 return
@@ -167,21 +170,22 @@ class PlanBuilder:
             self._blocks.most_held(len(prompt.tokens), chunk) - len(table) + table.count(NO_BLOCK)
         )
 
-    def _add_chunk(self, sequence: Sequence, budget: int) -> int:
-        """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
+    def add_chunk(self, sequence: Sequence, budget: int) -> int:
+        """Plan as much of the prompt as budget and free blocks hold; returns how many tokens the
+        row has."""
         if self._blocks.slides:  # what only earlier plans read is free for this one
             self._blocks.slide(sequence, sequence.computed)
         chunk = min(sequence.remaining, self._blocks.capacity(sequence))
         if self.decision.whole_prompts:
-            if chunk < sequence.remaining or (chunk > budget and (self.rows or budget <= 0)):
+            if chunk > budget and (self.rows or budget <= 0):
                 return 0
         else:
             chunk = min(chunk, budget)
-            chunk = self._blocks.cut(sequence, chunk, self.decision.prefill_tokens)
-        if chunk <= 0:
+        chunk = self._blocks.cut(sequence, chunk, self.decision.prefill_tokens)
+        if chunk <= 0 or (self.decision.whole_prompts and chunk < sequence.remaining):
             return 0
         self._add_prompt_row(sequence, chunk)
-        return chunk
+        return len(self.rows[-1].tokens)
 
     # ---- preemption ------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class PlanBuilder:
         assert sequence is not None, "a sequence runs or waits, as nothing is in flight"
         if sequence.status is Status.WAITING:
             self.table.admit(sequence)
-        if self._make_room(sequence, min(sequence.remaining, self._block_size)):
+        if self.make_room(sequence, min(sequence.remaining, self._block_size)):
             budget = max(self.decision.prefill_tokens, self._block_size)
             count = min(sequence.remaining, self._blocks.capacity(sequence), budget)
             if sequence.status is _PREFILL:
@@ -214,7 +218,7 @@ class PlanBuilder:
             return True
         return self._blocks.pool.free_blocks >= self.kept_free + self._groups
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
+    def make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt sequences behind it, the last first, until ``count`` more positions fit. Returns
         whether they fit. If the sequence is itself the last, nothing is preempted, and it gets no
         row in this plan."""
@@ -264,7 +268,7 @@ class PlanBuilder:
         else:
             row = Row(name, start, tuple(tokens[start:end]), end == known, tuple(new_blocks))
             self.prompt_tokens += count
-            self._longer_rows += 1
+            self.longer_rows += 1
         self.rows.append(row)
         sequence.in_flight.append(row)
         sequence.computed = end

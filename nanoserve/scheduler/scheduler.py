@@ -89,8 +89,9 @@ class Scheduler:
         blocks = SequenceBlocks(self.pool)
         if any(windows):
             blocks = WindowedBlocks(self.pool, windows)
-        if extensions.state is not None:
-            blocks = extensions.state.make_blocks(self.pool, windows)
+        for makes_blocks in (extensions.state, extensions.canvases):
+            if makes_blocks is not None:
+                blocks = makes_blocks.make_blocks(self.pool, windows)
         self.table = SequenceTable(
             blocks=blocks,
             moments=self._moments,
@@ -324,9 +325,11 @@ class Scheduler:
             elif not row.sample:
                 continue
             elif sequence.finish_reason is None:  # else it was ended while in flight
-                if sequence.status is _PREFILL:
-                    self._begin_decoding(sequence, now)
                 new_tokens = answer.tokens
+                if sequence.status is _PREFILL:
+                    sequence.move_to(_DECODE)
+                if sequence.first_token_time is None and new_tokens:
+                    self._note_first_token(sequence, now)
                 tokens = sequence.tokens
                 is_plain = len(new_tokens) == 1 and not answer.logprobs and not answer.complete
                 is_last = len(tokens) + 1 >= sequence.max_length
@@ -354,14 +357,12 @@ class Scheduler:
         self.table.outstanding += gained
         return updates
 
-    def _begin_decoding(self, sequence: Sequence, now: float) -> None:
-        """The prompt of a sequence is computed."""
-        sequence.move_to(Status.DECODE)
-        if sequence.first_token_time is None:  # else it is here again after a preemption
-            family = self.table.requests[sequence.request.request_id]
-            if all(one.first_token_time is None for one in family):
-                self.prompt_tokens += sequence.prompt_length
-            sequence.first_token_time = now
+    def _note_first_token(self, sequence: Sequence, now: float) -> None:
+        """A sequence has its first token. Of a request, the first one counts its prompt."""
+        family = self.table.requests[sequence.request.request_id]
+        if all(one.first_token_time is None for one in family):
+            self.prompt_tokens += sequence.prompt_length
+        sequence.first_token_time = now
 
     def _extend(self, sequence: Sequence, answer: Answer, now: float) -> tuple[int, ...]:
         """Give a sequence its tokens, and end it if it has all of them then. Returns the tokens

@@ -108,6 +108,8 @@ class SequenceTable:
         if request.request_id in self.requests:
             raise UsageError(f"request id {shown(request.request_id)} is in use")
         self._check_admissible(request)
+        for check in self.moments.check:
+            check(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         # one set for all samples
         stop_tokens = frozenset(end_tokens) | frozenset(request.params.stop_token_ids)
@@ -334,7 +336,7 @@ class SequenceTable:
                 answered_elsewhere(sequence)
         elif sequence.status is not _FINISHED:
             self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-            if sequence.fork is not None and sequence.status is _DECODE:
+            if sequence.fork is not None and sequence.first_token_time is not None:
                 self.release_siblings(sequence)
         else:
             self.release_siblings(sequence)

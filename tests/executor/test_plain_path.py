@@ -15,6 +15,7 @@ MECHANISMS = [
     "executor.cpu_attention",
     "executor.drafting",
     "executor.async_scheduling",
+    "executor.canvas",
 ]
 UNUSED = ["executor.workers", "executor.step.decode_graphs", "executor.start.gpu_start", "costs"]
 UNUSED += ["models.gguf_file", "models.resharding", "models.dummy", "models.draft_heads"]

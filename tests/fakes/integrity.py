@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanoserve.request import Place, Sequence, Status
+from nanoserve.scheduler.canvas.canvas_blocks import CanvasBlocks
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.kv import NO_BLOCK, BlockPool
 from nanoserve.scheduler.optional import NO_STATE, draft_of
@@ -56,6 +57,10 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     known = len(sequence.tokens) - (status is Status.DECODE)
     draft_tokens = sum(draft_of(row).verify for row in sequence.in_flight)
     goes_on = not sequence.finished
+    remaining = range(1 - plans - draft_tokens, 2 - plans - draft_tokens)
+    if isinstance(table.blocks, CanvasBlocks):  # of its canvas, and of the one before it
+        remaining = range(table.blocks.end_of_canvas(0) * (2 - min(1, plans)))
+        known = len(sequence.tokens)
     contradictions = {
         "its queue says otherwise": (sequence in table.running)
         != (goes_on and place is Place.DEVICE)
@@ -67,7 +72,7 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
         "waits with KV, or has none and does not wait": (status is Status.WAITING)
         != (place is Place.NONE),
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
-        and sequence.remaining != 1 - plans - draft_tokens,
+        and sequence.remaining not in remaining,
         "shares a block of unknown tokens": len(sequence.cached_columns)
         * table.blocks.pool.block_size
         > known,

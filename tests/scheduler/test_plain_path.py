@@ -14,7 +14,14 @@ from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEDULER = ROOT / "nanoserve/scheduler"
-MECHANISMS = ("host_tier", "cpu_attention", "layout_change", "speculation", "recurrent_state")
+MECHANISMS = (
+    "host_tier",
+    "cpu_attention",
+    "layout_change",
+    "speculation",
+    "recurrent_state",
+    "canvas",
+)
 PUT_TOGETHER = {"scheduler/assembly.py", "engine/extensions.py"}
 """The files that import the mechanisms' folders, beside these and the laboratory, which looks into
 everything."""

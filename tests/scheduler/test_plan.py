@@ -5,6 +5,7 @@ import msgspec
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.optional import (
     NO_STATE,
+    CanvasRow,
     CohortProgress,
     HostPlan,
     HostResult,
@@ -32,10 +33,18 @@ def test_a_row_names_a_block_of_every_cache_group_and_costs_nothing_more_with_on
 
 
 def test_a_plain_row_has_a_byte_for_each_mechanism() -> None:
-    """By the specification of msgpack: an array of 8, small integers, true, an empty array, false,
-    nil and nil."""
-    encoded = bytes([0x98, 3, 7, 0x91, 5, 0xC3, 0x90, 0xC2, 0xC0, 0xC0])
+    """By the specification of msgpack: an array of 9, small integers, true, an empty array, false,
+    and nil three times."""
+    encoded = bytes([0x99, 3, 7, 0x91, 5, 0xC3, 0x90, 0xC2, 0xC0, 0xC0, 0xC0])
     assert msgspec.msgpack.encode(Row(3, 7, (5,), True)) == encoded
+
+
+def test_a_row_ends_with_a_canvas_and_its_answer_is_the_canvas_or_its_tokens() -> None:
+    row = Row(3, 8, (5, 99, 99, 99), True, (4,), canvas=CanvasRow(length=4, fixed=1, step=0))
+    answers = Answer(3, canvas=(5, 7, 99, 99)), Answer(3, (7, 8, 9))
+    result = StepResult(6, answers)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=Row) == row
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
 
 
 def test_a_swap_says_whether_it_follows_its_row() -> None:

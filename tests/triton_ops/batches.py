@@ -64,6 +64,7 @@ def reference(
     window: int,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Attention by its definition, in float64, one query after another: [tokens, num_heads *
     value_dim]."""
@@ -88,7 +89,11 @@ def reference(
         for token in range(start, end):
             position = context - (end - token)
             first = max(0, position - window + 1) if window else 0
-            seen = slice(first - first_read, position + 1 - first_read)
+            end_of_sight = position + 1
+            if spans is not None:  # the next multiple of the row's span
+                span = int(spans[row])
+                end_of_sight = min(context, position + span - position % span)
+            seen = slice(first - first_read, end_of_sight - first_read)
             scores = torch.einsum("hgd,hkd->hgk", query[token], keys[:, seen]).mul(scale)
             weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
             total = weights.sum(-1) + (0.0 if group_sinks is None else group_sinks.exp())

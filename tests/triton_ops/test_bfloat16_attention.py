@@ -59,11 +59,11 @@ def attend(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     out = poisoned_out(batch)
-    paged_attention(
-        out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    others = {"soft_cap": soft_cap, "sinks": sinks, "spans": spans}
+    paged_attention(out, *inputs(batch), scale=scale, sliding_window=window, **others)
     return out
 
 
@@ -88,10 +88,12 @@ def prompts(draw: st.DrawFn) -> list[Row]:
     window=st.sampled_from([0, 0, 1, 33, 100]),
     soft_cap=st.sampled_from([0.0, 2.0]),
     largest_sink=st.sampled_from([None, 4.0]),
+    span=st.sampled_from([1, 1, 4, 50, 1 << 20]),
     seed=st.integers(0, 2**31),
 )
-@example([Row(300, 300)], (1, 1), 64, 16, 0, 0.0, None, 0)
-@example([Row(40, 600)], (2, 2), 128, 16, 33, 0.0, 4.0, 1)
+@example([Row(300, 300)], (1, 1), 64, 16, 0, 0.0, None, 1, 0)
+@example([Row(40, 600)], (2, 2), 128, 16, 33, 0.0, 4.0, 1, 1)
+@example([Row(150, 300), Row(4, 260)], (2, 2), 64, 16, 0, 0.0, None, 4, 2)
 def test_every_way_is_the_definition_of_attention(
     way: str,
     rows: list[Row],
@@ -101,6 +103,7 @@ def test_every_way_is_the_definition_of_attention(
     window: int,
     soft_cap: float,
     largest_sink: float | None,
+    span: int,
     seed: int,
 ) -> None:
     batch = build(
@@ -114,8 +117,10 @@ def test_every_way_is_the_definition_of_attention(
     )
     sinks = None if largest_sink is None else torch.linspace(-2.0, largest_sink, heads[0])
     scale = 1.5 * head_dim**-0.5
-    expected = reference(batch, scale, window, soft_cap, sinks).unflatten(1, (heads[0], head_dim))
-    found = attend(batch, scale, window, soft_cap, sinks).unflatten(1, (heads[0], head_dim))
+    spans = torch.full((len(rows),), span, dtype=torch.int32)
+    others = (scale, window, soft_cap, sinks, spans)
+    expected = reference(batch, *others).unflatten(1, (heads[0], head_dim))
+    found = attend(batch, *others).unflatten(1, (heads[0], head_dim))
     check = compared("attention", found, expected, TOLERANCES[torch.bfloat16])
     assert check["ok"], check
 

@@ -81,6 +81,28 @@ def test_attention_is_the_definition_of_attention(
     torch.testing.assert_close(attend(batch, 0.3, window).double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=ragged_rows(),
+    heads=st.sampled_from([(4, 4), (6, 1)]),
+    window=st.sampled_from([0, 0, 5]),
+    spans=st.lists(st.sampled_from([1, 2, 4, 7, 32, 1 << 20]), min_size=6, max_size=6),
+    seed=st.integers(0, 2**31),
+)
+@example(rows=[Row(150, 300), Row(90, 90)], heads=(4, 4), window=0, spans=[4, 64] * 3, seed=0)
+def test_a_query_sees_to_the_end_of_its_span(
+    rows: list[Row], heads: tuple[int, int], window: int, spans: list[int], seed: int
+) -> None:
+    """Rows of one batch may have different spans; one longer than its context shows all of it."""
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": 4, "head_dim": HEAD_DIM}
+    batch = build(rows, seed=seed, **sizes)
+    of_rows = torch.tensor(spans[: len(rows)], dtype=torch.int32)
+    out = poisoned_out(batch)
+    paged_attention(out, *inputs(batch), scale=0.3, sliding_window=window, spans=of_rows)
+    expected = reference(batch, 0.3, window, spans=of_rows)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rows = [Row(1, 30), Row(7, 20), Row(1, 3)]
     together = build(rows, num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=3)

@@ -22,6 +22,7 @@ struct Problem {
   const int32_t* query_starts;
   const int32_t* contexts;
   const float* sinks;  // [num_heads], or null
+  const int32_t* spans;  // [rows], or null: all are 1
   int64_t table_width, rows;
   int64_t query_token_stride, query_head_stride;
   int64_t num_heads, num_kv_heads, group, head_dim, value_dim, value_stride, block_size;
@@ -31,6 +32,12 @@ struct Problem {
   int64_t queries(int64_t row) const { return query_starts[row + 1] - query_starts[row]; }
   // The first position that a query at `position` sees.
   int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
+  // The position behind the last one that a query of the row at `position` sees.
+  int64_t seen_end(int64_t row, int64_t position) const {
+    if (spans == nullptr) return position + 1;
+    const int64_t span = spans[row];
+    return std::min<int64_t>(contexts[row], (position / span + 1) * span);
+  }
   const Number* query_at(int64_t token, int64_t head) const {
     return query + token * query_token_stride + head * query_head_stride;
   }
@@ -90,7 +97,7 @@ template <typename Number>
 Problem<Number> make_problem(
     const at::Tensor& out, const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lengths, double scale,
-    int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks) {
+    int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& spans) {
   Problem<Number> problem;
   problem.out = out.mutable_data_ptr<Number>();
   problem.query = query.const_data_ptr<Number>();
@@ -100,6 +107,7 @@ Problem<Number> make_problem(
   problem.query_starts = query_starts.const_data_ptr<int32_t>();
   problem.contexts = context_lengths.const_data_ptr<int32_t>();
   problem.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  problem.spans = spans ? spans->const_data_ptr<int32_t>() : nullptr;
   problem.table_width = block_tables.size(1);
   problem.rows = context_lengths.size(0);
   problem.query_token_stride = query.stride(0);

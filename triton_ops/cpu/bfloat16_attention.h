@@ -38,7 +38,7 @@ struct BlockMemory {
   int64_t steps, width;  // head_dim in steps of tiles, value_dim in tiles
   BFloat16 *query, *keys, *values, *weights;
   float *scores, *sums, *rows, *largest, *totals;
-  int32_t* positions;
+  int32_t *positions, *ends;  // of queries, and behind the last positions that they see
 
   BlockMemory(std::vector<float>& memory, int64_t queries, int64_t head_dim, int64_t value_dim)
       : steps(divide_up(head_dim, kTileDepth)), width(divide_up(value_dim, kTileSide)) {
@@ -49,13 +49,14 @@ struct BlockMemory {
     const int64_t score_size = kPanelKeys * kQueriesTogether, weight_size = score_size / 2;
     const int64_t row_size = kTileSide * width * kTileSide;
     float* next = Scratch(memory).take(
-        query_size + key_size + value_size + weight_size + score_size + sum_size + row_size + 3 * columns * kTileSide);
+        query_size + key_size + value_size + weight_size + score_size + sum_size + row_size + 4 * columns * kTileSide);
     const auto floats = [&next](int64_t size) { return std::exchange(next, next + size); };
     const auto numbers = [&](int64_t size) { return reinterpret_cast<BFloat16*>(floats(size)); };
     query = numbers(query_size), keys = numbers(key_size), values = numbers(value_size);
     weights = numbers(weight_size), scores = floats(score_size), sums = floats(sum_size), rows = floats(row_size);
     largest = floats(columns * kTileSide), totals = floats(columns * kTileSide);
     positions = reinterpret_cast<int32_t*>(floats(columns * kTileSide));
+    ends = reinterpret_cast<int32_t*>(floats(columns * kTileSide));
   }
 };
 
@@ -135,24 +136,26 @@ struct QueryBlock {
   int64_t position(int64_t i) const {
     return problem.contexts[row] - problem.queries(row) + first_query + i / problem.group;
   }
+  int64_t seen_end(int64_t i) const { return problem.seen_end(row, position(i)); }
 };
 
 // 16 queries of a block, one in each lane, and the keys that each of them sees.
 struct Lanes {
-  __m512i position, first_seen;
+  __m512i end, first_seen;
   int64_t all_see_from, all_see_to;
 
-  Lanes(const int32_t* positions, const Problem<BFloat16>& problem)
-      : position(_mm512_loadu_si512(positions)), first_seen(_mm512_setzero_si512()),
-        all_see_from(problem.first_seen(positions[kTileSide - 1])), all_see_to(positions[0] + 1) {
+  Lanes(const int32_t* positions, const int32_t* ends, const Problem<BFloat16>& problem)
+      : end(_mm512_loadu_si512(ends)), first_seen(_mm512_setzero_si512()),
+        all_see_from(problem.first_seen(positions[kTileSide - 1])), all_see_to(ends[0]) {
     if (problem.window == 0) return;
+    const __m512i position = _mm512_loadu_si512(positions);
     const __m512i before = _mm512_set1_epi32(static_cast<int32_t>(1 - problem.window));
     first_seen = _mm512_max_epi32(_mm512_add_epi32(position, before), first_seen);
   }
 
   __mmask16 see(int64_t key) const {
     const __m512i keys = _mm512_set1_epi32(static_cast<int32_t>(key));
-    return _mm512_cmple_epi32_mask(first_seen, keys) & _mm512_cmple_epi32_mask(keys, position);
+    return _mm512_cmple_epi32_mask(first_seen, keys) & _mm512_cmplt_epi32_mask(keys, end);
   }
 };
 
@@ -244,7 +247,7 @@ void attend_panel(
     const QueryBlock& block, int64_t start, const Panel& panel, const Products& products, const BlockMemory& memory) {
   const int64_t last_query = std::min(start + Columns * kTileSide, block.count()) - 1;
   const int64_t from = std::max(panel.first, block.problem.first_seen(block.position(start))) - panel.begin;
-  const int64_t to = std::min(panel.last, block.position(last_query) + 1) - panel.begin;
+  const int64_t to = std::min(panel.last, block.seen_end(last_query)) - panel.begin;
   if (from >= to) return;  // these queries see nothing of it
   const int64_t first_step = from / kTileDepth, steps = divide_up(to, kTileDepth) - first_step;
   constexpr int64_t kTilesInStep = kTileDepth / kTileSide;
@@ -256,7 +259,7 @@ void attend_panel(
   float* sums = memory.sums + start * memory.width * kTileSide;
   for (int64_t column = 0; column < Columns; ++column) {
     const int64_t lane = start + column * kTileSide;
-    const Lanes lanes(memory.positions + lane, block.problem);
+    const Lanes lanes(memory.positions + lane, memory.ends + lane, block.problem);
     float* scores = memory.scores + column * kTileSums;
     for (int64_t tile = 0; tile < keys.count; ++tile)
       finishing.finish(
@@ -293,6 +296,7 @@ inline void begin_queries(
     memory.largest[i] = std::max(sink * kLog2E, -FLT_MAX);
     memory.totals[i] = sink == kNothing ? 0.0f : 1.0f;
     memory.positions[i] = static_cast<int32_t>(block.position(known));
+    memory.ends[i] = static_cast<int32_t>(block.seen_end(known));
   }
   alignas(64) float rows[kTileSums];  // pairs of numbers
   for (int64_t step = 0; step < memory.steps; ++step, tiles += stride) {
@@ -331,7 +335,7 @@ void attend_block(const QueryBlock& block, const BlockMemory& memory) {
     float* sums = memory.sums + start * memory.width * kTileSide;
     std::fill(sums, sums + Columns * memory.width * kTileSums, 0.0f);
   });
-  const int64_t seen = problem.first_seen(block.position(0)), end = block.position(block.count() - 1) + 1;
+  const int64_t seen = problem.first_seen(block.position(0)), end = block.seen_end(block.count() - 1);
   for (int64_t begin = seen / kPanelKeys * kPanelKeys; begin < end; begin += kPanelKeys) {
     const Panel panel{begin, std::max(begin, seen), std::min(begin + kPanelKeys, end)};
     for (int64_t step = (panel.first - begin) / kTileDepth; step < divide_up(panel.last - begin, kTileDepth); ++step) {

@@ -34,7 +34,8 @@ void attend(const Problem<Number>& problem) {
 void paged_attention(
     const at::Tensor& out, const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lengths, double scale,
-    int64_t sliding_window, double soft_cap, const std::optional<at::Tensor>& sinks) {
+    int64_t sliding_window, double soft_cap, const std::optional<at::Tensor>& sinks,
+    const std::optional<at::Tensor>& spans) {
   const at::ScalarType type = out.scalar_type();
   for (const at::Tensor* tensor : {&query, &key_cache, &value_cache})
     TORCH_CHECK(tensor->scalar_type() == type, "paged_attention: query, caches and out must have the same dtype");
@@ -54,11 +55,14 @@ void paged_attention(
   TORCH_CHECK(
       !sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == query.size(1)),
       "paged_attention: sinks must be contiguous float32, one per head");
+  TORCH_CHECK(
+      !spans || (spans->scalar_type() == at::kInt && spans->is_contiguous() && spans->sizes() == context_lengths.sizes()),
+      "paged_attention: spans must be contiguous int32, one per row");
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const auto run = [&](auto number) {
     attend(make_problem<decltype(number)>(
         out, rows, key_cache, value_cache, block_tables, query_starts, context_lengths, scale, sliding_window,
-        soft_cap, sinks));
+        soft_cap, sinks, spans));
   };
   switch (type) {
     case at::kFloat: return run(float());

@@ -106,6 +106,8 @@ class LayerRunner:
         if operators.problem is not None:
             return cls()
         parts = _PARTS if with_pieces else _PARTS[:1]
+        if decoder.config.canvas is not None:  # whole layers are compiled with causal attention
+            parts = _PARTS[1:]
         if decoder.shard.degree > 1:  # no library can add up over ranks
             config = decoder.config
             apart: dict[LayerPart, bool] = {

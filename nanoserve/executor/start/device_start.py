@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanoserve.engine_config import EngineConfig
+from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.engine_config import Denoising, EngineConfig
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.stage import Stage, compiled_layers
@@ -115,6 +116,8 @@ class DeviceStart:
                 )
             if state_slots:
                 mechanisms.append(_state_slots(state_slots))
+            if decoder.config.canvas is not None:
+                mechanisms.append(_canvas_denoising(decoder.config.canvas, self._config))
             if async_scheduling:
                 mechanisms.append(_fed_tokens())
             if self._config.speculate is not None:
@@ -165,6 +168,13 @@ def _state_slots(num_slots: int) -> Mechanism:
     from nanoserve.executor.recurrent_state.state_storage import StateStorage
 
     return StateStorage(num_slots)
+
+
+def _canvas_denoising(canvas: CanvasConfig, config: EngineConfig) -> Mechanism:
+    """Settle the tokens of canvases."""
+    from nanoserve.executor.canvas.denoising import CanvasDenoising
+
+    return CanvasDenoising(canvas, Denoising.parse(config.denoising or "confidence"))
 
 
 def _fed_tokens() -> Mechanism:

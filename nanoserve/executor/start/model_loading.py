@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.engine_config import EngineConfig
+from nanoserve.engine_config import AUTO, EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError, first_line, shown
 from nanoserve.executor.start.memory import memory_errors
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
@@ -229,6 +229,49 @@ def check_state_settings(config: EngineConfig, model: ModelConfig) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             refuse_states(model, name)
+
+
+_LEAST_CANVASES = 4
+"""Canvases that the token budget of a step must hold: a row is a settled one and the next, and so
+long may a prompt's last row be beyond its budget."""
+
+
+def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse settings that do not go together with canvases, if the model writes any, and settings
+    for canvases if it does not."""
+    if model.canvas is None:
+        if config.denoising is not None:
+            raise UsageError(
+                f"--denoising {config.denoising}: {model.family} writes one token after the other; "
+                "leave it out"
+            )
+        return
+    asked = {
+        f"--speculate {config.speculate}": config.speculate is not None,
+        "--decode-parallel": config.decode_layout is not None,
+        "--host-kv-memory": config.host_kv_memory is not None,
+        f"--policy {config.policy_name}": config.attends_on_host,
+        f"--device {config.device}": config.device != "cpu",
+        "--parallel auto": config.parallel is not None,
+        "--policy auto": config.policy == AUTO,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(
+                f"{name}: {model.family} writes {model.canvas.length} tokens at a time, which does "
+                "not support it; leave it out"
+            )
+    least = _LEAST_CANVASES * model.canvas.length
+    if config.max_num_batched_tokens < least:
+        raise UsageError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens}: {model.family} writes "
+            f"{model.canvas.length} tokens at a time; give at least {least}"
+        )
+    if config.max_model_len is not None and config.max_model_len <= model.canvas.length:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len}: give more than the {model.canvas.length} "
+            f"tokens that {model.family} writes at a time"
+        )
 
 
 def load_decoder(

@@ -1,0 +1,1 @@
+"""Text diffusion: denoising steps, which settle tokens of canvases."""

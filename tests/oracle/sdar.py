@@ -1,0 +1,87 @@
+"""Small random SDAR checkpoints, and how SDAR generates, for tests.
+
+SDAR's layers are those of Qwen3, so transformers' Qwen3 with an explicit mask is its reference.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
+
+MASK_TOKEN = VOCAB_SIZE - 1
+END_TOKEN = 2
+
+
+def make_sdar(directory: Path, length: int = 4) -> PreTrainedModel:
+    """Write a checkpoint that writes `length` tokens at a time; returns the Qwen3 that it holds."""
+    model = make_checkpoint("qwen3", directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
+    config |= {"block_size": length, "mask_token_id": MASK_TOKEN}
+    path.write_text(json.dumps(config))
+    return model
+
+
+@torch.inference_mode()
+def block_causal_logits(model: PreTrainedModel, tokens: list[int], length: int) -> Tensor:
+    """Logits at every position, where each sees to the end of its block, all computed anew."""
+    block = torch.arange(len(tokens)) // length
+    seen = block[None, :] <= block[:, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    logits: Tensor = model(torch.tensor([tokens]), attention_mask=mask[None, None]).logits[0]
+    return logits
+
+
+@dataclass
+class Generation:
+    """What SDAR's generate.py does with a prompt, greedily. Confidences are probabilities of the
+    likeliest tokens. Other than there, a mask is never generated, and a step settles masks alone,
+    also where fewer than its share are left."""
+
+    model: PreTrainedModel
+    length: int
+    threshold: float | None = 0.85
+    """None: the strategy low_confidence_static, else low_confidence_dynamic."""
+    steps: int | None = None
+    passes: int = 0
+    """Denoising steps so far."""
+
+    def answer(self, prompt: tuple[int, ...], most: int, end: int | None = END_TOKEN) -> list[int]:
+        """Write block after block until there are `most` tokens, or an end token."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + most:
+            fixed = len(tokens) % self.length
+            tokens += [MASK_TOKEN] * (self.length - fixed)
+            self._settle(tokens)
+            new = tokens[len(prompt) :]
+            if end in new:
+                return new[: new.index(end) + 1][:most]
+        return tokens[len(prompt) : len(prompt) + most]
+
+    def _settle(self, tokens: list[int]) -> None:
+        first = len(tokens) - self.length
+        number = self.steps or self.length
+        shares = [self.length // number] * number
+        for step in range(self.length % number):
+            shares[step] += 1
+        for share in shares:
+            masked = [at for at in range(first, len(tokens)) if tokens[at] == MASK_TOKEN]
+            if not masked:
+                return
+            self.passes += 1
+            logits = block_causal_logits(self.model, tokens, self.length).clone()
+            logits[:, MASK_TOKEN] = -torch.inf
+            confidence, best = logits.softmax(-1).max(-1)
+            chosen = sorted(masked, key=lambda at: -float(confidence[at]))[:share]
+            if self.threshold is not None:
+                sure = [at for at in masked if confidence[at] > self.threshold]
+                if len(sure) >= share:
+                    chosen = sure
+            for at in chosen:
+                tokens[at] = int(best[at])
