@@ -129,10 +129,10 @@ class _Download:
         self._progress(DOWNLOADING, self._done, self._total)
 
     def _fetch_blob(self, file: HubFile, partial: Path, commit: str) -> None:
-        from huggingface_hub import HfApi, hf_hub_url
+        from huggingface_hub import HfApi, hf_hub_url, utils
         from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers
 
+        hub_utils: Any = utils  # it has no types for what it imports itself
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as opened:
             try:
@@ -142,7 +142,8 @@ class _Download:
                     f"another process is downloading {self._title}; wait until it is done"
                 ) from None
             if opened.tell() > file.size:
-                opened.truncate(0)
+                opened.seek(0)
+                opened.truncate()
             url = hf_hub_url(
                 self._reference.repository,
                 file.name,
@@ -155,7 +156,7 @@ class _Download:
                     url,
                     counted,  # type: ignore[arg-type]  # the part of a file that is used
                     resume_size=opened.tell(),
-                    headers=build_hf_headers(),
+                    headers=hub_utils.build_hf_headers(),
                     expected_size=file.size,
                 )
             except KeyboardInterrupt:
@@ -247,26 +248,21 @@ def _say_nothing(text: str) -> None:
 def _quiet_hub() -> Iterator[None]:
     """Within the block, huggingface_hub draws no bars and logs no retries, and hands over a
     download in smaller pieces than its 10 MiB."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-        logging,
-    )
+    from huggingface_hub import constants, utils
 
-    shows_bars, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
-    chunk = constants.DOWNLOAD_CHUNK_SIZE
-    disable_progress_bars()
-    logging.set_verbosity_error()
+    hub_utils: Any = utils  # it has no types for what it imports itself
+    shows_bars = not hub_utils.are_progress_bars_disabled()
+    verbosity, chunk = hub_utils.logging.get_verbosity(), constants.DOWNLOAD_CHUNK_SIZE
+    hub_utils.disable_progress_bars()
+    hub_utils.logging.set_verbosity_error()
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK
     try:
         yield
     finally:
         constants.DOWNLOAD_CHUNK_SIZE = chunk
-        logging.set_verbosity(verbosity)
+        hub_utils.logging.set_verbosity(verbosity)
         if shows_bars:
-            enable_progress_bars()
+            hub_utils.enable_progress_bars()
 
 
 @contextmanager
@@ -301,5 +297,5 @@ def _hub_errors(reference: HubReference, title: str) -> Iterator[None]:
         reason = first_line(error) or type(error).__name__
         raise ModelError(
             f"{title} cannot be downloaded: {constants.ENDPOINT} cannot be reached ({reason}); "
-            f"check the network, or {instead}"
+            f"check the network and try again, or {instead}"
         ) from error
