@@ -76,7 +76,7 @@ def _chosen_gguf(names: Iterable[str], reference: HubReference) -> list[str]:
         if selector is None and len(models) == 1:
             wanted = list(models)
     if not wanted:
-        choices = sorted({_quantization(base) or base for base in models})
+        choices = sorted({quantization_of(base) or base for base in models})
         missing = selector or USUAL_QUANTIZATION
         raise ModelError(
             f"{reference.repository} has no {shown(missing)}; give one of its files as "
@@ -94,10 +94,11 @@ def _is_called(parts: Sequence[str], selector: str) -> bool:
     return any(selector in (part, part.rpartition("/")[2]) for part in parts)
 
 
-def _quantization(base: str) -> str | None:
-    found = _QUANTIZATION.search(base)
+def quantization_of(name: str) -> str:
+    """The quantization at the end of a GGUF file's name, in capitals; empty if there is none."""
+    found = _QUANTIZATION.search(_without_part(name))
     if found is None:
-        return None
+        return ""
     return found[1].upper()
 
 
@@ -105,8 +106,8 @@ def _of_quantization(models: Iterable[str], quantization: str) -> list[str]:
     """The models of this quantization; where there is none, those that mix it with others, whose
     names have a UD- before it."""
     wanted = quantization.upper()
-    exact = [base for base in models if _quantization(base) == wanted]
-    return exact or [base for base in models if _quantization(base) == f"UD-{wanted}"]
+    exact = [base for base in models if quantization_of(base) == wanted]
+    return exact or [base for base in models if quantization_of(base) == f"UD-{wanted}"]
 
 
 def _safetensors_files(names: Iterable[str]) -> list[str]:
