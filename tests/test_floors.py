@@ -185,7 +185,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "server/engine_process.py: engine.assembly",
         "text/grammar/checker.py: text.grammar.compiler",
     ],
-    "Most engines do without it: several workers, a predictor, a trace, several machines.": [
+    "Most engines do without it: several workers, a predictor, a trace, several machines, a download.": [
         "engine/assembly.py: engine.extensions",
         "engine/assembly.py: executor.start.predictors",
         "engine/assembly.py: executor.workers.executor",
@@ -193,6 +193,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "engine/assembly.py: record.forecasts",
         "executor/start/rendezvous.py: utils.sockets",
         "models/shards.py: costs.counts",
+        "models/hub.py: models.hub_download",
     ],
     "A mechanism is put together only for the engines that use it: the plain path runs without its folder.": [
         "engine/assembly.py: executor.cpu_attention.host_processor",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, last_log
 from nanoserve.commands.engine_options import (
     SamplingOptions,
     ServerOptions,
@@ -31,7 +31,7 @@ from nanoserve.commands.terminal import (
 )
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, UsageError, did_you_mean
 from nanoserve.text.answers.reader import Piece
 
 if TYPE_CHECKING:

@@ -1,11 +1,10 @@
 """A conversation with a model, without any terminal: turns, settings, and dropping old turns from a
 full context."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ import msgspec
 from nanoserve.commands.answers import ChatAnswer, ContextFull
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.prompt import private_file
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, did_you_mean, shown
 from nanoserve.request import SamplingParams
 from nanoserve.text.answers.reader import Part, Piece
 from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
@@ -323,11 +322,3 @@ def _new_log(directory: Path) -> Path:
     for old in sorted(directory.glob("*.jsonl"))[: 1 - _MOST_LOGS]:
         old.unlink(missing_ok=True)
     return private_file(directory / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.jsonl")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A guess at a misspelt word, in parentheses; nothing if it is like no known word."""
-    close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    if not close:
-        return ""
-    return f" (did you mean {close[0]}?)"

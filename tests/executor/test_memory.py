@@ -1,7 +1,6 @@
 """How large the KV cache becomes, and what is refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from nanoserve import LLM
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.executor.start import memory
 from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import (
     CacheSize,
@@ -155,42 +153,6 @@ def test_what_cannot_be_is_refused_with_the_numbers(
 
 def test_this_machine_has_some_memory() -> None:
     assert 2**20 < available_memory("cpu") < 2**50
-
-
-def test_a_machine_may_have_no_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_control_group_rooms", lambda *_: [])
-    assert available_memory("cpu") > 1 << 20
-
-
-def test_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(
-        "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    700 kB\n"
-    )
-    assert memory._free_memory(meminfo) == 700 * 1024
-    assert memory._free_memory(tmp_path / "absent") > 2**20
-
-
-def test_control_groups_above_this_process_limit_it(tmp_path: Path) -> None:
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/outer/inner\n")
-    groups = {"": "max", "outer": "1000", "outer/inner": "5000"}
-    for name, limit in groups.items():
-        group = tmp_path / "mount" / name
-        group.mkdir(parents=True)
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text("600\n")
-        (group / "memory.stat").write_text("anon 400\ninactive_file 150\n")
-    assert sorted(memory._control_group_rooms(membership, tmp_path / "mount")) == [550, 4550]
-
-
-def test_the_older_control_groups_are_understood(tmp_path: Path) -> None:
-    group = tmp_path / "memory"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text("900\n")
-    (group / "memory.usage_in_bytes").write_text("950\n")
-    (group / "memory.stat").write_text("total_inactive_file 20\n")
-    assert memory._control_group_rooms(tmp_path / "absent", tmp_path) == [0]
 
 
 # ------------------------------------------------------------------------------------------ weights

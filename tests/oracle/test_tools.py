@@ -119,7 +119,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     try:
-        source = resolve_model(SMOLLM2).tokenizer_directory
+        source = resolve_model(SMOLLM2, offline=True).tokenizer_directory
     except ModelError as error:
         pytest.skip(str(error))
     directory: Path = tmp_path_factory.mktemp("model") / "smollm2"

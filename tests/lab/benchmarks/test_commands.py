@@ -595,7 +595,7 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
 ) -> None:
     asked: list[bool] = []
 
-    def found(name: str, progress: object, *, offline: bool) -> Path:
+    def found(reference: object, title: str, *, offline: bool, **options: object) -> Path:
         asked.append(offline)
         return Path(_bundled())
 
@@ -607,7 +607,7 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
             self.description["layers"] = "eager"
             assert opening.model == _bundled()
 
-    monkeypatch.setattr("nanoserve.models.hub._download", found)
+    monkeypatch.setattr("nanoserve.models.hub._find_or_download", found)
     monkeypatch.setattr("nanoserve.lab.commands.bench_compare.PeerProcess", FakeProcess)
     sizes = ("--batch-sizes", 1, "--lengths", "4+2", "--rounds", 1)
     assert bench("compare", "-m", "owner/name", "--offline", "--peers", "", *sizes)[0] == 0
