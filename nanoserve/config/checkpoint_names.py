@@ -231,6 +231,21 @@ _GGUF_LFM2 = replace(
     ),
     final_norm="token_embd_norm.weight",
 )
+_GGUF_MAMBA = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        mixer_inputs=("ssm_in",),
+        mixer_kernel="ssm_conv1d",
+        mixer_decay="ssm_a",
+        mixer_step_bias="ssm_dt.bias",
+        mixer_norm="ssm_norm",
+        mixer_output="ssm_out",
+        mixer_skip="ssm_d",
+        mixer_selection="ssm_x",
+        mixer_time_step="ssm_dt",
+    ),
+)
 
 
 _FAMILIES = {
@@ -256,6 +271,8 @@ _GGUF_FAMILIES = {
     "glm4": _GGUF_GLM,
     "lfm2": _GGUF_LFM2,
     "lfm2_moe": _GGUF_LFM2,
+    "mamba": _GGUF_MAMBA,
+    "mamba2": _GGUF_MAMBA,
     "qwen3_next": _GGUF_QWEN3_NEXT,
     "qwen3_5_text": _GGUF_QWEN3_5,
     "qwen3_5_moe_text": _GGUF_QWEN3_5,

@@ -155,9 +155,11 @@ class ModelCounts:
         )
         degree = self.layout.tensor_parallel
         if degree not in tensor_degrees(model):
+            parts = f"{model.num_heads} query heads and {model.num_kv_heads} key-value heads"
+            if model.recurrent is not None and model.recurrent.mixer.most_parts % degree:
+                parts = f"{model.recurrent.mixer.most_parts} {model.recurrent.mixer.part_name}"
             raise UsageError(
-                f"tensor parallelism of {degree} does not divide {model.num_heads} query heads and"
-                f" {model.num_kv_heads} key-value heads; use one of "
+                f"tensor parallelism of {degree} does not divide {parts}; use one of "
                 f"{', '.join(map(str, tensor_degrees(model)))}"
             )
         self.heads = model.num_heads // degree

@@ -10,6 +10,7 @@ from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorK
 from nanoserve.costs.hardware import GIBI, Efficiency, Link, Machine
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.windows import empty_blocks
 from nanoserve.scheduler.work import Chunk, StepWork
 
 _ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
@@ -43,15 +44,20 @@ class DeviceMemory:
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0, states: int = 0) -> int:
         """Blocks of the cache groups that every stage can hold: all share one block table.
-        ``states`` are the sequences whose recurrent states have their place beside them. Raises
-        DoesNotFit if not one block fits."""
+        ``states`` are the sequences whose recurrent states have their place beside them. Those of a
+        model without attention take no memory. Raises DoesNotFit if not one block fits."""
+        blocks = empty_blocks(self._counts.model.max_position_embeddings, block_size)
         fitting = []
         for stage in range(len(self._counts.stages)):
             block_bytes = self._counts.block_bytes(block_size, stage)
+            beside = states * self._counts.state_bytes(stage)
+            room = self.kv_bytes(stage, step_tokens) - beside
             if block_bytes:
-                beside = states * self._counts.state_bytes(stage)
-                fitting.append(int((self.kv_bytes(stage, step_tokens) - beside) // block_bytes))
-        blocks = min(fitting)
+                fitting.append(int(room // block_bytes))
+            elif room < 0:
+                fitting.append(0)
+        if fitting:
+            blocks = min(fitting)
         if blocks < 1 and states:
             self.kv_blocks(block_size, step_tokens)  # says what is missing without states
             raise DoesNotFit(
@@ -86,11 +92,14 @@ class DeviceMemory:
 
     def states(self, most: int, step_tokens: int = 0) -> int:
         """Sequences whose recurrent states get a place where their lengths are not known: ``most``,
-        or as many as half of what weights leave can hold, but at least one."""
-        found = most
+        or as many as half of what weights leave can hold, all of it if blocks hold nothing, but at
+        least one."""
+        found, share = most, 0.5
+        if self._counts.groups.block_numbers == 0:
+            share = 1.0
         for room, state_bytes in self._rooms(0, 1, step_tokens):
             if state_bytes:
-                found = min(found, int(room / 2 // state_bytes))
+                found = min(found, int(room * share // state_bytes))
         return max(1, found)
 
     def _rooms(
@@ -106,6 +115,8 @@ class DeviceMemory:
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
         """Blocks of whole cache groups, with all heads."""
         per_token = self._counts.groups.block_numbers * self._counts.precision.kv_bytes
+        if per_token == 0:
+            return empty_blocks(self._counts.model.max_position_embeddings, block_size)
         return int(host_bytes // (block_size * per_token))
 
     def _refusal(self) -> str:

@@ -3,6 +3,7 @@ heads are in order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -37,9 +38,13 @@ class GgufSlice:
     """Their order over columns."""
     is_decay: bool = False
     """Whether the numbers are -exp of those that safetensors have."""
+    is_vector: bool = False
+    """Whether safetensors have its rows one after another."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
+        if self.is_vector:
+            return [prod(shape)]
         if self.is_kernel and len(shape) == 2:
             return [shape[0], 1, shape[1]]
         if self.expert is None:
@@ -57,11 +62,13 @@ class GgufSlice:
         values = self._stored_rows()
         rows = self._rows(taken[0])
         if len(self.get_shape()) == 1:
-            numbers = values.view(dtype)[0][rows]
+            numbers = values.view(dtype).flatten()[rows]
             if self.is_decay:
                 numbers = numbers.neg().log()
             return numbers
         matrix = values[rows].view(dtype)
+        if self.is_decay:
+            matrix = matrix.neg().log()
         if self.is_kernel:
             return matrix[:, None]
         if self.column_heads is not None:
@@ -154,7 +161,12 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             for expert in range(tensor.shape[0]):
                 yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
             continue
-        found = GgufSlice(tensor, is_kernel=stem.endswith((".shortconv.conv", ".ssm_conv1d")))
+        is_vector = (ending in ("ssm_a", "ssm_d") and tensor.shape[-1] == 1) or matrix == "ssm_norm"
+        found = GgufSlice(
+            tensor,
+            is_kernel=stem.endswith((".shortconv.conv", ".ssm_conv1d")),
+            is_vector=is_vector and tensor.type.size == 1,
+        )
         if ending == "ssm_a":
             found = replace(found, is_decay=True, row_heads=value_heads.get(ending))
         elif matrix == "ssm_out":

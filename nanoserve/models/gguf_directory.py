@@ -17,7 +17,7 @@ import msgspec
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, open_gguf
-from nanoserve.models.gguf_recurrent import gated_delta_net, short_convolutions
+from nanoserve.models.gguf_recurrent import gated_delta_net, mamba, mamba2, short_convolutions
 from nanoserve.models.gguf_vocabulary import (
     BYTE,
     CONTROL,
@@ -41,6 +41,8 @@ _FAMILIES = {
     "glm4": "glm4",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
@@ -48,6 +50,8 @@ _FAMILIES = {
 _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "lfm2": short_convolutions,
     "lfm2moe": short_convolutions,
+    "mamba": mamba,
+    "mamba2": mamba2,
     "qwen3next": gated_delta_net,
     "qwen35": gated_delta_net,
     "qwen35moe": gated_delta_net,
@@ -115,6 +119,8 @@ _QWEN3_5_WORDS = (
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
+    "mpt": _GPT2_WORDS,
+    "olmo": _GPT2_WORDS,
     "llama-bpe": _LLAMA3_WORDS % "1,3",
     "lfm2": _LLAMA3_WORDS % "1,3",
     "glm4": _LLAMA3_WORDS % "1,3",

@@ -81,6 +81,43 @@ def gated_delta_net(file: GgufFile, architecture: str) -> dict[str, Any]:
     return found
 
 
+def mamba(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """Read Mamba. Its inner size is that of all layers, as in transformers."""
+    if file.get(f"{architecture}.ssm.dt_b_c_rms", bool, False):
+        raise file.fail(f"{architecture}.ssm.dt_b_c_rms (FalconMamba) is not supported")
+    return _state_space(file, architecture) | {
+        "intermediate_size": file.need(f"{architecture}.ssm.inner_size", int),
+        "time_step_rank": file.need(f"{architecture}.ssm.time_step_rank", int),
+    }
+
+
+def mamba2(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """Read Mamba-2, whose heads have a step each."""
+    num_heads = file.need(f"{architecture}.ssm.time_step_rank", int)
+    size = file.need(f"{architecture}.ssm.inner_size", int)
+    hidden_size = file.need(f"{architecture}.embedding_length", int)
+    for number, name in ((num_heads, "ssm.time_step_rank"), (hidden_size, "embedding_length")):
+        if number <= 0 or size % number:
+            raise file.fail(f"{architecture}.{name} {number} does not divide {size}")
+    return _state_space(file, architecture) | {
+        "num_heads": num_heads,
+        "head_dim": size // num_heads,
+        "n_groups": file.need(f"{architecture}.ssm.group_count", int),
+        "expand": size // hidden_size,
+    }
+
+
+def _state_space(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """The keys that both kinds of Mamba have."""
+    return {
+        "conv_kernel": file.need(f"{architecture}.ssm.conv_kernel", int),
+        "state_size": file.need(f"{architecture}.ssm.state_size", int),
+        "layer_norm_epsilon": file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float),
+        "use_bias": "blk.0.ssm_in.bias" in file.tensors,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+    }
+
+
 def num_drafting_layers(file: GgufFile, architecture: str) -> int:
     """Layers behind the model's own that predict further tokens."""
     return file.get(f"{architecture}.nextn_predict_layers", int, 0)

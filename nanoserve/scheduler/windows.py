@@ -7,6 +7,9 @@ from collections.abc import Sequence as SequenceOf
 from nanoserve.request import Sequence
 from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, SequenceBlocks
 
+_EMPTY_BLOCKS = 1 << 16
+"""Blocks of a model without attention, at least; each takes some tens of bytes here."""
+
 
 def first_seen(position: int, window: int) -> int:
     """The first position that a query sees through a window; a window of 0 shows all positions."""
@@ -33,6 +36,12 @@ def most_blocks(
             held = min(columns, (window + beside_window - 1) // block_size + 1)
         blocks += held
     return blocks
+
+
+def empty_blocks(longest: int, block_size: int) -> int:
+    """Blocks of a model without attention. They hold nothing, but they name the positions whose
+    states the prefix cache finds: enough for the longest sequence, and for many others."""
+    return max(most_blocks((0,), longest, block_size), _EMPTY_BLOCKS)
 
 
 def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:

@@ -40,6 +40,9 @@ CASES = [
     ("qwen3_moe", "BF16"),
     ("lfm2", "Q4_K"),
     ("lfm2_moe", "Q8_0"),
+    ("mamba", "Q8_0"),
+    ("mamba-biased", "F16"),
+    ("mamba2", "Q4_K"),
     ("qwen3_next", "Q8_0"),
     ("qwen3_5_text", "Q4_K"),
     ("qwen3_5_moe_text", "F16"),
@@ -74,6 +77,8 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
         ("glm4", "Q6_K", (2, 1)),
         ("qwen2", "Q8_0", (2, 2)),
         ("lfm2_moe", "Q8_0", (2, 2)),
+        ("mamba", "Q8_0", (2, 2)),
+        ("mamba2", "Q8_0", (1, 2)),
         ("qwen3_5_text", "Q8_0", (2, 2)),
     ],
 )
@@ -122,6 +127,7 @@ def make_model(
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 64,
         "decoder_sparse_step": 1,
+        "num_heads": 8,  # of Mamba-2
     }.items():
         if hasattr(config, name):
             setattr(config, name, size)

@@ -80,7 +80,22 @@ _MIXER_NAMES = {
     "in_proj_a.weight": "ssm_alpha.weight",
     "in_proj_ba.weight": "ssm_ba.weight",
 }
-_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+_MAMBA_NAMES = {
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
+    "lm_head": "output",
+    "norm": "attn_norm",
+    "mixer.in_proj": "ssm_in",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.x_proj": "ssm_x",
+    "mixer.dt_proj": "ssm_dt",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "ssm_out",
+}
+_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
 """Matrices that the converter leaves in float32."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
@@ -148,8 +163,12 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(getattr(config, "max_position_embeddings", 2**20))
     writer.add_embedding_length(config.hidden_size)
+    if config.model_type in ("mamba", "mamba2"):
+        _add_mamba(writer, config)
+        _finish(writer, model, block_type)
+        return
     writer.add_head_count(config.num_attention_heads)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -179,6 +198,12 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         writer.add_expert_feed_forward_length(
             getattr(config, "moe_intermediate_size", config.intermediate_size)
         )
+    _finish(writer, model, block_type)
+
+
+def _finish(writer: gguf.GGUFWriter, model: PreTrainedModel, block_type: str) -> None:
+    """Add the tokenizer and the tensors, and write the file."""
+    config = model.config
     _add_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
         biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
@@ -188,6 +213,53 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_mamba(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if config.model_type == "mamba":
+        writer.add_ssm_inner_size(config.intermediate_size)
+        writer.add_ssm_time_step_rank(config.time_step_rank)
+        writer.add_ssm_dt_b_c_rms(False)
+    else:
+        writer.add_ssm_inner_size(config.num_heads * config.head_dim)
+        writer.add_ssm_time_step_rank(config.num_heads)
+        writer.add_ssm_group_count(config.n_groups)
+
+
+def _add_mamba_parameter(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config: Any, block_type: str
+) -> None:
+    """Add a parameter of Mamba under the name and in the shape of the converter. Values of
+    Mamba-2's heads are columns of one number, and its norm has a row for each group."""
+    prefix, stem = "", name
+    if name.startswith("backbone.layers."):
+        _, _, layer, stem = name.split(".", 3)
+        prefix = f"blk.{layer}."
+    if stem.endswith((".A_log", ".D")):
+        values = parameter
+        if stem.endswith("A_log"):
+            values = -parameter.exp()
+        if config.model_type == "mamba2":
+            values = values[:, None]
+        writer.add_tensor(prefix + _MAMBA_NAMES[stem], values.numpy())
+        return
+    if stem.endswith(".dt_bias"):
+        writer.add_tensor(prefix + _MAMBA_NAMES[stem], parameter.numpy())
+        return
+    stem, _, ending = stem.rpartition(".")
+    stored = f"{prefix}{_MAMBA_NAMES[stem]}.{ending}"
+    if stem == "mixer.norm":
+        parameter = parameter.view(config.n_groups, -1)
+    elif stem == "mixer.conv1d" and ending == "weight":
+        parameter = parameter.squeeze()
+    elif stem == "mixer.dt_proj" and ending == "weight":
+        block_type = "F16"  # few columns, which are not whole blocks
+    _add(writer, stored, parameter, 0, block_type)
 
 
 def _add_short_convolutions(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
@@ -282,6 +354,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 def _add_parameter(
     writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str
 ) -> None:
+    if config.model_type in ("mamba", "mamba2"):
+        _add_mamba_parameter(writer, name, parameter, config, block_type)
+        return
     if ".linear_attn." in name:
         _add_mixer(writer, name, parameter, config, block_type)
         return

@@ -10,7 +10,7 @@ import torch
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.scheduler.windows import most_blocks, most_tokens
+from nanoserve.scheduler.windows import empty_blocks, most_blocks, most_tokens
 from nanoserve.utils.sizes import available_host_memory, format_size
 
 # the cache's default share of free memory: the machine's owner is working on it too
@@ -42,8 +42,6 @@ def return_freed_memory() -> None:
 
 _SLOTS_PER_SEQUENCE = 4
 """Slots for each sequence that may run: one that it works in, and snapshots."""
-_EMPTY_BLOCKS = 1 << 16
-"""Blocks of a model without attention, which hold nothing: they only name positions."""
 FEWEST_SLOTS = 2
 """Slots with which one sequence runs: it may move from one to another."""
 
@@ -205,8 +203,8 @@ def choose_cache_size(
             f"sequence, {FEWEST_SLOTS} times {format_size(per_slot)}; raise --kv-cache-memory"
         )
     if per_block == 0:
-        per_request = most_blocks(windows, config.max_model_len or longest, config.block_size)
-        return CacheSize(max(per_request, _EMPTY_BLOCKS), slots)
+        blocks = empty_blocks(config.max_model_len or longest, config.block_size)
+        return CacheSize(blocks, slots)
     states = StateBytes(slots * per_slot, most_slots * per_slot)
     left = free
     if config.kv_cache_memory is None:
