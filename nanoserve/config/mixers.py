@@ -187,6 +187,8 @@ class Mamba2Config(_Sizes, frozen=True):
     state_size: int
     time_step_limits: tuple[float, float] = (0.0, NO_LIMIT)
     """The least and the largest step; see `Mamba2` in nanoserve.models.mamba."""
+    shares_group: bool = False
+    """Whether other ranks have heads of the same group, so that its norm is over all of them."""
 
     @property
     def inner_size(self) -> int:
@@ -244,6 +246,7 @@ class Mamba2Config(_Sizes, frozen=True):
             self,
             num_heads=self.num_heads // degree,
             num_groups=max(1, self.num_groups // degree),
+            shares_group=degree > 1 and self.num_groups == 1,
         )
 
 

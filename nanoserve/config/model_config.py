@@ -68,6 +68,8 @@ class ModelConfig:
     """Layers with a state in place of keys and values; None where all layers attend."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     logits: LogitConfig = LogitConfig()
+    residual_multiplier: float = 1.0
+    """Factor of what each part of a layer adds to the hidden states."""
     layers: LayerDifferences = LayerDifferences()
     groups: CacheGroups | None = None
     """The cache groups of the whole model, for a shard, or groups that `CacheGroups.cut` would not
