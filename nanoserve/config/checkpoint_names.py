@@ -134,6 +134,50 @@ _LFM2 = CheckpointNames(
     ),
     final_norm="model.embedding_norm.weight",
 )
+_JAMBA = CheckpointNames(
+    layer=LayerNames(
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        feed_forward_norm="pre_ff_layernorm",
+        router="feed_forward.router",
+        expert_gate_up=(
+            "feed_forward.experts.{}.gate_proj",
+            "feed_forward.experts.{}.up_proj",
+        ),
+        expert_down="feed_forward.experts.{}.down_proj",
+        mixer_inputs=("mamba.in_proj",),
+        mixer_kernel="mamba.conv1d",
+        mixer_decay="mamba.A_log",
+        mixer_output="mamba.out_proj",
+        mixer_skip="mamba.D",
+        mixer_selection="mamba.x_proj",
+        mixer_time_step="mamba.dt_proj",
+    ),
+    final_norm="model.final_layernorm.weight",
+)
+_GRANITE_MOE = CheckpointNames(
+    layer=LayerNames(
+        router="block_sparse_moe.router.layer",
+        expert_gate_up=("block_sparse_moe.input_linear.{}",),
+        expert_down="block_sparse_moe.output_linear.{}",
+    )
+)
+_GRANITE_HYBRID = CheckpointNames(
+    layer=replace(
+        _GRANITE_MOE.layer,
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        shared_gate_up=("shared_mlp.input_linear",),
+        shared_down="shared_mlp.output_linear",
+        mixer_inputs=("mamba.in_proj",),
+        mixer_kernel="mamba.conv1d",
+        mixer_decay="mamba.A_log",
+        mixer_step_bias="mamba.dt_bias",
+        mixer_norm="mamba.norm",
+        mixer_output="mamba.out_proj",
+        mixer_skip="mamba.D",
+    )
+)
 _MAMBA = CheckpointNames(
     layer=LayerNames(
         attention_norm="norm",
@@ -265,6 +309,9 @@ _FAMILIES = {
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
     "nemotron_h": _NEMOTRON_H,
+    "jamba": _JAMBA,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoehybrid": _GRANITE_HYBRID,
 }
 
 _GGUF_FAMILIES = {

@@ -43,6 +43,13 @@ class ConfigFields:
             raise self._fail(key, f"at most {most}")
         return value
 
+    def offset(self, key: str, default: int, period: int) -> int:
+        """A place in a period of layers, counted from 0."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < period:
+            raise self._fail(key, f"a layer of a period of {period}, counted from 0")
+        return value
+
     def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
         value = self.get(key, default)
         if (

@@ -29,6 +29,7 @@ from nanoserve.config.rope_reader import read_ropes
 from nanoserve.errors import LONGEST_VALUE, ModelError, one_line, shown
 
 _MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
+_LEAST_MULTIPLIER = 1e-6
 _NULLABLE = (
     "q_lora_rank",
     "sliding_window",
@@ -101,13 +102,14 @@ def read_config(
         rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention=_attention(fields, family, mla, rope),
+        residual_multiplier=_multiplier(fields, family, "residual_multiplier"),
         norms=_norms(fields, family),
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
         recurrent=recurrent,
         canvas=_canvas(fields, family),
         embedding=_embedding(fields, family),
-        logits=_logits(fields),
+        logits=_logits(fields, family),
         layers=replace(
             layers,
             ropes=ropes,
@@ -277,6 +279,8 @@ def _attention(
 ) -> AttentionConfig:
     attention = replace(family.attention, mla=mla)
     scale = _attention_scale(fields, mla, rope)
+    if family.has_multipliers:
+        scale = _multiplier(fields, family, "attention_multiplier")
     if attention.scale is None:
         attention = replace(attention, scale=scale)
     if family.caps_attention_scores:
@@ -304,7 +308,7 @@ def _intermediate_size(fields: ConfigFields, family: Family) -> int:
     number."""
     if not family.attends:
         return 0
-    size = fields.positive("intermediate_size")
+    size = fields.positive(family.intermediate_size_key)
     if not family.adjusts_inner_size or not fields.flag("block_auto_adjust_ff_dim", default=True):
         return size
     size = 2 * size // 3
@@ -323,7 +327,7 @@ def _feed_forward(fields: ConfigFields, family: Family) -> FeedForwardConfig:
 
 
 def _embedding(fields: ConfigFields, family: Family) -> EmbeddingConfig:
-    embedding = EmbeddingConfig()
+    embedding = EmbeddingConfig(scale=_multiplier(fields, family, "embedding_multiplier"))
     if family.scales_embedding:
         embedding = replace(embedding, scale=fields.positive("hidden_size") ** 0.5)
     if family.has_layer_shapes:
@@ -332,11 +336,19 @@ def _embedding(fields: ConfigFields, family: Family) -> EmbeddingConfig:
     return embedding
 
 
-def _logits(fields: ConfigFields) -> LogitConfig:
+def _logits(fields: ConfigFields, family: Family) -> LogitConfig:
+    divisor = _multiplier(fields, family, "logits_scaling")
     return LogitConfig(
-        scale=fields.number("logit_scale", 1.0),
+        scale=fields.number("logit_scale", 1.0) / divisor,
         soft_cap=fields.number("final_logit_softcapping", 0.0, least=0.0),
     )
+
+
+def _multiplier(fields: ConfigFields, family: Family, key: str) -> float:
+    """A factor of Granite; 1 for other families."""
+    if not family.has_multipliers:
+        return 1.0
+    return fields.number(key, 1.0, least=_LEAST_MULTIPLIER)
 
 
 def _attention_scale(fields: ConfigFields, mla: MlaConfig | None, rope: RopeConfig) -> float | None:
@@ -358,9 +370,7 @@ def _moe(fields: ConfigFields, family: Family, num_layers: int) -> MoeConfig | N
     if family.experts is None:
         return None
     moe = family.experts(fields, num_layers)
-    if moe is None:
-        return None
-    if moe.experts_per_token > moe.num_experts:
+    if moe is not None and moe.experts_per_token > moe.num_experts:
         raise ModelError(
             f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the "
             f"{moe.num_experts} experts"

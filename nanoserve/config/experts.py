@@ -132,6 +132,44 @@ def nemotron_experts(fields: ConfigFields, _num_layers: int) -> MoeConfig | None
     )
 
 
+def jamba_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
+    """Read the experts of every `expert_layer_period`th layer, whose weights are not normalized. A
+    single one is no mixture."""
+    num_experts = fields.positive("num_local_experts", fields.positive("num_experts", 16))
+    if num_experts == 1:
+        return None
+    period = fields.positive("expert_layer_period", 2)
+    offset = fields.offset("expert_layer_offset", 1, period)
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=fields.positive("num_experts_per_tok", 2),
+        intermediate_size=fields.positive("intermediate_size"),
+        normalize_weights=False,
+        sparse_layers=frozenset(range(offset, num_layers, period)),
+    )
+
+
+def granite_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
+    """Read the experts of all layers of Granite, if there are any."""
+    if fields.number("num_local_experts", 8.0, least=0.0) == 0:
+        return None
+    return MoeConfig(
+        num_experts=fields.positive("num_local_experts", 8),
+        experts_per_token=fields.positive("num_experts_per_tok", 2),
+        intermediate_size=fields.positive("intermediate_size"),
+        normalize_weights=True,
+        sparse_layers=frozenset(range(num_layers)),
+    )
+
+
+def granite_hybrid_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
+    """Read the experts of Granite beside a shared feed-forward part."""
+    moe = granite_experts(fields, num_layers)
+    if moe is None:
+        return None
+    return replace(moe, shared_size=fields.positive("shared_intermediate_size"))
+
+
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     step = fields.positive("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")

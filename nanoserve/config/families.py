@@ -14,6 +14,9 @@ from nanoserve.config.experts import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     gpt_oss_experts,
+    granite_experts,
+    granite_hybrid_experts,
+    jamba_experts,
     lfm2_experts,
     mixtral_experts,
     nemotron_experts,
@@ -32,6 +35,8 @@ from nanoserve.config.model_parts import (
 )
 from nanoserve.config.recurrent_layers import (
     gated_delta_net,
+    granite_hybrid_layers,
+    jamba_layers,
     lfm2_recurrent,
     mamba2_layers,
     mamba_layers,
@@ -71,9 +76,9 @@ class RopeRules:
     rotary_share: float | None = None
     """The share of a head that rotates where partial_rotary_factor is missing; None: whole heads,
     whatever it says."""
-    unrotated: Literal["none", "full", "listed"] = "none"
-    """Layers that do not rotate: none, the layers without a window (full), or a layer where
-    no_rope_layers has a 0."""
+    unrotated: Literal["none", "full", "listed", "all", "unless_rope"] = "none"
+    """Layers that do not rotate: none, the layers without a window (full), a layer where
+    no_rope_layers has a 0 (listed), all, or all unless position_embedding_type is rope."""
     grows_queries: bool = False
     """Whether llama_4_scaling_beta makes queries grow with their position."""
 
@@ -116,6 +121,11 @@ class Family:
     norm_eps_key: str = "rms_norm_eps"
     scales_embedding: bool = False
     """Whether embedded tokens are multiplied by the root of hidden_size."""
+    has_multipliers: bool = False
+    """Whether embeddings, the scores of attention, what a part of a layer adds, and logits have
+    factors of their own (Granite)."""
+    intermediate_size_key: str = "intermediate_size"
+    """The key of the inner size of feed-forward parts without experts."""
     has_mlp_bias: bool = False
     """Whether its mlp_bias is read."""
     adjusts_inner_size: bool = False
@@ -508,6 +518,43 @@ _NEMOTRON_H = Family(
     older_keys={"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"},
 )
 """Each block of a checkpoint is one part of a layer. Attention does not rotate."""
+_JAMBA = Family(
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    attention_bias="none",
+    rope=RopeRules(unrotated="all"),
+    experts=jamba_experts,
+    recurrent=jamba_layers,
+    older_keys={"layers_block_type": "layer_types"},
+)
+_GRANITE = Family(
+    defaults={"max_position_embeddings": 2048},
+    has_multipliers=True,
+    has_mlp_bias=True,
+)
+_GRANITE_MOE = replace(_GRANITE, experts=granite_experts, has_mlp_bias=False)
+_GRANITE_HYBRID = replace(
+    _GRANITE_MOE,
+    defaults={
+        **_GRANITE.defaults,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    rope=RopeRules(unrotated="unless_rope"),
+    experts=granite_hybrid_experts,
+    recurrent=granite_hybrid_layers,
+    intermediate_size_key="shared_intermediate_size",
+    older_keys={"layers_block_type": "layer_types"},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}, has_mlp_bias=True),
@@ -539,5 +586,9 @@ FAMILIES: Mapping[str, Family] = {
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
     "nemotron_h": _NEMOTRON_H,
+    "jamba": _JAMBA,
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoehybrid": _GRANITE_HYBRID,
 }
 """Each model_type's family."""

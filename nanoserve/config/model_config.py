@@ -71,6 +71,8 @@ class ModelConfig:
     """Blocks that are written as a whole; None where tokens follow each other."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     logits: LogitConfig = LogitConfig()
+    residual_multiplier: float = 1.0
+    """Factor of what each part of a layer adds to the hidden states."""
     layers: LayerDifferences = LayerDifferences()
     groups: CacheGroups | None = None
     """The cache groups of the whole model, for a shard, or groups that `CacheGroups.cut` would not

@@ -42,6 +42,8 @@ def read_ropes(
     if all(rotated):
         return rope, ()
     still = RopeConfig(rope.rotary_dim, kind="none", interleaved=rope.interleaved)
+    if not any(rotated):
+        return still, ()
     ropes = [rope] * num_layers
     for layer, rotates in enumerate(rotated):
         if not rotates:
@@ -55,6 +57,10 @@ def _rotated(
     """For each layer, whether it rotates."""
     if rules.unrotated == "listed":
         return listed_rotations(fields, num_layers)
+    if rules.unrotated == "all":
+        return [False] * num_layers
+    if rules.unrotated == "unless_rope":
+        return [fields.get("position_embedding_type") == "rope"] * num_layers
     if rules.unrotated == "full":
         if not windows:
             return [False] * num_layers

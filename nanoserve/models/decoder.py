@@ -519,22 +519,30 @@ class DecoderLayer(nn.Module):
         config = self.config
         attended = self.project_attention(attention_output, residual)
         if not self.has_feed_forward:
-            return residual + self.group.all_reduce(attended)
+            return residual + self._scaled(self.group.all_reduce(attended))
         if config.norms.places == "shared":
             fed = self.feed_forward(self.attention_norm(residual))
-            return residual + self.group.all_reduce(attended + fed)
+            return residual + self._scaled(self.group.all_reduce(attended + fed))
         if between_sums is None:
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
         if config.norms.places in ("around", "after"):
             fed = self.feed_forward_output_norm(fed)
+        fed = self._scaled(fed)
         # The sum is in float32 so that torch's compiler does not join it with the product before
         # it: a GPU would copy the residual first, and take a slower product.
         output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
         if config.norms.layer_scale and not config.embedding.per_layer_size:
             output = output * self.scale
         return output
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        """The addend of a part of the layer, multiplied by the family's factor."""
+        multiplier = self.config.residual_multiplier
+        if multiplier == 1.0:
+            return added
+        return added * multiplier
 
     def project_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
         """From the arguments of `post_attention` to this rank's addend of attention, [T,
@@ -566,7 +574,7 @@ class DecoderLayer(nn.Module):
         norms = self.config.norms.places
         if norms in ("around", "after"):
             attended = self.attention_output_norm(attended)
-        residual = residual + attended
+        residual = residual + self._scaled(attended)
         normed = residual
         if norms != "after":
             normed = self.feed_forward_norm(residual)

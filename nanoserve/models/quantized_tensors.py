@@ -59,9 +59,9 @@ def find_matrix(
     None if the part is not quantized. `stored` has the StoredTensor of every name. Raises
     ModelError, one line that names the file and the tensor, if one is missing or does not fit the
     part."""
-    stacked = _stacked_name(part)
-    if stacked in stored:
-        return [stacked], _stacked_decoder(part, stored[stacked], stacked, config)
+    for stacked in (_stacked_name(part), _stacked_module_name(part)):
+        if stacked in stored:
+            return [stacked], _stacked_decoder(part, stored[stacked], stacked, config)
     quantization = config.quantization
     if quantization is None or len(part.shape) != 2:
         return None
@@ -111,7 +111,7 @@ def _find_tensor(stored: Mapping[str, Any], files: OpenFile, name: str) -> Any:
 
 def _stacked_decoder(part: TensorPart, found: Any, name: str, config: ModelConfig) -> Decode:
     """The decoder of an expert's matrix, which is stored in one tensor with those of all experts:
-    transposed (gpt-oss), or with the rows of gate before those of up (Qwen3.5)."""
+    transposed (gpt-oss), or with the rows of gate before those of up (Qwen3.5, Granite)."""
     wanted: tuple[int, ...] = ()
     is_transposed = False
     if config.moe is not None:
@@ -120,8 +120,8 @@ def _stacked_decoder(part: TensorPart, found: Any, name: str, config: ModelConfi
         if is_transposed:
             wanted = (config.moe.num_experts, columns, rows)
         elif part.parameter.endswith("gate_up"):
-            stored_rows = 2 * rows if config.moe.is_gated else rows
-            wanted = (config.moe.num_experts, stored_rows, columns)
+            first_rows = config.moe.intermediate_size * (2 if config.moe.is_gated else 1)
+            wanted = (config.moe.num_experts, first_rows, columns)
         else:
             wanted = (config.moe.num_experts, rows, columns)
     if found.shape != wanted:
@@ -147,6 +147,14 @@ def _stacked_name(part: TensorPart) -> str:
     experts = part.name.rsplit(".", 3)[0]
     matrix = part.parameter.rpartition(".")[2]
     return f"{experts}.{matrix}_proj"
+
+
+def _stacked_module_name(part: TensorPart) -> str:
+    """That tensor, where it is the weight of a module (Granite); empty for other matrices."""
+    if part.expert is None:
+        return ""
+    module = part.name.removesuffix(f".{part.expert}.weight")
+    return f"{module}.weight"
 
 
 def _problem(

@@ -121,6 +121,38 @@ _MAMBA2 = {
     "n_groups": 4,
     "state_size": 13,
 }
+_JAMBA = {
+    "num_hidden_layers": 5,
+    "hidden_size": 56,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_d_state": 10,
+    "mamba_dt_rank": 5,
+    # The norms of short vectors make noise of those that are almost zero, if it is less.
+    "rms_norm_eps": 1e-2,
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+}
+_GRANITE_HYBRID = {
+    **_MULTIPLIERS,
+    "num_hidden_layers": 4,
+    "hidden_size": 72,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "intermediate_size": 40,
+    "shared_intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 32,
+    "rms_norm_eps": 1e-2,
+}
 _GEMMA = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -414,6 +446,32 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
         use_conv_bias=False,
     ),
+    "jamba": lambda: _config("jamba", **_JAMBA),
+    "jamba-dense": lambda: _config(
+        "jamba",
+        **_JAMBA | {"num_experts": 1, "mamba_dt_rank": "auto"},
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid": lambda: _config("granitemoehybrid", **_GRANITE_HYBRID),
+    "granitemoehybrid-dense": lambda: _config(
+        "granitemoehybrid",
+        **_GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 4},
+        position_embedding_type="rope",
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        attention_bias=True,
+        time_step_limit=(0.2, 0.9),
+        tie_word_embeddings=True,
+    ),
+    "granite": lambda: _config("granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    "granitemoe": lambda: _config(
+        "granitemoe", **_MULTIPLIERS, num_local_experts=5, num_experts_per_tok=2
+    ),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",
         head_dim=16,
@@ -444,6 +502,7 @@ _SLOW += (
 )
 _SLOW += ("glm4_moe_lite", "gemma4_text-equal", "qwen3_next-biased", "qwen3_5_text-biased")
 _SLOW += ("nemotron_h",)
+_SLOW += ("jamba-dense", "granitemoehybrid-dense", "granitemoe")
 
 
 def families(*quick: str) -> list[Any]:

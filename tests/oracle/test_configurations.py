@@ -98,6 +98,9 @@ UNUSED_BY = {
     "deepseek_v3": {"head_dim", "num_key_value_heads", "num_nextn_predict_layers"},
     "glm4_moe_lite": {"num_key_value_heads"},
     "lfm2": {"full_attn_idxs"},  # layer_types counts
+    # Training alone chunks and chooses otherwise.
+    "jamba": {"use_mamba_kernels", "use_mambapy", "use_associative_scan"},
+    "granitemoehybrid": {"mamba_chunk_size"},
     "gemma3_text": {"attn_logit_softcapping"},  # nor does transformers' model read it
     "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp"}
     | {"vocab_size_per_layer_input"},
@@ -113,13 +116,19 @@ UNUSED_BY = {
 }
 
 
+def infinite(section: dict[str, Any]) -> Any:
+    """A section of a config.json as it is, or the number that transformers writes as one."""
+    if section.keys() == {"__float__"}:
+        return float(section["__float__"])
+    return section
+
+
 def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that transformers makes of a config.json, with every key."""
     given = json.loads(
-        json.dumps({key: value for key, value in values.items() if key != "model_type"})
+        json.dumps({key: value for key, value in values.items() if key != "model_type"}),
+        object_hook=infinite,
     )
-    if given.get("time_step_limit") == [0.0, {"__float__": "Infinity"}]:
-        del given["time_step_limit"]  # the configuration class does not take what it writes
     config = transformers.AutoConfig.for_model(model_type, **given)
     whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return whole
@@ -130,6 +139,7 @@ OF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "intermediate_size": 11000},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron_h": {"time_step_min": 1e-9},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
 }
 """Values in place of defaults that cannot run, or with which some keys mean nothing."""
 
