@@ -138,8 +138,8 @@ class StopOnInterrupt:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor
-    under an answer."""
+    """Keys pressed meanwhile wait for the next prompt unseen, Ctrl-D among them: their echo would
+    move the cursor under an answer."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -147,6 +147,8 @@ def without_echo() -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     silent = before.copy()
     silent[3] &= ~termios.ECHO
+    silent[6] = [*before[6]]
+    silent[6][termios.VEOF] = b"\0"  # none: a terminal forgets which key ended the input
     termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
     try:
         yield

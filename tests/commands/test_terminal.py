@@ -322,6 +322,17 @@ def test_the_last_conversation_goes_on(tmp_path: Path) -> None:
     assert all(f"You said: {word}" in newest for word in ("one", "two", "three"))
 
 
+def test_ctrl_d_in_an_answer_leaves_behind_it(tmp_path: Path) -> None:
+    terminal = Terminal("chat", "--max-tokens", "40", state=tmp_path)
+    terminal.wait_for(">>>")
+    terminal.type("slowly\r")
+    terminal.wait_for("You said: slowly")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "40 tokens" in terminal.shown
+    os.close(terminal.descriptor)
+
+
 def test_no_history(tmp_path: Path) -> None:
     terminal = Terminal("chat", "--no-history", "--plain", state=tmp_path)
     terminal.wait_for(">>>")
