@@ -105,6 +105,16 @@ class LLM:
         """The status of the engine, or of all engines together."""
         return self._engine.status
 
+    def prompt_progress(self) -> tuple[int, int] | None:
+        """Tokens of the newest running request's prompt that are computed, and all of its tokens;
+        None if no request runs. Another thread may ask."""
+        for request_id in reversed(list(self._trackers)):
+            for engine in self._engine.engines:
+                samples = engine.scheduler.table.requests.get(request_id)
+                if samples:
+                    return samples[0].prompt_computed, samples[0].prompt_length
+        return None
+
     def default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's generation_config.json recommends."""
         return self.built.default_params

@@ -438,6 +438,15 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def prompt_computed(self) -> int:
+        """Prompt tokens whose KV is written by plans that are answered."""
+        computed = self.computed
+        rows = tuple(self.in_flight)  # another thread may ask, while rows come and go
+        if rows:
+            computed = rows[0].start
+        return min(computed, self.prompt_length)
+
+    @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 

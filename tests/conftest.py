@@ -9,6 +9,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -26,8 +27,12 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpre
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist run files in their order. It would begin with those of the most tests, and end with
-    one process in a file of few long tests while the others have nothing to do."""
+    """Have commands keep conversations in a directory of the tests. Let xdist run files in their
+    order: it would begin with those of the most tests, and end with one process in a file of few
+    long tests while the others have nothing to do."""
+    state = TemporaryDirectory(prefix="nanoserve-tests-")
+    config.add_cleanup(state.cleanup)
+    os.environ["XDG_STATE_HOME"] = state.name
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -14,7 +14,7 @@ import pytest
 import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
-from nanoserve.scheduler.plan import StepResult
+from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.fakes.integrity import check_integrity
 from triton_ops.cpu import cpu_operators
 
@@ -45,6 +45,25 @@ def test_one_prompt_or_many_give_the_same(storyteller: LLM) -> None:
     ids = storyteller.generate(storyteller.tokenizer.encode("The dog"), GREEDY)
     assert ids[0].outputs[0].text == together[1].outputs[0].text
     assert _all_blocks_are_back(storyteller)
+
+
+def test_how_far_a_prompt_is() -> None:
+    """A step holds 16 tokens, so a prompt of 40 takes three. A sampled token needs all of them."""
+    with LLM(max_num_batched_tokens=16, max_num_seqs=16) as llm:
+        assert llm.prompt_progress() is None
+        stream = llm.stream([5] * 40, SamplingParams(max_tokens=2))
+        seen = [llm.prompt_progress()]
+        submit = llm.engine.executor.submit
+
+        def submitted(plan: StepPlan) -> None:
+            submit(plan)
+            seen.append(llm.prompt_progress())  # while the step is computed
+
+        llm.engine.executor.submit = submitted  # type: ignore[method-assign]
+        next(stream)
+        assert seen == [(0, 40), (0, 40), (16, 40), (32, 40)]
+        list(stream)
+        assert llm.prompt_progress() is None
 
 
 def test_a_stream_adds_up_to_what_generate_gives(storyteller: LLM) -> None:

@@ -2,24 +2,25 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import nanoserve
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
+from nanoserve.utils.waiting import Waiting
 
 if TYPE_CHECKING:
     from nanoserve.text.answers.forms import AnswerParser
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
+_LEAVING_SECONDS = 0.5  # longest wait for a model that is being loaded when it is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +95,45 @@ class ChatAnswer:
     finish_reason: str | None  # None while it goes on, and when it was interrupted
     marks: tuple[tuple[int, int], ...] = ()  # see `CompletionOutput`
 
-    def line(self, context: int | None) -> str:
-        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer
-        together, if known."""
-        usage = self.usage
-        prompt, new, whole = "{} prompt", "{} new", "context {}"
-        if usage.cached_tokens is not None:
-            prompt += f" ({usage.cached_tokens} cached)"
+    def line(self, waited: float | None) -> str:
+        """The figures in one short line; ``waited`` are the seconds from Enter to the first
+        token."""
+        figures: list[tuple[str, Any]] = []
         if self.finish_reason is None:
-            new += ", interrupted"
-        if context is not None:
-            whole += f"/{context}"
-        figures = [
-            (prompt, usage.prompt_tokens),
-            (new, usage.completion_tokens),
-            ("TTFT {:.2f} s", usage.metrics.time_to_first_token),
-            ("prefill {:,.0f} t/s", usage.prefill_rate),
-            ("decode {:,.1f} t/s", usage.decode_rate),
-            ("{:.2f} tokens a step", usage.tokens_per_step),
-            (whole, usage.total_tokens),
+            figures.append(("interrupted", ""))
+        tokens = self.usage.completion_tokens
+        figures += [
+            ("1 token" if tokens == 1 else "{:,} tokens", tokens),
+            ("{:,.1f} tokens/s", self.usage.decode_rate),
+            ("the first after {:.2f} s", waited),
         ]
-        return " · ".join(text.format(figure) for text, figure in figures if figure is not None)
+        return _listed(" · ", figures)
+
+    def details(self, waited: float | None, context: int | None) -> str:
+        """All figures, in lines; ``context`` is the most tokens of prompt and answer together, if
+        known."""
+        usage, most = self.usage, ""
+        if context is not None:
+            most = f" of {context:,}"
+        parts: dict[str, list[tuple[str, Any]]] = {
+            "prompt": [
+                ("{:,} tokens", usage.prompt_tokens),
+                ("{:,} of them cached", usage.cached_tokens),
+                ("{:,.0f} tokens/s", usage.prefill_rate),
+            ],
+            "answer": [
+                ("{:,} tokens", usage.completion_tokens),
+                ("{:,.1f} tokens/s", usage.decode_rate),
+                ("{:.2f} tokens a step", usage.tokens_per_step),
+            ],
+            "first token": [
+                ("{:.2f} s after Enter", waited),
+                ("{:.2f} s in the engine", usage.metrics.time_to_first_token),
+            ],
+            "context": [("{:,}" + most + " tokens", usage.total_tokens)],
+        }
+        listed = {name: _listed(", ", figures) for name, figures in parts.items()}
+        return "\n".join(f"{name:<12} {text}" for name, text in listed.items() if text)
 
     def json(self, model: str) -> str:
         """The object that ``--json`` prints."""
@@ -138,6 +157,11 @@ class ChatAnswer:
         return json.dumps(answer, ensure_ascii=False)
 
 
+def _listed(separator: str, figures: Sequence[tuple[str, Any]]) -> str:
+    """The figures that are known, each in its text."""
+    return separator.join(text.format(figure) for text, figure in figures if figure is not None)
+
+
 Answers = Generator[ChatAnswer, None, None]
 """Pieces of an answer, each with its new text; closing the generator ends the work on the
 answer."""
@@ -149,16 +173,16 @@ class ContextFull(RuntimeFailure):
 
 
 class LocalModel:
-    """An LLM in this process, opened when it is first asked for, or by `start` in a thread before.
+    """An LLM in this process, opened in a thread: Ctrl-C does not wait until it is open.
 
-    ``open_llm`` opens it, with a function for the progress or one of its own. The seeds of answers
-    are drawn from the user's ``seed``. ``notify`` gets the LLM's notice once it is open.
+    ``open_llm`` opens it, with a function for the progress. The seeds of answers are drawn from the
+    user's ``seed``. ``notify`` gets what the LLM has chosen, and its notice, once it is open.
     """
 
     def __init__(
         self,
         name: str,
-        open_llm: "Callable[..., nanoserve.LLM]",
+        open_llm: "Callable[[Callable[[str, int, int], None]], nanoserve.LLM]",
         notify: Callable[[str], None],
         seed: int | None,
     ) -> None:
@@ -166,41 +190,63 @@ class LocalModel:
         # None leaves it to the model's chat template whether it reasons
         self.thinking: bool | None = None
         self._opening: Future[nanoserve.LLM] | None = None
-        self._stage: tuple[str, int, int] | None = None
+        self._stage = Waiting("loading")
         self._is_closed = False
 
-    def start(self, failed: Callable[[BaseException], None]) -> None:
-        """Open the LLM in a thread, and begin there to compile what makes answers faster. Starting
-        again does nothing. If it cannot be opened, the thread calls ``failed``."""
-        if self._opening is None and "llm" not in vars(self):
-            self._opening = ThreadPoolExecutor(1).submit(self._open_ahead)
-            self._opening.add_done_callback(partial(_tell_failure, failed))
+    def start(self, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Begin to open the LLM, and then to compile what makes answers faster. Starting again does
+        nothing. If it cannot be opened, the thread calls ``failed``."""
+        if self._opening is not None:
+            return
+        opening: Future[nanoserve.LLM] = Future()
+        self._opening = opening
 
-    def _open_ahead(self) -> "nanoserve.LLM":
-        llm = self._open(self._note)
-        llm.built.start_preparing()
-        return llm
+        def tell_failure(_: object) -> None:
+            error = opening.exception()
+            if error is not None:
+                failed(error)
+
+        opening.add_done_callback(tell_failure)
+        # A daemon, as nothing can end it in the midst of an import: see `nanoserve.commands.main`.
+        Thread(target=self._open_ahead, args=(opening,), daemon=True).start()
+
+    def _open_ahead(self, opening: "Future[nanoserve.LLM]") -> None:
+        try:
+            llm = self._open(self._note)
+            llm.built.start_preparing()
+        except BaseException as error:  # the thread that waits for it raises it again
+            opening.set_exception(error)
+        else:
+            opening.set_result(llm)
 
     def _note(self, what: str, done: int, total: int) -> None:
-        self._stage = what, done, total
+        self._stage = Waiting.for_stage(what, done, total)
         if self._is_closed:
             # loading frees everything, as it does when Ctrl-C interrupts it
             raise KeyboardInterrupt
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What an answer waits for now. Another thread may ask."""
+        if self._opening is None or not self._opening.done():
+            return self._stage
+        if self._opening.exception() is not None:
+            return None
+        progress = self._opening.result().prompt_progress()
+        if progress is None:
+            return None
+        done, total = progress
+        return Waiting("prompt", f"{done:,} of {total:,}")
+
     @cached_property
     def llm(self) -> "nanoserve.LLM":
-        """The open LLM; its progress is shown while it is waited for. Raises NanoserveError if it
-        cannot be opened."""
-        if self._opening is None:
-            llm = self._open()
-        else:
-            with show_progress() as progress:
-                while wait([self._opening], REDRAW_SECONDS).not_done:
-                    if self._stage is not None:
-                        progress(*self._stage)
-            llm = self._opening.result()
-        if llm.tokenizer.notice:
-            self._notify(llm.tokenizer.notice)
+        """The LLM, once it is open. Raises NanoserveError if it cannot be opened."""
+        self.start()
+        assert self._opening is not None, "it has been started"
+        llm = self._opening.result()
+        for told in (llm.built.choice, llm.tokenizer.notice):
+            if told:
+                self._notify(told)
         return llm
 
     def wait(self) -> None:
@@ -208,12 +254,14 @@ class LocalModel:
         _ = self.llm
 
     def close(self) -> None:
-        """Free the LLM, or give up opening it."""
+        """Free the LLM. One that is being loaded is given up, and frees itself."""
         self._is_closed = True
-        if self._opening is not None and self._opening.exception() is None:
-            self._opening.result().close()
-        elif "llm" in vars(self):
-            self.llm.close()
+        if self._opening is None:
+            return
+        if wait([self._opening], _LEAVING_SECONDS).not_done:
+            self._opening.add_done_callback(_close_opened)
+        else:
+            _close_opened(self._opening)
 
     @property
     def defaults(self) -> SamplingParams | None:
@@ -229,6 +277,18 @@ class LocalModel:
     ) -> int | None:
         """Count the conversation's tokens as the model sees it; None if the count is unknown."""
         return len(self._encode(conversation, add_generation_prompt=add_generation_prompt))
+
+    def count_text(self, text: str) -> int:
+        """Count the tokens of a text by itself. Raises PromptTooLong for far more than the context
+        holds."""
+        tokens = self.llm.tokenizer.encode(text, add_special_tokens=False, limit=self.context)
+        return len(tokens)
+
+    def again(self) -> "LocalModel":
+        """The model, closed, to be opened once more."""
+        model = LocalModel(self.name, self._open, self._notify, self.seed)
+        model.thinking = self.thinking
+        return model
 
     def answer_parser(self, conversation: Conversation) -> "AnswerParser":
         """A parser for the answer to this conversation."""
@@ -260,10 +320,9 @@ class LocalModel:
         return stream_answer(self.llm, conversation, settings, self._template_arguments())
 
 
-def _tell_failure(failed: Callable[[BaseException], None], opening: Future[Any]) -> None:
-    error = opening.exception()
-    if error is not None:
-        failed(error)
+def _close_opened(opening: "Future[nanoserve.LLM]") -> None:
+    if opening.exception() is None:
+        opening.result().close()
 
 
 def stream_answer(

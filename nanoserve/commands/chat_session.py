@@ -2,21 +2,21 @@
 full context."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from nanoserve.commands.answers import ChatAnswer, ContextFull
+from nanoserve.commands.conversations import Message, SavedTurns, new_log, read_lines
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.prompt import private_file
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, did_you_mean, shown
 from nanoserve.request import SamplingParams
 from nanoserve.text.answers.reader import Part, Piece
-from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
+from nanoserve.utils.files import read_text, replace_file, unwritable_as_failure
+from nanoserve.utils.sizes import format_size
 
 if TYPE_CHECKING:
     from nanoserve.commands.answers import LocalModel
@@ -28,28 +28,10 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # by /set
 CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
 
-_MOST_LOGS = 100
+_MOST_FILE_BYTES = 16 << 20
+"""Largest file of a message; no context holds a larger one."""
 
 Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of one side. ``interrupted`` marks an answer that Ctrl-C cut short; the model does
-    not see the mark."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-    interrupted: bool = False
-
-
-class SavedTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a saved conversation: its newest turns. ``/save`` writes all in one line, a log a
-    line per answer."""
-
-    messages: list[Message]
-    position: int = 0  # how many of the messages before them stay
-    system: str | None = None
-    settings: dict[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -65,11 +47,20 @@ class ChatSession:
     settings: dict[str, Any] = field(default_factory=dict)
     # user and assistant in alternation, a user's first
     turns: list[Message] = field(default_factory=list)
+    # texts of files that go with the next message
+    files: dict[Path, str] = field(default_factory=dict)
     last_answer: ChatAnswer | None = None  # also when it was interrupted
     answers: int = 0
     logs: Path | None = None  # the directory of conversations; None logs nothing
     _log: Path | None = field(default=None, init=False)  # the file of this conversation
     _dropped: int = field(default=0, init=False)  # turns that the log has before ours
+
+    def send(self, text: str, steps: Steps = iter) -> Iterator[Piece]:
+        """Ask with the text and the files that were added; they stay if there is no answer."""
+        before = self.answers
+        yield from self.ask("\n\n".join([text, *self.files.values()]), steps)
+        if self.answers > before:
+            self.files.clear()
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
@@ -144,7 +135,32 @@ class ChatSession:
         return question.content
 
     def reset(self) -> None:
-        self.turns, self.last_answer, self._log = [], None, None
+        self.turns, self.files, self.last_answer, self._log = [], {}, None, None
+
+    def add_file(self, path: Path) -> int | None:
+        """Have a text file go with the next message. Returns its number of tokens; None where
+        nobody can tell. Raises UsageError, and adds nothing, for other files and for one that
+        cannot fit into the context."""
+        with suppress(OSError):  # the reading below says what is wrong
+            if path.stat().st_size > _MOST_FILE_BYTES:
+                most = format_size(_MOST_FILE_BYTES)
+                raise UsageError(f"{path} is larger than {most}, for which no context has room")
+        text = f"{path.name}:\n\n{read_text(path, UsageError)}"
+        files = self.files | {path: text}
+        try:
+            tokens = self.model.count_text(text)
+        except UsageError as error:  # far too long: it is not counted to its end
+            raise UsageError(f"{path} cannot fit: {error}") from None
+        context = self.model.context
+        together = Message("user", "\n\n".join(files.values()))
+        length = self.model.count_tokens(self._for_model([together]))
+        if context is not None and length is not None and length >= context:
+            raise UsageError(
+                f"{path} cannot fit: the message would have {length:,} tokens, the context holds "
+                f"{context:,}"
+            )
+        self.files = files
+        return tokens
 
     def change(self, name: str, value: object) -> None:
         """Change one setting; None puts the default back. Raises UsageError for a wrong name or
@@ -201,7 +217,7 @@ class ChatSession:
         first = len(self.turns) - new
         try:
             if self._log is None:
-                self._log, self._dropped, first = _new_log(self.logs), 0, 0
+                self._log, self._dropped, first = new_log(self.logs), 0, 0
             with self._log.open("ab") as file:
                 file.write(self._line(first, self._dropped + first))
         except OSError as error:
@@ -213,15 +229,7 @@ class ChatSession:
     def load(self, path: Path) -> None:
         """Take over a saved conversation and its settings. Raises UsageError, and stays as it was,
         for other files."""
-        content = read_bytes(path, UsageError)
-        # a full disk may have cut a log's last line
-        whole = content[: content.rfind(b"\n") + 1] or content
-        try:
-            lines = msgspec.json.Decoder(SavedTurns).decode_lines(whole)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"{path} is not a saved chat: {error}") from None
-        if not lines:
-            raise UsageError(f"{path} is not a saved chat: it is empty")
+        lines = read_lines(path)
         turns: list[Message] = []
         for line in lines:
             turns[line.position :] = line.messages
@@ -305,20 +313,3 @@ def _why_without_text(answer: ChatAnswer | None) -> str:
     if answer.finish_reason == "length" and answer.reasoning:
         return "the answer was cut off while the model reasoned"
     return "the answer has no text"
-
-
-def last_log(directory: Path) -> Path:
-    """The newest conversation. Raises UsageError if there is none."""
-    newest = max(directory.glob("*.jsonl"), default=None)
-    if newest is None:
-        raise UsageError(
-            f"there is no conversation to continue in {directory}; leave out --continue"
-        )
-    return newest
-
-
-def _new_log(directory: Path) -> Path:
-    """A new private file, named by the time. The oldest of too many are removed."""
-    for old in sorted(directory.glob("*.jsonl"))[: 1 - _MOST_LOGS]:
-        old.unlink(missing_ok=True)
-    return private_file(directory / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.jsonl")

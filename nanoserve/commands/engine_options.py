@@ -30,7 +30,7 @@ from nanoserve.server.client.address import parse_url
 from nanoserve.server.client.connection import ApiClient
 from nanoserve.utils.interrupts import deferred_interrupts
 from nanoserve.utils.sizes import parse_size
-from nanoserve.utils.threads import MOST_THREADS, prepare_threads
+from nanoserve.utils.threads import MOST_THREADS, load_library_of_torch, prepare_threads
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
@@ -151,16 +151,17 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         expected: Any = None,
     ) -> "nanoserve.LLM":
         """Load the model, by default the one that --model names; the caller closes it. Its progress
-        is shown, unless there is a function that takes it, and so is what was chosen, by the
-        requests that LLM is told to expect. Raises NanoserveError."""
+        and what was chosen are shown, unless there is a function for the progress. What is chosen
+        depends on the requests that LLM is told to expect. Raises NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
+        load_library_of_torch()
         # libraries go on half imported, and fail later in their own words
         with deferred_interrupts():
             from nanoserve.llm import LLM
         with show_progress() if progress is None else nullcontext(progress) as told:
             llm = LLM(model or self.model, progress=told, expected=expected, **settings)
-        if llm.built.choice is not None:
+        if progress is None and llm.built.choice is not None:
             remark(llm.built.choice)
         return llm
 

@@ -3,17 +3,21 @@
 import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from nanoserve.commands.answers import stream_answer
+from nanoserve.commands.answers import LocalModel, stream_answer
 from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8
 from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.printers import AnswerPrinter
-from nanoserve.commands.terminal import read_stdin
+from nanoserve.commands.state_line import StateLine
+from nanoserve.commands.terminal import read_stdin, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.utils.interrupts import prompt_interrupts
 
 
 class GenerateOptions(
@@ -68,16 +72,28 @@ def run(options: GenerateOptions) -> None:
         text = check_utf8(options.prompt, "the prompt")
     if not text:
         raise UsageError("the prompt is empty")
-    with options.open_llm() as llm, closing(stream_answer(llm, text, settings)) as stream:
-        printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
-        try:
+    found = options.find_model()
+    model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
+    with closing(model), prompt_interrupts(), StateLine(lambda: model.waiting) as line:
+        _show(model, text, settings, line, as_json=options.json)
+
+
+def _show(
+    model: LocalModel, prompt: str, settings: dict[str, Any], line: StateLine, *, as_json: bool
+) -> None:
+    """Go on with one prompt, and show the text as it comes, or at the end as an object."""
+    printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
+    try:
+        with closing(stream_answer(model.llm, prompt, settings)) as stream:
             for last in stream:
                 texts.append(last.text)
-                if not options.json:
+                if not as_json:
+                    line.end()
                     printer.answer(last.text)
-        finally:
-            printer.finish()
-        if last is None:
-            raise RuntimeFailure("the model gave no answer")
-        if options.json:
-            print(replace(last, text="".join(texts)).json(llm.model_name))
+    finally:
+        line.end()
+        printer.finish()
+    if last is None:
+        raise RuntimeFailure("the model gave no answer")
+    if as_json:
+        print(replace(last, text="".join(texts)).json(model.name))

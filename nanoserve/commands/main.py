@@ -6,6 +6,7 @@ is success, 1 a failure while running, 2 a request that makes no sense, 3 a mode
 used, 130 Ctrl-C. A reader that closes the pipe early (``| head``) got what it wanted: exit 0.
 """
 
+import atexit
 import gc
 import inspect
 import io
@@ -13,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -219,6 +221,10 @@ def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
     # Python would go through all that is loaded once more: with torch this takes a third of a
     # second
     gc.freeze()
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A model is being loaded. Python's end would come in the midst of an import, which crashes.
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)
 
 

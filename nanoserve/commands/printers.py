@@ -131,6 +131,10 @@ class AnswerPrinter:
             self._thoughts = _Redrawn(thoughts, _ThoughtSplitter(), style="dim")
         self._last = "\n"
 
+    @property
+    def shows_thoughts(self) -> bool:
+        return self._thoughts is not None
+
     def thinking(self, text: str) -> None:
         if self._thoughts is not None:
             self._thoughts.write(text)

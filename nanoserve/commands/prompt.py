@@ -40,6 +40,7 @@ class ChatPrompt:
     def __init__(self, history: Path | None, commands: Sequence[str]):
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, History, InMemoryHistory
         from prompt_toolkit.output import create_output
 
@@ -55,8 +56,18 @@ class ChatPrompt:
             complete_while_typing=False,
             enable_open_in_editor=True,
             enable_suspend=True,
+            multiline=Condition(self._is_open_block),
+            prompt_continuation=CONTINUATION,
             output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
+
+    def _is_open_block(self) -> bool:
+        """Whether three quotes have begun a message that no three quotes end, so that Enter begins
+        another line of it."""
+        text = self._session.default_buffer.text
+        if not text.startswith(BLOCK_QUOTES):
+            return False
+        return not text.removeprefix(BLOCK_QUOTES).rstrip().endswith(BLOCK_QUOTES)
 
     def on_drawn(self, action: Callable[[], None]) -> None:
         """Call ``action`` whenever the prompt has been drawn."""
@@ -79,11 +90,9 @@ class ChatPrompt:
         text = self._session.prompt(PROMPT)
         if not text.startswith(BLOCK_QUOTES):
             return text
-        text = text.removeprefix(BLOCK_QUOTES)
-        while not text.rstrip().endswith(BLOCK_QUOTES):
-            text += "\n" + self._session.prompt(CONTINUATION)
         # The space keeps a quoted message that begins with a slash from being taken for a command.
-        return " " + text.rstrip().removesuffix(BLOCK_QUOTES).strip("\n")
+        quoted = text.removeprefix(BLOCK_QUOTES).rstrip().removesuffix(BLOCK_QUOTES)
+        return " " + quoted.strip("\n")
 
 
 def edit_text(text: str) -> str:

@@ -2,10 +2,10 @@
 `LocalModel`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoserve.commands.answers import (
     Answers,
@@ -16,11 +16,35 @@ from nanoserve.commands.answers import (
     Settings,
 )
 from nanoserve.request import RequestMetrics, SamplingParams
-from nanoserve.server.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
+from nanoserve.server.client.connection import (
+    NO_SUCH_PATH,
+    ApiClient,
+    ServerRefused,
+    served_model,
+    served_models,
+)
 from nanoserve.server.client.events import ChunkChoice, ServerUsage
 from nanoserve.text.answers.forms import AnswerParser, answer_form
+from nanoserve.utils.interrupts import prompt_interrupts
+from nanoserve.utils.waiting import Waiting
 
+T = TypeVar("T")
 _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
+
+
+class RemoteModels:
+    """The models of a server."""
+
+    def __init__(self, client: ApiClient, notify: Callable[[str], None]) -> None:
+        self._client, self._notify = client, notify
+
+    def open(self, name: str | None) -> "RemoteModel":
+        return RemoteModel(self._client, name, self._notify)
+
+    def listed(self) -> Iterable[tuple[str, str]]:
+        for card in served_models(self._client):
+            context = "" if card.max_model_len is None else f"context of {card.max_model_len:,}"
+            yield card.name, context
 
 
 class RemoteModel:
@@ -46,11 +70,17 @@ class RemoteModel:
     ) -> None:
         self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
         self._can_count = True
+        self._waiting: Waiting | None = None
         self.thinking: bool | None = None  # None leaves it to the server whether the model reasons
         self._look_up(model)
 
-    def start(self, failed: Callable[[BaseException], None]) -> None:
+    def start(self, failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """The server has opened the model."""
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What an answer waits for now, as far as this side knows."""
+        return self._waiting
 
     def wait(self) -> None:
         """The server makes requests wait while it loads."""
@@ -64,19 +94,30 @@ class RemoteModel:
         """By /tokenize, which ours and vLLM have."""
         if not self._can_count or self.context is None:
             return None
-        body = {
-            "model": self._id,
-            "messages": conversation,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        return self._count(
+            {"messages": conversation, "add_generation_prompt": add_generation_prompt}
+        )
+
+    def count_text(self, text: str) -> int | None:
+        """Count the tokens of a text by itself."""
+        if not self._can_count or self.context is None:
+            return None
+        return self._count({"prompt": text, "add_special_tokens": False})
+
+    def _count(self, body: dict[str, Any]) -> int | None:
+        path = f"{self._client.address.root}/tokenize"
         try:
-            counted = self._client.ask(f"{self._client.address.root}/tokenize", body)
+            counted = self._client.ask(path, {"model": self._id} | body)
         except ServerRefused as error:
             self._can_count = error.status not in NO_SUCH_PATH
             return None
         if not isinstance(counted, dict) or not isinstance(counted.get("count"), int):
             return None
         return int(counted["count"])
+
+    def again(self) -> "RemoteModel":
+        """The model: a server has it open all the time."""
+        return self
 
     def answer_parser(self, _: Conversation) -> AnswerParser:
         """A parser for an answer whose reasoning the server has told apart, or left between the
@@ -95,9 +136,10 @@ class RemoteModel:
                 "thinking": self.thinking,
             }
         waited = 0
+        self._waiting = Waiting("waiting for the server")
         while True:
             try:
-                for delta in self._answer(body):
+                for delta in _interruptible(self._answer(body)):
                     if waited:  # a server that was loading did not know its context
                         waited = 0
                         self._look_up(self._id)
@@ -113,8 +155,10 @@ class RemoteModel:
                     raise
                 if not waited:
                     self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
+                self._waiting = Waiting("waiting until the server is ready")
                 pause = max(1, error.retry_after or 0)
-                self._sleep(pause)
+                with prompt_interrupts():
+                    self._sleep(pause)
                 waited += pause
 
     def _answer(self, body: dict[str, Any]) -> Answers:
@@ -150,3 +194,13 @@ class RemoteModel:
     def _look_up(self, model: str | None) -> None:
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
+
+
+def _interruptible(stream: Iterator[T]) -> Iterator[T]:
+    """The stream; Ctrl-C ends the wait for its next item, which may be long."""
+    while True:
+        with prompt_interrupts():
+            item = next(stream, None)
+        if item is None:
+            return
+        yield item

@@ -2,18 +2,17 @@
 
 import asyncio
 import signal
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import Options, option
-from nanoserve.commands.progress import Progress, show_progress
+from nanoserve.commands.state_line import StateLine
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.models.hub import resolve_model
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
@@ -22,6 +21,7 @@ from nanoserve.text.tokenizer import load_tokenizer
 from nanoserve.utils.installation import install_command
 from nanoserve.utils.sizes import parse_size
 from nanoserve.utils.threads import prepare_threads
+from nanoserve.utils.waiting import Waiting
 
 _seconds = partial(option, metavar="SECONDS", minimum=0.1)
 
@@ -110,35 +110,36 @@ def run(options: ServeOptions) -> None:
         with suppress(OSError):  # a log that is full or gone is no reason to stop serving
             remark(text)
 
-    with listen(options.host, options.port) as listener, ExitStack() as loading:
+    with listen(options.host, options.port) as listener:
         address, port = listener.getsockname()[:2]
         if ":" in address:
             address = f"[{address}]"
         tell(f"listening on http://{address}:{port}")
-        service = Service(
-            **_service_settings(options, loading.enter_context(show_progress())), limits=limits
-        )
-        asyncio.run(
-            run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell)
-        )
+        service = Service(**_service_settings(options), limits=limits)
+        with StateLine(lambda: service.engine.waiting) as line:
+            asyncio.run(
+                run_server(service, listener, options.drain_timeout, on_ready=line.end, say=tell)
+            )
         if service.engine.trace_failure is not None:
             raise RuntimeFailure(f"the trace is not complete: {service.engine.trace_failure}")
 
 
-def _service_settings(options: ServeOptions, progress: Progress) -> dict[str, Any]:
+def _service_settings(options: ServeOptions) -> dict[str, Any]:
     """Open everything that the service works with. The engine process starts when the server
     runs."""
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
-    resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-    tokenizer = load_tokenizer(resolved.tokenizer_directory)
+    resolved = options.find_model()
+    with StateLine(lambda: Waiting("loading")):
+        tokenizer = load_tokenizer(resolved.tokenizer_directory)
+        grammars = GrammarChecker(resolved.tokenizer_directory)
     start = EngineStart(resolved, config)
     return {
         "model_name": options.served_model_name or resolved.name,
         "root": resolved.name,
         "tokenizer": tokenizer,
-        "engine": EngineClient(start, tokenizer, max_queue=options.max_queue, on_progress=progress),
-        "grammars": GrammarChecker(resolved.tokenizer_directory),
+        "engine": EngineClient(start, tokenizer, max_queue=options.max_queue),
+        "grammars": grammars,
         "api_keys": options.api_key or [],
         "allowed_hosts": options.checked_hosts(),
         "seed": options.seed,

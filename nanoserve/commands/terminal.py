@@ -65,7 +65,8 @@ def remark(text: str) -> None:
     """One or more lines beside the answers, on stderr; in faint type on a terminal."""
     shown = wrapped(text, sys.stderr)
     if is_terminal(sys.stderr):
-        shown = f"\x1b[2m{shown}\x1b[0m"
+        # in the place of a StateLine, which may be longer
+        shown = f"\x1b[K\x1b[2m{shown}\x1b[0m"
     print(shown, file=sys.stderr, flush=True)
 
 
@@ -104,11 +105,11 @@ def read_stdin() -> str:
 
 
 class StopOnInterrupt:
-    """While active, a first Ctrl-C ends the steps that are gone through; a second one interrupts
-    the program."""
+    """While active, a first Ctrl-C ends the steps that are gone through, after the step that runs;
+    a second one interrupts the program at once."""
 
     def __enter__(self) -> "StopOnInterrupt":
-        self._requested = False
+        self.requested = False
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
@@ -116,31 +117,29 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def steps(self, stream: Iterator[T]) -> Iterator[T]:
-        """The stream until it ends or Ctrl-C is pressed. The engine defers the default handler to a
-        step's end."""
-        while not self._requested:
+        """The stream until it ends or Ctrl-C is pressed."""
+        while not self.requested:
             try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
                 output = next(stream, None)
-            except KeyboardInterrupt:
-                self._requested = True
+            except KeyboardInterrupt:  # of a step that waits for others, and does not wait on
+                if self.requested:
+                    raise
+                self.requested = True
                 return
-            finally:
-                signal.signal(signal.SIGINT, self._on_signal)
-            if output is None:
+            if output is None or self.requested:
                 return
             yield output
 
     def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._requested:
+        if self.requested:
             raise KeyboardInterrupt
-        self._requested = True
+        self.requested = True
 
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor
-    under an answer."""
+    """Keys pressed meanwhile wait for the next prompt unseen, Ctrl-D among them: their echo would
+    move the cursor under an answer."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -148,6 +147,8 @@ def without_echo() -> Iterator[None]:
     before = termios.tcgetattr(descriptor)
     silent = before.copy()
     silent[3] &= ~termios.ECHO
+    silent[6] = [*before[6]]
+    silent[6][termios.VEOF] = b"\0"  # none: a terminal forgets which key ended the input
     termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
     try:
         yield

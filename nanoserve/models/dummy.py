@@ -20,7 +20,14 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import dummy_config, dummy_shape
-from nanoserve.models.loading import CPU, INDEX_NAME, SINGLE_NAME, empty_decoder, place
+from nanoserve.models.loading import (
+    CPU,
+    INDEX_NAME,
+    SINGLE_NAME,
+    Progress,
+    empty_decoder,
+    place,
+)
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.shards import Shard
 from nanoserve.models.tensor_parts import TensorPart
@@ -47,6 +54,7 @@ def make_dummy_model(
     spec: str,
     dtype: str = "auto",
     device: str | torch.device = "cpu",
+    progress: Progress | None = None,
     *,
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
@@ -71,6 +79,7 @@ def make_dummy_model(
         pack_decoder(decoder, parts, forms)
     place(decoder, device)
     generator = torch.Generator(device)
+    total, done = _numbers(parts), 0
     for name, of_tensor in groupby(parts, key=attrgetter("name")):
         filling = [(part, region_of(decoder, part)) for part in of_tensor]
         form = formats.get(name)
@@ -78,6 +87,9 @@ def make_dummy_model(
             _draw(filling, generator)
         else:
             _draw_rounded(filling, generator, form, decoder.dtype)
+        done += _numbers([part for part, _ in filling])
+        if progress is not None:
+            progress(done, total)
     return decoder, config
 
 

@@ -21,6 +21,7 @@ from nanoserve.server.streams import RequestStream
 from nanoserve.utils.quarantine import Quarantine
 from nanoserve.utils.sockets import listen, local_address
 from nanoserve.utils.temporary import choose_directory, make_directory
+from nanoserve.utils.waiting import Waiting
 from nanoserve.utils.watchdog import TiedChild, end_children
 
 START_SECONDS = 60.0  # time to the first heartbeat: Python starts and imports ZeroMQ, nothing more
@@ -136,9 +137,8 @@ class EngineChild:
 class EngineClient:
     """Requests and their streams, over the lives of any number of engine processes.
 
-    ``max_queue`` requests may wait for a place in the engine. ``on_progress`` is called with
-    (stage, done, total) while the model is loaded, and ``program`` is the Python code of an engine
-    process.
+    ``max_queue`` requests may wait for a place in the engine; ``program`` is the Python code of an
+    engine process.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class EngineClient:
         tokenizer: TokenDecoder,
         *,
         max_queue: int,
-        on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         program: str = "from nanoserve.server.engine_process import main; main()",
     ) -> None:
         self._start = start
         self._tokenizer = tokenizer
         self._max_queue = max_queue
-        self._on_progress = on_progress
+        self._stage = Waiting("loading")  # of the engine that is being started
+        self._starting_since = time.monotonic()
         self._program = program
         self._child: EngineChild | None = None
         self._streams: dict[str, RequestStream] = {}
@@ -244,7 +244,22 @@ class EngineClient:
             self._send(messages.Stop(stream.request_id))
         self._take_out(stream.request_id)
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What a start waits for now; None where none is under way. Another thread may ask."""
+        if self.state in (EngineState.LOADING, EngineState.RESTARTING):
+            return self._stage
+        return None
+
     def describe_state(self) -> str:
+        waiting = self.waiting
+        if waiting is not None:
+            told = waiting.after(time.monotonic() - self._starting_since)
+            return f"{self._described_state}: {told}"
+        return self._described_state
+
+    @property
+    def _described_state(self) -> str:
         if self.state is EngineState.READY and not self.last.ready:
             return "the engine's workers are stopped, or are being restarted"
         if self.reason:
@@ -336,6 +351,7 @@ class EngineClient:
 
     async def _run_engine(self) -> str:
         """Run one engine until it dies; returns how it died."""
+        self._stage, self._starting_since = Waiting("loading"), time.monotonic()
         child = EngineChild(self._program)
         try:
             await child.start(self._start)
@@ -373,7 +389,7 @@ class EngineClient:
             for update in message.updates:
                 self._pass_on(update)
         elif isinstance(message, messages.LoadProgress):
-            self._on_progress(message.stage, message.done, message.total)
+            self._stage = Waiting.for_stage(message.stage, message.done, message.total)
         elif isinstance(message, messages.TraceFailed):
             if self.trace_failure is None:  # several engines may write one file
                 _LOG.warning("the trace ends here: %s", message.message)

@@ -36,3 +36,23 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupted:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def prompt_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt at once inside the block: a `deferred_interrupts` in it does not wait
+    for its end, and another handler of Ctrl-C rests. Nothing that is begun there may be gone on
+    with. This holds in the main thread, unless Ctrl-C is ignored."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -6,9 +6,11 @@ Threads are decided before torch is imported, when OpenMP reads its variables.
 import math
 import os
 import platform
+import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 MOST_THREADS = 1024
@@ -40,6 +42,23 @@ def prepare_threads(
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def load_library_of_torch() -> None:
+    """Load torch's largest library, so that importing torch finds it loaded: an import holds
+    Python's lock meanwhile, for a third of a second, in which no other thread shows or reads
+    anything. Call it after `prepare_threads`. Where the library has another name, the import loads
+    it."""
+    import ctypes  # a chat's prompt does not wait for it
+
+    found = find_spec("torch")
+    if "torch" in sys.modules or found is None or found.origin is None:
+        return
+    library = Path(found.origin).with_name("lib") / "libtorch_cpu.so"
+    # a function that is called through ctypes does not hold the lock; CDLL itself does
+    open_library = ctypes.CDLL(None).dlopen
+    open_library.argtypes, open_library.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    open_library(os.fsencode(library), os.RTLD_NOW)
 
 
 def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -> int:

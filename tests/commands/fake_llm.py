@@ -11,6 +11,7 @@ question that holds "<think>" is answered as it is, reasoning and all.
 
 import re
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from nanoserve.request import (
 )
 from nanoserve.text.answers.forms import AnswerParser, answer_form
 from nanoserve.text.answers.settings import ThinkingSwitch
+from nanoserve.text.tokenizer import PromptTooLong
 
 PAUSE = 0.02
 
@@ -62,8 +64,13 @@ class FakeTokenizer:
     def answer_parser(self, prompt: Sequence[int]) -> AnswerParser:
         return AnswerParser(answer_form(""), {})
 
-    def encode(self, text: str) -> list[int]:
-        return [len(word) for word in words(text)]
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
+        tokens = [len(word) for word in words(text)]
+        if limit is not None and len(tokens) > 2 * limit:
+            raise PromptTooLong(f"the prompt has more than {limit} tokens")
+        return tokens
 
 
 class _FakeEngine:
@@ -107,15 +114,19 @@ class FakeLLM:
         if model == "slow":
             print("loading", flush=True)
             time.sleep(30)
+        if model == "endless":
+            threading.Event().wait()
+        if model == "patient":  # until the state has been shown, which its wait takes
+            time.sleep(1.0)
         if model == "loading":
             for done in range(10_000):
-                settings["progress"]("load", done, 10_000)
+                settings["progress"]("loading", done, 10_000)
                 time.sleep(PAUSE)
         if model == "broken":
             raise ZeroDivisionError("a bug\nof two lines")
         if settings.get("progress") is not None:
             for done in range(3):
-                settings["progress"]("load", done, 2)
+                settings["progress"]("loading", done, 2)
         self.settings = settings
         self.built = types.SimpleNamespace(
             engine=_FakeEngine(),
@@ -134,6 +145,10 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.template_arguments: list[Any] = []
         self.aborted = self.steps = 0
+        self.progress: tuple[int, int] | None = None  # of the prompt
+        # called before an answer, and before each of its steps
+        self.before_answer: Callable[[], None] = lambda: None
+        self.before_step: Callable[[int], None] = lambda step: None
         self.closed = False
 
     def __enter__(self) -> "FakeLLM":
@@ -158,6 +173,9 @@ class FakeLLM:
             steps=self.steps,
             transitions=turns,
         )
+
+    def prompt_progress(self) -> tuple[int, int] | None:
+        return self.progress
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
@@ -221,8 +239,10 @@ class FakeLLM:
         room = min(params.max_tokens or 10**9, self.built.max_model_len - len(ids))
         finished = False
         try:
+            self.before_answer()
             step = 0
             while not finished:
+                self.before_step(step)
                 time.sleep(PAUSE if slow else 0)
                 word = answer[step % len(answer)]
                 step += 1

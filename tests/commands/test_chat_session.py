@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import ChatSession, Message, Steps, last_log
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.commands.chat_session import ChatSession, Steps
+from nanoserve.commands.conversations import Message, find
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from nanoserve.text.answers.forms import AnswerParser
 from nanoserve.text.answers.harmony import HarmonyAnswers
@@ -24,6 +25,29 @@ def make_session(**settings: Any) -> tuple[ChatSession, list[str]]:
     llm: Any = FakeLLM(max_model_len=settings.pop("max_model_len", 200))
     model = LocalModel("storyteller", lambda *_: llm, notices.append, settings.pop("seed", None))
     return ChatSession(model, notify=notices.append, **settings), notices
+
+
+class Models:
+    """Models of any name but "missing"; "broken" cannot be loaded. ``opened`` are all so far."""
+
+    def __init__(self, *, max_model_len: int = 200) -> None:
+        self.opened: list[LocalModel] = []
+        self._max_model_len = max_model_len
+
+    def open(self, name: str | None) -> LocalModel:
+        if name == "missing":
+            raise ModelError("no model is called missing")
+
+        def load(*_: object) -> Any:
+            if name == "broken":
+                raise ModelError("the weights are cut short")
+            return FakeLLM(name, max_model_len=self._max_model_len)
+
+        self.opened.append(LocalModel(str(name), load, print, None))
+        return self.opened[-1]
+
+    def listed(self) -> list[tuple[str, str]]:
+        return [("storyteller", "8.3 MiB, bundled"), ("other", "1.0 GiB, hub cache")]
 
 
 def fake(session: ChatSession) -> FakeLLM:
@@ -288,11 +312,11 @@ def contents(session: ChatSession) -> list[str]:
 def test_a_conversation_is_logged_turn_by_turn_and_continued(tmp_path: Path) -> None:
     session, _ = make_session(system="Rule.", settings={"seed": 3}, logs=tmp_path / "logs")
     with pytest.raises(UsageError, match="no conversation to continue"):
-        last_log(tmp_path / "logs")
+        find(tmp_path / "logs", None)
     for question in ("one", "two"):
         answer(session, question)
         other, _ = make_session()
-        other.load(last_log(tmp_path / "logs"))
+        other.load(find(tmp_path / "logs", None))
         assert (other.messages(), other.settings) == (session.messages(), session.settings)
     (log,) = (tmp_path / "logs").iterdir()
     assert len(log.read_text().splitlines()) == 2
@@ -302,8 +326,8 @@ def test_a_conversation_is_logged_turn_by_turn_and_continued(tmp_path: Path) -> 
     other.load(log)
     assert contents(other) == ["one", "You said: one"]
     answer(other, "three")  # goes into a new file, with what was before
-    assert last_log(tmp_path / "logs") != log
-    session.load(last_log(tmp_path / "logs"))
+    assert find(tmp_path / "logs", None) != log
+    session.load(find(tmp_path / "logs", None))
     assert contents(session)[::2] == ["one", "three"]
 
 
@@ -315,27 +339,27 @@ def test_what_is_taken_back_or_dropped(tmp_path: Path) -> None:
         answer(session, question)
     session.undo()
     kept, _ = make_session()
-    kept.load(last_log(tmp_path))
+    kept.load(find(tmp_path, None))
     assert len(session.turns) < len(kept.turns)
     assert contents(kept)[::2] == questions[:3]
     list(session.regenerate(first(1)))
     list(session.regenerate(first(0)))  # without a new answer
-    kept.load(last_log(tmp_path))
+    kept.load(find(tmp_path, None))
     assert contents(kept)[-2:] == [questions[2], "You "]
     session.reset()
     answer(session, "new")
-    kept.load(last_log(tmp_path))
+    kept.load(find(tmp_path, None))
     assert contents(kept) == ["new", "You said: new"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_only_so_many_logs_are_kept(tmp_path: Path) -> None:
-    for number in range(120):
-        (tmp_path / f"2000-{number:03}.jsonl").touch()
+    for number in range(1020):
+        (tmp_path / f"2000-{number:04}.jsonl").touch()
     session, _ = make_session(logs=tmp_path)
     answer(session, "one")
-    assert len(names := sorted(os.listdir(tmp_path))) == 100
-    assert names[0] == "2000-021.jsonl" and tmp_path / names[-1] == last_log(tmp_path)
+    assert len(names := sorted(os.listdir(tmp_path))) == 1000
+    assert names[0] == "2000-0021.jsonl" and tmp_path / names[-1] == find(tmp_path, None)
 
 
 def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoserve.commands.chat import ChatOptions, Conversation
-from nanoserve.commands.chat_session import ChatSession, Message
-from nanoserve.commands.remote_model import RemoteModel
+from nanoserve.commands.chat_session import ChatSession
+from nanoserve.commands.conversations import Message
+from nanoserve.commands.remote_model import RemoteModel, RemoteModels
 from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.server.client.address import parse_url
@@ -206,7 +208,7 @@ def test_an_answer_that_is_stopped_is_counted_in_chunks() -> None:
         assert [text for _, text in pieces] == ["Hello"]
     assert session.turns[-1] == Message("assistant", "Hello", interrupted=True)
     assert session.last_answer is not None
-    assert session.last_answer.line(None) == "1 new, interrupted · TTFT 1.00 s"
+    assert session.last_answer.line(1.0) == "interrupted · 1 token · the first after 1.00 s"
 
 
 def test_reasoning_in_either_dialect() -> None:
@@ -331,7 +333,9 @@ def test_a_server_that_counts_is_asked_before() -> None:
 def test_the_commands_of_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign(chat=HELLO) as server:
         session, _ = session_with(server)
-        conversation = Conversation(session, ChatOptions(plain=True))
+        client = ApiClient(parse_url(server.url))
+        models = RemoteModels(client, print)
+        conversation = Conversation(session, ChatOptions(plain=True), models)
 
         def said(line: str) -> str:
             conversation.obey(line)
@@ -372,3 +376,32 @@ def test_neither_torch_nor_an_engine_is_needed() -> None:
             stdin=subprocess.DEVNULL,
         )
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello there\n", "")
+
+
+def test_models_of_a_server_are_listed_and_switched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cards = as_json({"data": [{"id": "parrot", "max_model_len": 4096}, {"id": "b"}]})
+    (tmp_path / "notes").write_text("x")
+    with foreign(chat=HELLO, models=cards) as server:
+        server.script["/tokenize"] = lambda asked: as_json(
+            {"count": 7 if "prompt" in asked.body else 9}
+        )
+        session, _ = session_with(server)
+        models = RemoteModels(ApiClient(parse_url(server.url)), print)
+        conversation = Conversation(session, ChatOptions(plain=True), models)
+        answer(session, "hi")
+        for line in ("/models", f"/file {tmp_path / 'notes'}", "/model b"):
+            conversation.obey(line)
+        said = capsys.readouterr().err.splitlines()
+        answer(session, "again")
+        (_, body) = server.bodies("/v1/chat/completions")
+        (counted,) = [body for body in server.bodies("/tokenize") if "prompt" in body]
+    assert said == [
+        "* parrot  context of 4,096",
+        "  b",
+        f"{tmp_path / 'notes'}, 7 tokens, goes with the next message",
+        "this is b; the conversation goes on",
+    ]
+    assert counted == {"model": "parrot", "prompt": "notes:\n\nx", "add_special_tokens": False}
+    assert body["model"] == "b" and len(body["messages"]) == 3

@@ -2,6 +2,9 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from tests.commands.fake_llm import FakeLLM
 
@@ -76,3 +79,27 @@ def test_thinking_sets_the_switch_of_the_template(command: Run, fake: list[FakeL
         assert fake[-1].template_arguments == [told]
     code, _, err = command("chat", "hello", "--thinking", "perhaps")
     assert code == 2 and "on, off" in err
+
+
+def test_one_answer_is_a_conversation_that_can_be_continued(
+    command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    logs = tmp_path / "nanoserve" / "conversations"
+    command("chat", "one")
+    (name,) = (path.stem for path in logs.iterdir())
+    command("chat", "two", "--json")
+    command("chat", "three", "--no-history")
+    assert len(list(logs.iterdir())) == 2
+    assert command("chat", "--continue", name, stdin=b"and then?")[1] == "You said: and then?\n"
+    asked = [[message["content"] for message in llm.prompts[0]] for llm in fake]
+    assert asked[-1] == ["one", "You said: one", "and then?"]
+    command("chat", "--continue", "and now?")  # a message, of the newest conversation
+    assert [message["content"] for message in fake[-1].prompts[0]] == [
+        *("one", "You said: one", "and then?", "You said: and then?", "and now?")
+    ]
+    code, _, err = command("chat", "--continue", "1999", stdin=b"x")
+    assert (code, err) == (
+        2,
+        "nanoserve: no conversation is called 1999; in a chat, /conversations lists them\n",
+    )

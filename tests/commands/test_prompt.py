@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 
 from nanoserve.commands.prompt import ChatPrompt, edit_text, private_file, state_directory
@@ -43,6 +44,20 @@ def test_lines_pastes_and_blocks(keys: Any) -> None:
     assert prompt.read() == " /not a command\n\ntwo"
     keys.send_text('"""one line"""' + ENTER)
     assert prompt.read() == " one line"
+
+
+def test_a_message_of_several_lines_is_one_entry_of_the_history(keys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    prompt = ChatPrompt(path, [])
+    for line in ('"""one', "", 'two"""'):
+        keys.send_text(line + ENTER)
+    assert prompt.read() == " one\n\ntwo"
+    keys.send_text(f"{PASTE_BEGINS}three\nfour{PASTE_ENDS}{ENTER}")
+    assert prompt.read() == "three\nfour"
+    entries = list(FileHistory(str(path)).load_history_strings())
+    assert entries == ["three\nfour", '"""one\n\ntwo"""']
+    keys.send_text("\x1b[A\x1b[A\x1b[A" + ENTER)  # up, over the two lines of the newest
+    assert ChatPrompt(path, []).read() == " one\n\ntwo"
 
 
 def test_control_keys(keys: Any) -> None:

@@ -21,7 +21,7 @@ from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import StopOnInterrupt, remark, say
 from tests.commands.conftest import ROOT
 from tests.commands.screen import Screen
-from tests.commands.test_chat_session import ChatSession, make_session
+from tests.commands.test_chat_session import ChatSession, Models, make_session
 
 PATIENCE = 240.0  # seconds; a busy machine starts processes slowly
 
@@ -34,11 +34,14 @@ class Terminal:
         self,
         *arguments: str,
         state: Path,
-        module: str = "tests.commands.fake_llm",
+        module: str | None = "tests.commands.fake_llm",
         columns: int = 80,
     ) -> None:
+        """``module`` None runs Python with these arguments."""
         self.shown = ""
-        words = [sys.executable, "-m", module, *arguments]
+        words = [sys.executable, *arguments]
+        if module is not None:
+            words[1:1] = ["-m", module]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
@@ -98,7 +101,7 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
     chat.wait_for(">>>")
     chat.type("some **bold** words\r")
     chat.wait_for("You said: some \x1b[1mbold\x1b[0m words")  # rendered in place
-    assert "TTFT 0.50 s" in chat.wait_for("/200")
+    chat.wait_for_match(r"5 tokens · 10.0 tokens/s · the first after \d+.\d\d s")
     chat.type("slowly\r")
     chat.wait_for("You said: slowly")
     chat.type("\x03")
@@ -109,7 +112,7 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
     chat.type("/bogus\r")
     chat.wait_for("unknown command /bogus")
     chat.type("fail\r")
-    chat.wait_for("nanoserve: the executor died")
+    chat.wait_for("\x1b[2mthe executor died\x1b[0m")  # as all notices: no name before it
     chat.wait_for(">>>")
     chat.type("\x04")
     assert chat.exit_code() == 0
@@ -123,7 +126,7 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
         ("broken", ["unexpected ZeroDivisionError"], 1),
         ("loading", [">>>", "\x04"], 0),
         ("loading", [">>>", "/help\r", "this list", "/exit\r"], 0),
-        ("loading", [">>>", "hi\r", "load ", "\x03", "nanoserve: interrupted"], 130),
+        ("loading", [">>>", "hi\r", "loading ", "\x03", "nanoserve: interrupted"], 130),
     ],
 )
 def test_a_chat_ends_while_its_model_loads(
@@ -211,8 +214,9 @@ def converse(
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
+    session.notify = chat_command.notice
     chat_command.Conversation(
-        session, chat_command.ChatOptions(model="fake", plain=plain, no_history=True)
+        session, chat_command.ChatOptions(model="fake", plain=plain, no_history=True), Models()
     ).run()
 
 
@@ -233,8 +237,8 @@ def test_a_notice_stands_below_the_answer(monkeypatch: pytest.MonkeyPatch, *, pl
     converse(monkeypatch, session, "a b c d e f g", plain=plain)
     assert screen.text.replace("\n\n", "\n").splitlines()[2:5] == [
         "You said: a b c",
-        "nanoserve: the answer was cut where the",
-        "context ends",
+        "the answer was cut where the context",
+        "ends",
     ]
     assert screen.text.count("You said") == 1
 
@@ -307,7 +311,7 @@ def test_the_last_conversation_goes_on(tmp_path: Path) -> None:
         terminal.wait_for(">>>")
         terminal.type(f"{question}\r")
         terminal.wait_for(f"You said: {question}")
-        terminal.wait_for("/200")
+        terminal.wait_for("the first after")
         os.kill(terminal.process, signal.SIGKILL)  # nothing is lost
         assert terminal.exit_code() == -signal.SIGKILL
         os.close(terminal.descriptor)
@@ -316,6 +320,17 @@ def test_the_last_conversation_goes_on(tmp_path: Path) -> None:
     os.close(terminal.descriptor)
     newest = max((tmp_path / "nanoserve" / "conversations").iterdir()).read_text()
     assert all(f"You said: {word}" in newest for word in ("one", "two", "three"))
+
+
+def test_ctrl_d_in_an_answer_leaves_behind_it(tmp_path: Path) -> None:
+    terminal = Terminal("chat", "--max-tokens", "40", state=tmp_path)
+    terminal.wait_for(">>>")
+    terminal.type("slowly\r")
+    terminal.wait_for("You said: slowly")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "40 tokens" in terminal.shown
+    os.close(terminal.descriptor)
 
 
 def test_no_history(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_the_first_layout_is_in_place_and_the_other_can_be(tmp_path: Path) -> No
     write_checkpoint("llama", tmp_path)
     weights, told = load(tmp_path)
     size = sum(parameter.nbytes for parameter in weights.decoders[0].parameters())
-    assert told[-1] == ("load", size, size)
+    assert told[-1] == ("loading", size, size)
     for layout, decoder in enumerate(weights.decoders):
         weights.fill(layout)
         loaded, _ = load_model(tmp_path, "fp32", shard=decoder.shard, group=ThreadGroup.alone())

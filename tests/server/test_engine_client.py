@@ -32,6 +32,7 @@ from nanoserve.server.messages import (
     Command,
     EngineFacts,
     EngineStart,
+    LoadProgress,
     SampleUpdate,
     StepReport,
     Stop,
@@ -134,6 +135,23 @@ def test_tokens_with_which_the_tokenizer_fails_end_their_request_alone(
     with pytest.raises(ModelError, match="fails with these tokens"):
         broken.whole()
     assert sound.whole().outputs[0].text == "f" and front.client.state is EngineState.READY
+
+
+def test_ready_says_how_far_a_start_is(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    front.client.state = EngineState.LOADING  # as before the first engine
+    front.client._starting_since = 98.5
+    child = cast(EngineChild, front.child)
+    assert front.ready() == "503: the model is being loaded: loading 1 s"
+    front.client._take(LoadProgress("loading", 9, 20), child)
+    clock.now = 102.5
+    assert front.client.waiting == ("loading", "45%")
+    assert front.ready() == "503: the model is being loaded: loading 45%, 4 s"
+    front.client._take(LoadProgress("compiling layers", 0, 1), child)
+    assert front.ready() == "503: the model is being loaded: compiling layers 4 s"
+    front.client._take(FACTS, child)
+    assert front.ready() == "200" and front.client.waiting is None
 
 
 def test_ready_says_no_while_workers_are_gone(front: Front) -> None:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from nanoserve.utils.interrupts import deferred_interrupts
+from nanoserve.utils.interrupts import deferred_interrupts, prompt_interrupts
 
 
 def _press(times: int) -> None:
@@ -39,3 +39,16 @@ def test_it_stays_an_interrupt_when_a_library_makes_another_error_of_it() -> Non
 def test_errors_without_one_are_left_alone() -> None:
     with pytest.raises(ValueError, match="as it was"), deferred_interrupts():
         raise ValueError("as it was")
+
+
+def test_what_is_left_for_good_is_not_deferred() -> None:
+    reached = []
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), prompt_interrupts(), deferred_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the line after it")
+    assert reached == []
+    assert signal.getsignal(signal.SIGINT) is handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
+    with prompt_interrupts():
+        signal.raise_signal(signal.SIGINT)

@@ -60,7 +60,7 @@ def test_the_offline_api_prepares_itself() -> None:
 
 @pytest.mark.parametrize("command", ["generate x", "bench latency", "bench throughput"])
 def test_commands_set_the_threads_before_torch_is_imported(command: str) -> None:
-    words = [*command.split(), "--threads", "1", "--model", "./missing"]
+    words = [*command.split(), "--threads", "1"]
     found = shown_by(SHOW_ENVIRONMENT + f"from nanoserve.commands.main import main; main({words})")
     assert found == ["1", str(SPIN_COUNT)]
 
@@ -90,3 +90,16 @@ def test_two_threads_of_a_core_count_once_and_a_limit_counts(tmp_path: Path) -> 
 @pytest.mark.parametrize(("together", "each"), [("8", 2), ("9", 2), ("2", 1), ("8,2", 2)])
 def test_the_workers_of_a_machine_share_its_threads(together: str, each: int) -> None:
     assert threads_of_each(4, {"OMP_NUM_THREADS": together}) == each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_library_of_torch_is_loaded_without_torch() -> None:
+    program = (
+        "import sys; from nanoserve.utils.threads import load_library_of_torch;"
+        "load_library_of_torch();"
+        "print('libtorch_cpu.so' in open('/proc/self/maps').read(), 'torch' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "True False\n"

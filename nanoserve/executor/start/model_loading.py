@@ -287,13 +287,13 @@ def load_decoder(
     ModelError if the model cannot be used; UsageError if a setting makes no sense for it;
     RuntimeFailure if the memory does not suffice."""
     settings: dict[str, Any] = {"shard": shard, "group": group, "quantization": config.quantization}
+    told = None if progress is None else partial(progress, "loading")
     with _loading(resolved, config, device):
         if resolved.directory is None:
             from nanoserve.models.dummy import make_dummy_model
 
-            decoder, model = make_dummy_model(resolved.name, config.dtype, device, **settings)
+            decoder, model = make_dummy_model(resolved.name, config.dtype, device, told, **settings)
         else:
-            told = None if progress is None else partial(progress, "load")
             decoder, model = load_model(resolved.directory, config.dtype, device, told, **settings)
     if (used := with_cache_groups(model, config)) is not model:
         numbers = used.layer_kv_numbers(decoder.shard.degree)
@@ -320,7 +320,7 @@ def load_layouts(
     model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
     directory = resolved.directory
     assert directory is not None, "weights that are read more than once are in files"
-    told = None if progress is None else partial(progress, "load")
+    told = None if progress is None else partial(progress, "loading")
     with _loading(resolved, config, device):
         dtype = resolve_dtype(config.dtype, device, model.dtype)
         return ReshardableWeights(

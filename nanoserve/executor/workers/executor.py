@@ -301,7 +301,7 @@ class WorkersExecutor:
     def _show_start(self) -> None:
         """Show how many workers run: each imports torch long before it loads."""
         if self._progress is not None:
-            self._progress("start workers", self._ready, self.num_workers)
+            self._progress("starting workers", self._ready, self.num_workers)
 
     def _allocate(self) -> None:
         """Once all have loaded, tell them how large the KV cache is, the same in every life.

@@ -213,6 +213,16 @@ class _ModelList(msgspec.Struct, frozen=True):
     data: tuple[ModelCard, ...]
 
 
+def served_models(client: ApiClient) -> tuple[ModelCard, ...]:
+    """The models that the server lists. Raises NanoserveError if it cannot be reached, or
+    refuses."""
+    path = f"{client.address.api}/models"
+    try:
+        return msgspec.convert(client.ask(path), _ModelList).data
+    except msgspec.ValidationError as error:
+        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
+
+
 def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
     """The wanted model, or the first that the server lists; ``notify`` gets a line if there are
     several.
@@ -222,10 +232,7 @@ def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], 
     listed.
     """
     try:
-        path = f"{client.address.api}/models"
-        found = msgspec.convert(client.ask(path), _ModelList).data
-    except msgspec.ValidationError as error:
-        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
+        found = served_models(client)
     except ServerRefused as error:
         if wanted is None or error.status not in NO_SUCH_PATH:
             raise

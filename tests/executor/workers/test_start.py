@@ -52,7 +52,7 @@ def test_the_start_is_shown_before_anything_loads_and_until_all_are_ready(
         model=dummy_config("smollm2-135m"),
         progress=lambda stage, done, total: told.append((stage, done, total)),
     )
-    start = "start workers"
+    start = "starting workers"
     assert told == [(start, 0, 2), ("load", 2, 5), (start, 1, 2), ("load", 5, 5), (start, 2, 2)]
 
 

@@ -1,0 +1,42 @@
+"""Where a chat has its models from: this machine, or a server."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from nanoserve.commands.answers import LocalModel
+from nanoserve.engine_config import EngineConfig
+from nanoserve.models.hub import known_models
+from nanoserve.utils.sizes import format_size
+
+if TYPE_CHECKING:
+    from nanoserve.commands.chat import ChatOptions
+    from nanoserve.commands.remote_model import RemoteModel
+
+
+class ModelSource(Protocol):
+    def open(self, name: str | None) -> "LocalModel | RemoteModel":
+        """The model of that name, or the default one; it may still have to load. Raises
+        NanoserveError if there is none."""
+
+    def listed(self) -> Iterable[tuple[str, str]]:
+        """The name of each model that can be opened, and what else is known of it."""
+
+
+class LocalModels:
+    """Models that run in this process, each with the options of the command."""
+
+    def __init__(self, options: "ChatOptions", notify: Callable[[str], None]) -> None:
+        self._options, self._notify = options, notify
+
+    def open(self, name: str | None) -> LocalModel:
+        options = replace(self._options, model=name)
+        # wrong settings are refused before anything is downloaded
+        EngineConfig(**options.settings())
+        found = options.find_model()
+        return LocalModel(found.name, partial(options.open_llm, found), self._notify, options.seed)
+
+    def listed(self) -> Iterable[tuple[str, str]]:
+        for name, size, place in known_models():
+            yield name, f"{format_size(size)}, {place}"
