@@ -25,7 +25,6 @@ DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "a
 """Drafters by name, each with the argument behind its colon."""
 HEADS = ("eagle", "medusa")
 """Drafters that read the model's hidden states."""
-MOST_DENOISING_STEPS = 1024
 DRAFTER_NAMES = tuple(f"{name}:{named}".removesuffix(":") for name, named in DRAFTERS.items())
 
 
@@ -55,69 +54,49 @@ def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
     return settings
 
 
-DENOISING_STRATEGIES = ("confidence", "static")
+_STEPS = (0.0, 0.0, 1024.0)
+DENOISING: dict[str, dict[str, tuple[float, float, float]]] = {
+    "confidence": {"threshold": (0.85, 0.0, 1.0), "steps": _STEPS},
+    "static": {"steps": _STEPS},
+    "entropy": {"bound": (0.35, 0.0, 1e6)},
+}
+"""How a diffusion model may settle the tokens of a canvas: the settings of each way, with the
+default, and the least and the largest value. The defaults are those of SDAR's own script. Steps are
+those that the positions of a whole canvas are shared out to; 0: one for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denoising:
-    """How a diffusion model settles the tokens of its canvases, as ``--denoising`` names it.
-
-    confidence: a step settles all positions whose token has more than `threshold` of the
-    probability, and at least its share of them, the most confident ones; static: exactly its share.
-    """
+    """How a diffusion model settles the tokens of a canvas, as ``--denoising`` names it."""
 
     strategy: str = "confidence"
-    threshold: float = 0.85
-    """The default of SDAR's own script."""
-    steps: int = 0
-    """Denoising steps that the positions of a whole canvas are shared out to; 0: one for each
-    position."""
+    settings: dict[str, float] = field(
+        default_factory=lambda: {name: each[0] for name, each in DENOISING["confidence"].items()}
+    )
 
     @classmethod
     def parse(cls, text: str) -> "Denoising":
         """Read "confidence:threshold=0.9" or "static:steps=2". Raises UsageError if it makes no
         sense."""
         strategy, *words = text.split(":")
-        if strategy not in DENOISING_STRATEGIES:
-            raise UsageError(
-                f"--denoising {shown(text)}: choose one of {', '.join(DENOISING_STRATEGIES)}"
-            )
-        found = dict[str, str]()
+        asked = f"--denoising {shown(text)}"
+        if strategy not in DENOISING:
+            raise UsageError(f"{asked}: choose one of {', '.join(DENOISING)}")
+        known = DENOISING[strategy]
+        settings = dict[str, float]()
         for word in words:
             name, _, value = word.partition("=")
-            found[name] = value
-        known = {"steps"}
-        if strategy == "confidence":
-            known.add("threshold")
-        if len(found) < len(words) or not found.keys() <= known:
-            raise UsageError(
-                f"--denoising {shown(text)}: {strategy} has {' and '.join(sorted(known))}, each "
-                "once, as steps=2"
-            )
-        try:
-            made = cls(strategy, float(found.get("threshold", 0.85)), int(found.get("steps", 0)))
-        except ValueError:
-            raise UsageError(
-                f"--denoising {shown(text)}: threshold is a number and steps a whole number"
-            ) from None
-        if not 0 <= made.threshold <= 1 or not 0 <= made.steps <= MOST_DENOISING_STEPS:
-            raise UsageError(
-                f"--denoising {shown(text)}: threshold must be from 0 to 1, and steps from 1 to "
-                f"{MOST_DENOISING_STEPS}"
-            )
-        return made
-
-    def share(self, step: int, length: int) -> int:
-        """Positions that a denoising step, from 0, has at least to settle in a canvas of this
-        length: equal shares, of which the first ones have one more where they do not come out
-        even."""
-        steps = length
-        if 0 < self.steps < length:
-            steps = self.steps
-        share, rest = divmod(length, steps)
-        if step < rest:
-            share += 1
-        return share
+            if name not in known or name in settings:
+                raise UsageError(f"{asked}: {strategy} has {' and '.join(known)}, each once")
+            try:
+                settings[name] = float(value)
+            except ValueError:
+                raise UsageError(f"{asked}: say {name}=NUMBER") from None
+            _, least, most = known[name]
+            if not least <= settings[name] <= most:
+                raise UsageError(f"{asked}: {name} must be from {least:g} to {most:g}")
+        defaults = {name: each[0] for name, each in known.items()}
+        return cls(strategy, defaults | settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +141,8 @@ class EngineConfig:
     )
     denoising: str | None = setting(
         None,
-        "How a diffusion model settles tokens: confidence or static, as confidence:threshold=0.9 "
-        "or static:steps=2; default: confidence.",
+        f"How a diffusion model settles tokens: {', '.join(DENOISING)}, as "
+        "confidence:threshold=0.9; default: confidence.",
     )
     offline: bool = setting(False, "Never use the network.")
     seed: int | None = setting(None, "Makes the run repeatable; default: a new one each time.")

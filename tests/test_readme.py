@@ -86,6 +86,7 @@ FAMILIES = {
     "LFM2 (also MoE)": {"lfm2", "lfm2_moe"},
     "Nemotron-H": {"nemotron_h"},
     "Qwen3-Next": {"qwen3_next"},
+    "SDAR": {"sdar"},
     "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},
 }
 """The model_type of Hugging Face for each name in the table of what is here."""

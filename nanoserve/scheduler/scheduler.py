@@ -325,11 +325,9 @@ class Scheduler:
             elif not row.sample:
                 continue
             elif sequence.finish_reason is None:  # else it was ended while in flight
+                if sequence.status is _PREFILL or sequence.first_token_time is None:
+                    self._begin_decoding(sequence, answer, now)
                 new_tokens = answer.tokens
-                if sequence.status is _PREFILL:
-                    sequence.move_to(_DECODE)
-                if sequence.first_token_time is None and new_tokens:
-                    self._note_first_token(sequence, now)
                 tokens = sequence.tokens
                 is_plain = len(new_tokens) == 1 and not answer.logprobs and not answer.complete
                 is_last = len(tokens) + 1 >= sequence.max_length
@@ -357,12 +355,16 @@ class Scheduler:
         self.table.outstanding += gained
         return updates
 
-    def _note_first_token(self, sequence: Sequence, now: float) -> None:
-        """A sequence has its first token. Of a request, the first one counts its prompt."""
-        family = self.table.requests[sequence.request.request_id]
-        if all(one.first_token_time is None for one in family):
-            self.prompt_tokens += sequence.prompt_length
-        sequence.first_token_time = now
+    def _begin_decoding(self, sequence: Sequence, answer: Answer, now: float) -> None:
+        """The prompt of a sequence is computed, and the answer may have its first token."""
+        if sequence.status is _PREFILL:
+            sequence.move_to(_DECODE)
+        # else it is here again after a preemption, or its first canvas is not settled
+        if sequence.first_token_time is None and answer.tokens:
+            family = self.table.requests[sequence.request.request_id]
+            if all(one.first_token_time is None for one in family):
+                self.prompt_tokens += sequence.prompt_length
+            sequence.first_token_time = now
 
     def _extend(self, sequence: Sequence, answer: Answer, now: float) -> tuple[int, ...]:
         """Give a sequence its tokens, and end it if it has all of them then. Returns the tokens

@@ -4,7 +4,7 @@ SDAR's layers are those of Qwen3, so transformers' Qwen3 with an explicit mask i
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,12 +49,18 @@ class Generation:
     threshold: float | None = 0.85
     """None: the strategy low_confidence_static, else low_confidence_dynamic."""
     steps: int | None = None
+    bound: float | None = None
+    """With it, the positions of lowest entropy are settled while the sum of their entropies less
+    the largest is at most that, whatever the strategy (arXiv 2505.24857)."""
     passes: int = 0
     """Denoising steps so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens of the last answer, in the step that settled each."""
 
     def answer(self, prompt: tuple[int, ...], most: int, end: int | None = END_TOKEN) -> list[int]:
         """Write block after block until there are `most` tokens, or an end token."""
         tokens = list(prompt)
+        self.logprobs = []
         while len(tokens) < len(prompt) + most:
             fixed = len(tokens) % self.length
             tokens += [MASK_TOKEN] * (self.length - fixed)
@@ -66,6 +72,7 @@ class Generation:
 
     def _settle(self, tokens: list[int]) -> None:
         first = len(tokens) - self.length
+        found = dict[int, float]()
         number = self.steps or self.length
         shares = [self.length // number] * number
         for step in range(self.length % number):
@@ -73,15 +80,27 @@ class Generation:
         for share in shares:
             masked = [at for at in range(first, len(tokens)) if tokens[at] == MASK_TOKEN]
             if not masked:
-                return
+                break
             self.passes += 1
             logits = block_causal_logits(self.model, tokens, self.length).clone()
+            logprobs = logits.log_softmax(-1)
             logits[:, MASK_TOKEN] = -torch.inf
             confidence, best = logits.softmax(-1).max(-1)
             chosen = sorted(masked, key=lambda at: -float(confidence[at]))[:share]
-            if self.threshold is not None:
+            if self.bound is not None:
+                chosen = self._within_bound(logits, masked)
+            elif self.threshold is not None:
                 sure = [at for at in masked if confidence[at] > self.threshold]
                 if len(sure) >= share:
                     chosen = sure
             for at in chosen:
                 tokens[at] = int(best[at])
+                found[at] = float(logprobs[at, best[at]])
+        self.logprobs += [found[at] for at in sorted(found)]
+
+    def _within_bound(self, logits: Tensor, masked: list[int]) -> list[int]:
+        entropies = torch.distributions.Categorical(logits=logits[:, :MASK_TOKEN]).entropy()
+        ascending = sorted(masked, key=lambda at: float(entropies[at]))
+        sums = [float(entropies[ascending[:count]].sum()) for count in range(len(ascending))]
+        assert self.bound is not None
+        return [at for at, before in zip(ascending, sums, strict=True) if before <= self.bound]

@@ -10,14 +10,18 @@ from transformers import PreTrainedModel
 
 from nanoserve.engine.assembly import build_engine
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import UsageError
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
-from nanoserve.request import Request, SamplingParams
+from nanoserve.request import Request, SamplingParams, TokenLogprob
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
-from tests.oracle.checkpoints import VOCAB_SIZE
+from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.oracle.sdar import END_TOKEN, MASK_TOKEN, Generation, block_causal_logits, make_sdar
 from tests.oracle.test_families import TOLERANCE, dense_logits
+from triton_ops.cpu import cpu_operators
 
 LENGTH = 4
 GREEDY = {"temperature": 0.0, "max_tokens": 14}
@@ -40,6 +44,7 @@ class Run:
         self.plans: list[StepPlan] = []
         self.outputs: Outputs = {}
         self.gains = list[int]()
+        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         engine = built.engine
         self.scheduler: Scheduler = engine.scheduler  # type: ignore[attr-defined]
         self.scheduler.observers.append(self)  # type: ignore[arg-type]
@@ -52,6 +57,7 @@ class Run:
                     key = update.request_id, update.index
                     self.outputs.setdefault(key, []).extend(update.new_tokens)
                     self.gains.append(len(update.new_tokens))
+                    self.logprobs[key] = update.sequence.logprobs
         finally:
             engine.close()
         assert self.scheduler.pool.free_blocks == self.scheduler.pool.num_blocks
@@ -97,8 +103,9 @@ def test_logits_are_those_of_transformers(checkpoint: tuple[Path, PreTrainedMode
 
 STRATEGIES = {
     "confidence": Generation(None, LENGTH),  # type: ignore[arg-type]
-    "confidence:threshold=0.2": Generation(None, LENGTH, 0.2),  # type: ignore[arg-type]
-    "confidence:threshold=0.2:steps=2": Generation(None, LENGTH, 0.2, 2),  # type: ignore[arg-type]
+    "confidence:threshold=0.1": Generation(None, LENGTH, 0.1),  # type: ignore[arg-type]
+    "confidence:threshold=0.1:steps=2": Generation(None, LENGTH, 0.1, 2),  # type: ignore[arg-type]
+    "entropy:bound=5": Generation(None, LENGTH, bound=5.0),  # type: ignore[arg-type]
     "static": Generation(None, LENGTH, None),  # type: ignore[arg-type]
     "static:steps=3": Generation(None, LENGTH, None, 3),  # type: ignore[arg-type]
 }
@@ -115,3 +122,167 @@ def test_greedy_answers_are_those_of_sdars_own_loop(
     ran = Run(directory, requests_of(prompts()), denoising=denoising)
     assert ran.outputs == expected
     assert ran.denoising_steps == loop.passes
+
+
+def expected_answers(model: PreTrainedModel, most: int = 14) -> Outputs:
+    loop = Generation(model, LENGTH, 0.1)
+    return {(str(n), 0): loop.answer(prompt, most) for n, prompt in enumerate(prompts())}
+
+
+SMALL_STEPS = {
+    "sarathi": {
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "denoising": "confidence:threshold=0.1",
+    },
+    "throttling": {"max_num_batched_tokens": 24, "block_size": 16, "enable_prefix_caching": False},
+    "prefill-first": {"max_num_batched_tokens": 2048, "block_size": 2},
+    "decode-first": {"max_num_batched_tokens": 32, "block_size": 3, "max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("policy", SMALL_STEPS)
+def test_answers_do_not_depend_on_how_they_are_scheduled(
+    policy: str, checkpoint: tuple[Path, PreTrainedModel]
+) -> None:
+    """Chunks, the prefix cache, and canvases of some sequences beside prompts of others."""
+    directory, model = checkpoint
+    settings = {"denoising": "confidence:threshold=0.1", **SMALL_STEPS[policy]}
+    ran = Run(directory, requests_of(prompts()), policy=policy, **settings)
+    assert ran.outputs == expected_answers(model)
+    budget = settings["max_num_batched_tokens"]
+    widths = [[len(row.tokens) for row in plan.rows] for plan in ran.plans]
+    assert all(sum(width) <= budget or len(width) == 1 for width in widths)
+    assert policy != "sarathi" or any(
+        {row.canvas is None for row in plan.rows} == {True, False} for plan in ran.plans
+    )
+
+
+def test_canvases_that_are_preempted_begin_again(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    directory, model = checkpoint
+    memory = 5 * 16 * 2 * 3 * 2 * 32 * 4  # blocks, tokens, keys and values, layers, heads, numbers
+    settings = {"denoising": "confidence:threshold=0.1", "kv_cache_memory": memory}
+    settings |= {"max_model_len": 64, "policy": "prefill-first"}
+    ran = Run(directory, requests_of(prompts()), **settings)
+    assert ran.scheduler.pool.num_blocks == 5
+    assert ran.outputs == expected_answers(model)
+    assert ran.scheduler.table.preemptions > 0
+
+
+def test_an_answer_ends_with_the_first_end_token_of_a_canvas(
+    checkpoint: tuple[Path, PreTrainedModel],
+) -> None:
+    directory, model = checkpoint
+    prompt = prompts()[0]
+    whole = Generation(model, LENGTH).answer(prompt, 14, end=None)
+    end = next(token for place, token in enumerate(whole[:-1]) if (len(prompt) + place) % 4 == 1)
+    request = Request("0", prompt, SamplingParams(**GREEDY), 0, (end,))
+    (answer,) = Run(directory, [request]).outputs.values()
+    assert answer == whole[: whole.index(end) + 1]
+    ignoring = Request("0", prompt, SamplingParams(**GREEDY, ignore_eos=True), 0, (end,))
+    assert list(Run(directory, [ignoring]).outputs.values()) == [whole]
+
+
+def test_tokens_come_a_canvas_at_a_time(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """The first brings what is left of the span in which the prompt ends."""
+    ran = Run(checkpoint[0], [Request("0", prompts()[0], SamplingParams(**GREEDY), 0)])
+    assert [gain for gain in ran.gains if gain] == [3, 4, 4, 3]
+    assert len(ran.gains) == ran.denoising_steps == 3 + 4 * 3
+
+
+def test_log_probabilities_are_those_of_the_step_that_settles_a_token(
+    checkpoint: tuple[Path, PreTrainedModel],
+) -> None:
+    directory, model = checkpoint
+    loop = Generation(model, LENGTH, 0.1)
+    requests = requests_of(prompts()[:2], logprobs=2)
+    ran = Run(directory, requests, denoising="confidence:threshold=0.1")
+    for request in requests:
+        answer = loop.answer(request.prompt, 14)
+        found = ran.logprobs[request.request_id, 0]
+        assert [one.token for one in found] == answer
+        assert [one.logprob for one in found] == pytest.approx(loop.logprobs[:14], abs=TOLERANCE)
+        assert all(one.rank == 1 and len(one.top) == 2 for one in found)
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 10, "n": 2}
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_samples_do_not_depend_on_the_batch(
+    params: dict[str, Any], checkpoint: tuple[Path, PreTrainedModel]
+) -> None:
+    """Samples of a request differ. Each has the tokens that it has alone, again after a
+    preemption."""
+    directory, _ = checkpoint
+    requests = requests_of(prompts()[:3], **SAMPLED | params)
+    together = Run(directory, requests, max_num_batched_tokens=16, block_size=4)
+    alone = {}
+    for request in requests:
+        alone |= Run(directory, [request]).outputs
+    assert together.outputs == alone
+    assert alone["0", 0] != alone["0", 1]
+
+
+@pytest.mark.parametrize(
+    "degree", ["pipeline_parallel", pytest.param("tensor_parallel", marks=pytest.mark.slow)]
+)
+def test_two_workers_give_the_same_answers(
+    degree: str, checkpoint: tuple[Path, PreTrainedModel]
+) -> None:
+    directory, model = checkpoint
+    settings = {"denoising": "confidence:threshold=0.1", "max_num_batched_tokens": 32}
+    ran = Run(directory, requests_of(prompts()), **{degree: 2}, **settings)
+    assert ran.outputs == expected_answers(model)
+
+
+def test_compiled_pieces_give_the_same_answers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    directory, _ = checkpoint
+    decoder, _ = load_model(directory, "fp32")
+    layers = LayerRunner.ahead_of_time(decoder, block_size=16, operators=cpu_operators())
+    assert set(layers._compiled) == {"pre_attention", "post_attention"}
+
+
+REFUSED_SETTINGS = {
+    "--speculate ngram": {"speculate": "ngram"},
+    "--host-kv-memory": {"host_kv_memory": 1 << 20},
+    "--policy neo": {"policy": "neo"},
+    "--policy auto": {"policy": "auto"},
+    "--parallel auto": {"parallel": "auto", "devices": 2},
+    "--device cuda": {"device": "cuda"},
+    "--decode-parallel": {
+        "tensor_parallel": 2,
+        "decode_layout": ParallelLayout(pipeline_parallel=2),
+    },
+    "--max-num-batched-tokens 15": {"max_num_batched_tokens": 15},
+    "--max-model-len 4": {"max_model_len": 4},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED_SETTINGS)
+def test_what_does_not_go_together_with_canvases_is_refused_by_name(
+    named: str, checkpoint: tuple[Path, PreTrainedModel]
+) -> None:
+    with pytest.raises(UsageError, match=f"^{named}: sdar writes 4 tokens at a time[^\n]*$"):
+        Run(checkpoint[0], [], **REFUSED_SETTINGS[named])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"prompt_logprobs": 0}, {"json_schema": "{}"}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}],
+    ids=lambda params: next(iter(params)),
+)
+def test_requests_that_canvases_cannot_carry_out_are_refused_by_name(
+    params: dict[str, Any], checkpoint: tuple[Path, PreTrainedModel]
+) -> None:
+    (name,) = params
+    with pytest.raises(UsageError, match=f"^[^\n]*{name}[^\n]*: the model writes 4 tokens at a"):
+        Run(checkpoint[0], requests_of(prompts()[:1], **params))
+
+
+def test_a_model_without_canvases_is_not_denoised(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with pytest.raises(
+        UsageError, match="--denoising static: qwen3 writes one token after the oth"
+    ):
+        Run(tmp_path, [], denoising="static")

@@ -1,6 +1,6 @@
 """Denoising: the Mechanism that computes canvases, and settles tokens of them in each step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,17 +11,24 @@ from torch import Tensor
 
 from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import Denoising
+from nanoserve.executor.canvas.samplers import (
+    CanvasSampler,
+    Probabilities,
+    make_canvas_sampler,
+)
 from nanoserve.executor.mechanism import Mechanism
-from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
-from nanoserve.executor.step.answers import NOT_NUMBERS, SampledRows
+from nanoserve.executor.sampling.sampler import SamplingState, sample
+from nanoserve.executor.step.answers import NOT_NUMBERS, LogprobColumns, SampledRows
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
+from nanoserve.request import TokenLogprob
 from nanoserve.scheduler.plan import Answer, Row
-from triton_ops.sampling import keep_likely
 
 if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 
+SettledLogprobs = dict[int, dict[int, TokenLogprob]]
+"""Of sequences that want log probabilities, those of the settled tokens, by place in the canvas."""
 _STEP_STRIDE = 1 << 32
 """Positions that lie between two denoising steps in the counter of random numbers: each step draws
 new ones."""
@@ -31,17 +38,23 @@ class CanvasDenoising(Mechanism):
     """Has all rows attend by spans of a canvas's length, and settles tokens of the canvases."""
 
     def __init__(self, canvas: CanvasConfig, denoising: Denoising) -> None:
-        self._canvas, self._denoising = canvas, denoising
+        self._canvas, self._sampler = canvas, make_canvas_sampler(denoising)
         self._spans: dict[int, Tensor] = {}  # of steps that are prepared and have not begun
+        self._logprobs: SettledLogprobs = {}
 
     def attach(self, runner: "ModelRunner") -> None:
         self._runner = runner
         runner.stage_sampled = partial(
-            CanvasRows.of_step, mask_token=self._canvas.mask_token, denoising=self._denoising
+            CanvasRows.of_step,
+            mask_token=self._canvas.mask_token,
+            sampler=self._sampler,
+            settled_logprobs=self._logprobs,
         )
 
     def prepare(self, step: "PreparedStep") -> None:
         """Stage the spans of rows, and have the tokens of canvases count as known."""
+        for sequence in step.plan.end:
+            self._logprobs.pop(sequence, None)
         for row in step.rows:
             record = self._runner.records.get(row.sequence)
             if row.canvas is not None and record is not None:
@@ -75,13 +88,15 @@ class Canvas(NamedTuple):
 @dataclass(slots=True)
 class CanvasRows(SampledRows):
     """The canvases of a step. Tokens are sampled at all positions that are not settled, from the
-    logits at that position, and the most confident ones are kept."""
+    logits at that position, and a canvas sampler says which are kept."""
 
     mask_token: int = -1
-    denoising: Denoising = field(default_factory=Denoising)
+    sampler: CanvasSampler = field(default_factory=lambda: make_canvas_sampler(Denoising()))
+    settled_logprobs: SettledLogprobs = field(default_factory=dict)
+    """What is kept from one step of a canvas to the next."""
     canvases: list[Canvas] = field(default_factory=list)
-    confidences: Tensor | None = None
-    """float32 [N], on the host: the probability of each sampled token."""
+    measured: Tensor | None = None
+    """float32 [N], on the host: what the canvas sampler measures at each position."""
 
     @classmethod
     def of_step(
@@ -92,7 +107,8 @@ class CanvasRows(SampledRows):
         staging: Staging,
         *,
         mask_token: int,
-        denoising: Denoising,
+        sampler: CanvasSampler,
+        settled_logprobs: SettledLogprobs,
     ) -> "CanvasRows | None":
         """Have what the canvases of a step need moved to the device, as `SampledRows.stage`; None
         if it has none."""
@@ -115,7 +131,8 @@ class CanvasRows(SampledRows):
             return None
         sequences = [canvas.sequence for canvas in canvases for _ in canvas.masked]
         staged = cls.at_positions(sequences, states_there, positions, np.array(places), staging)
-        staged.mask_token, staged.denoising, staged.canvases = mask_token, denoising, canvases
+        staged.mask_token, staged.sampler, staged.canvases = mask_token, sampler, canvases
+        staged.settled_logprobs = settled_logprobs
         return staged
 
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
@@ -123,64 +140,56 @@ class CanvasRows(SampledRows):
         logits = decoder.compute_logits(hidden[self.last_tokens])
         if not len(logits):  # another rank gathers them
             return
+        of_masks = logits[:, self.mask_token].clone()
         logits[:, self.mask_token] = -torch.inf
         sampled = sample(logits, self.settings)
         self.tokens, self.valid = results.fetch(sampled.tokens), results.fetch(sampled.valid)
-        self.confidences = results.fetch(confidences(logits, sampled.tokens, self.settings))
+        probabilities = Probabilities(logits, sampled.tokens, self.settings)
+        self.measured = results.fetch(self.sampler.measure(probabilities))
+        if self.asked_places is not None:
+            logits[:, self.mask_token] = of_masks
+            places, most = self.asked_places, max(top for _, top in self.asked)
+            columns = LogprobColumns.of(logits[places], sampled.tokens[places], most)
+            self.logprobs = columns.through(results.fetch)
 
     def answers(self) -> Iterator[Answer]:
         """Settle tokens of each canvas, and answer with the canvas, or with its new tokens once all
         are settled."""
-        if self.tokens is None or self.valid is None or self.confidences is None:
+        if self.tokens is None or self.valid is None or self.measured is None:
             return
         tokens, valid = self.tokens.numpy(), self.valid.numpy()
-        sureness = self.confidences.numpy()
+        measured = self.measured.numpy()
+        logprobs = self.known_logprobs()
         first = 0
         for canvas in self.canvases:
             end = first + len(canvas.masked)
             if not valid[first:end].all():
                 yield Answer(canvas.sequence, error=NOT_NUMBERS)
             else:
-                share = self.denoising.share(canvas.step, len(canvas.tokens))
-                settled = settle(sureness[first:end], share, self.denoising)
+                settled = self.sampler.settle(measured[first:end], canvas.step, len(canvas.tokens))
                 canvas.tokens[canvas.masked[settled]] = tokens[first:end][settled]
-                if len(settled) == len(canvas.masked):
-                    yield Answer(canvas.sequence, tuple(canvas.tokens[canvas.fixed :].tolist()))
-                else:
-                    yield Answer(canvas.sequence, canvas=tuple(canvas.tokens.tolist()))
+                if first in logprobs:
+                    self._keep_logprobs(canvas, settled, first, logprobs)
+                yield self._answer(canvas, is_settled=len(settled) == len(canvas.masked))
             first = end
 
+    def _keep_logprobs(
+        self,
+        canvas: Canvas,
+        settled: np.ndarray,
+        first: int,
+        logprobs: Mapping[int, tuple[TokenLogprob]],
+    ) -> None:
+        """Keep the log probabilities of the tokens that a step settles."""
+        if canvas.step == 0:
+            self.settled_logprobs[canvas.sequence] = {}
+        kept = self.settled_logprobs[canvas.sequence]
+        for place in settled.tolist():
+            (kept[int(canvas.masked[place])],) = logprobs[first + place]
 
-def settle(confidence: np.ndarray, share: int, denoising: Denoising) -> np.ndarray:
-    """Choose which of the positions with these confidences, float32 [M], a step settles (SDAR's
-    generate.py): at least ``share`` of them, as far as there are so many, and of equally confident
-    ones the first."""
-    if denoising.strategy == "confidence":
-        sure = np.flatnonzero(confidence > denoising.threshold)
-        if len(sure) >= share:
-            return sure
-    return np.argsort(-confidence, kind="stable")[:share]
-
-
-def confidences(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> Tensor:
-    """Return the probability of the token that was sampled from each row of logits, float32 [N]:
-    among the tokens that temperature, top_k, top_p and min_p leave, or among all of them where the
-    likeliest token was taken."""
-    chosen = logits.gather(1, tokens[:, None])[:, 0].double()
-    found = (chosen - logits.double().logsumexp(1)).exp()
-    for draw in rows.draws:
-        part = logits[draw.rows]
-        scaled = (part - part.amax(1, keepdim=True)) / draw.temperature[:, None]
-        kept, _ = keep_likely(
-            scaled,
-            draw.top_k,
-            draw.top_p,
-            draw.min_p,
-            draw.largest_top_k,
-            uses_top_p=draw.uses_top_p,
-            uses_min_p=draw.uses_min_p,
-        )
-        chosen = scaled.gather(1, tokens[draw.rows][:, None])[:, 0].double()
-        share = (chosen - kept.double().logsumexp(1)).exp()
-        found = found.index_copy(0, draw.rows, share)
-    return found.float()
+    def _answer(self, canvas: Canvas, *, is_settled: bool) -> Answer:
+        if not is_settled:
+            return Answer(canvas.sequence, canvas=tuple(canvas.tokens.tolist()))
+        kept = self.settled_logprobs.pop(canvas.sequence, {})
+        found = tuple(kept[place] for place in sorted(kept))
+        return Answer(canvas.sequence, tuple(canvas.tokens[canvas.fixed :].tolist()), found)

@@ -267,10 +267,10 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
             f"--max-num-batched-tokens {config.max_num_batched_tokens}: {model.family} writes "
             f"{model.canvas.length} tokens at a time; give at least {least}"
         )
-    if config.max_model_len is not None and config.max_model_len <= model.canvas.length:
+    if config.max_model_len is not None and config.max_model_len < 2 * model.canvas.length:
         raise UsageError(
-            f"--max-model-len {config.max_model_len}: give more than the {model.canvas.length} "
-            f"tokens that {model.family} writes at a time"
+            f"--max-model-len {config.max_model_len}: {model.family} writes "
+            f"{model.canvas.length} tokens at a time; give at least {2 * model.canvas.length}"
         )
 
 

@@ -56,7 +56,6 @@ class Canvases(Extension):
         asked = {
             "penalties, logit_bias and min_tokens": params.adjusts_logits,
             "json_schema": params.json_schema is not None,
-            "logprobs": params.logprobs is not None,
             "prompt_logprobs": params.prompt_logprobs is not None,
         }
         for name, is_asked in asked.items():

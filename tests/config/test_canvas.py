@@ -1,0 +1,86 @@
+"""Models that write canvases, as config.json describes them, and the settings of how they do."""
+
+from typing import Any
+
+import pytest
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.engine_config import Denoising, EngineConfig
+from nanoserve.errors import ModelError, UsageError
+
+SDAR_4B: dict[str, Any] = {
+    "architectures": ["SDARForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "block_size": 4,
+    "mask_token_id": 151669,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "model_type": "sdar",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""As published for SDAR-4B-Chat, without what it says of training."""
+
+
+def test_sdar_is_qwen3_that_writes_blocks() -> None:
+    config = ModelConfig.from_hf(SDAR_4B)
+    qwen = ModelConfig.from_hf(SDAR_4B | {"model_type": "qwen3", "architectures": None})
+    assert config.canvas == CanvasConfig(length=4, mask_token=151669)
+    assert qwen.canvas is None
+    assert (config.attention, config.rope, config.norms) == (qwen.attention, qwen.rope, qwen.norms)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"mask_token_id": 151936}, "mask_token_id 151936 is none of the 151936 tokens"),
+        ({"block_size": 0}, "block_size must be a positive integer"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window is not supported"),
+        ({"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]}, "LLaDA2MoeModelLM"),
+        ({"model_type": "diffusion_gemma", "architectures": None}, "diffusion_gemma"),
+    ],
+)
+def test_other_models_are_refused_in_one_line(changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=f"^config.json: [^\n]*{problem}[^\n]*$"):
+        ModelConfig.from_hf(SDAR_4B | changed)
+
+
+def test_denoising_is_named_with_its_settings() -> None:
+    assert Denoising.parse("confidence") == Denoising()
+    assert Denoising.parse("confidence:threshold=0.9:steps=2").settings == {
+        "threshold": 0.9,
+        "steps": 2,
+    }
+    assert Denoising.parse("entropy").settings == {"bound": 0.35}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("sequential", "choose one of confidence, static, entropy"),
+        ("static:threshold=0.5", "static has steps, each once"),
+        ("static:steps=2:steps=3", "static has steps, each once"),
+        ("confidence:threshold", "say threshold=NUMBER"),
+        ("confidence:threshold=1.5", "threshold must be from 0 to 1"),
+        ("entropy:bound=nan", "bound must be from 0 to 1e"),
+    ],
+)
+def test_denoising_that_makes_no_sense_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"--denoising '?{text}'?: {problem}"):
+        EngineConfig(denoising=text)
