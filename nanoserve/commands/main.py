@@ -37,6 +37,7 @@ HELP = """A compact LLM inference engine.
 [bold]Examples[/bold]
 
   nanoserve chat                                  talk with the bundled model
+  nanoserve run qwen3:0.6b                        with a model by its name
   nanoserve chat "a story about a fox"            one answer
   nanoserve generate "Once upon a time" -n 60     raw completion
   nanoserve generate --file prompts.jsonl --output out.jsonl
@@ -71,6 +72,7 @@ benchmark's name: latency.
 What each figure means is written in docs/benchmarks.md.
 """
 COMMANDS = {
+    "run": "Talk with a model by its name, which is downloaded if it is not on this machine.",
     "chat": "Talk with a model: on a terminal a conversation, else one answer to what is piped in.",
     "generate": "Go on with a text exactly as given, without a chat template.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
@@ -85,7 +87,8 @@ COMMANDS = {
         "Time a model's layers, attention, head and the work around them on this machine, over "
         "their sizes."
     ),
-    "models": "List the models on this machine, with their sizes.",
+    "models": "List the models on this machine and those that can be downloaded by name.",
+    "pull": "Download a model, or what has changed of it, without running it.",
     "policies": (
         "List the scheduling policies: where each comes from, what it is good for, its parameters."
     ),

@@ -112,9 +112,19 @@ def option(
 file_option = partial(option, None, metavar="FILE")
 
 
-def argument(default: Any, help: str, metavar: str | None = None) -> Any:
-    """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
-    metadata = {"help": help, "metavar": metavar, "show_default": False}
+def argument(
+    default: Any,
+    help: str,
+    metavar: str | None = None,
+    suggestions: Callable[[], Iterable[str]] | None = None,
+) -> Any:
+    """A field that is a word of its own, without a flag; the default ``...`` makes it required. The
+    shell completes ``suggestions``, but other values are taken too."""
+    metadata: dict[str, Any] = {"help": help, "metavar": metavar, "show_default": False}
+    if suggestions is not None:
+        metadata["autocompletion"] = lambda incomplete: [
+            word for word in suggestions() if word.startswith(incomplete)
+        ]
     if default is ...:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -151,6 +161,8 @@ def _in_order(group: type[Options]) -> list[Field[Any]]:
         if is_dataclass(base):
             for declared in fields(base):
                 places.setdefault(declared.name, len(places))
+    for name in inspect.get_annotations(group):
+        places[name] = -1
     return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]
 
 

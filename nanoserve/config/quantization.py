@@ -24,11 +24,6 @@ class BlockType:
         """Bits of a value in memory."""
         return 8 * (self.num_bytes + self.added_bytes) / self.size
 
-    @property
-    def stored_bits(self) -> float:
-        """Bits of a value in the file."""
-        return 8 * self.num_bytes / self.size
-
 
 _BLOCK_TYPES = [
     BlockType("F32", 1, 4),
@@ -66,8 +61,6 @@ class Quantization:
     groups: tuple[int, ...] = ()
     """If there are any, each matrix takes the first of them that divides its columns, instead of
     `group`."""
-    is_in_file: bool = False
-    """Whether weights are counted as they are stored, not as they are in memory."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":

@@ -2,7 +2,7 @@
 model.
 
 Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are
-loaded as numbers. `Quantization.is_in_file` counts GGUF and MXFP4 as they are stored instead.
+loaded as numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,10 +113,7 @@ def _bits(
         types = dict(quantization.tensor_types)
         for module in modules:
             kind = BLOCK_TYPES.get(types.get(module.removesuffix(".0"), ""))
-            if kind is None:
-                found.append(None)
-            else:
-                found.append(kind.stored_bits if quantization.is_in_file else kind.loaded_bits)
+            found.append(None if kind is None else kind.loaded_bits)
     elif quantization.is_float or matrix in _KEPT.get(
         quantization.method, ("embedding", "head", "router")
     ):
@@ -135,8 +132,6 @@ def _packed_bits(quantization: Quantization, matrix: str, columns: int, head: in
     columns."""
     method, bits = quantization.method, max(quantization.bits, 4)
     if method == "mxfp4":
-        if quantization.is_in_file:
-            return 4 + 8 / quantization.group  # a scale is an exponent of 8 bits
         bits = 5
     if method == "rounding" and matrix in ("embedding", "head"):
         if quantization.bits == 4 and columns % 256 == 0:

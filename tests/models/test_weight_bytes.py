@@ -15,9 +15,9 @@ from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_checkpoint import decode_blocks
+from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import num_weights
-from nanoserve.models.shapes import find_shape
 from nanoserve.models.shards import make_shards
 from nanoserve.scheduler.work import StepWork
 from tests.models.test_gguf import make_model

@@ -18,7 +18,7 @@ from nanoserve.lab.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
 from nanoserve.lab.commands.bench_options import ResultOptions
 from nanoserve.lab.workloads import parse_lengths, parse_sizes
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.shapes import find_shape
+from nanoserve.models.hub import find_shape
 from nanoserve.request import RequestShape
 
 Phases = Mapping[str, Sequence[OperatorRow]]

@@ -21,8 +21,7 @@ from nanoserve.lab.commands.simulate import StepLimitOptions
 from nanoserve.lab.simulator.planning import PlannedWork, find_candidates
 from nanoserve.lab.simulator.workload import GLLMS_SHAREGPT, named_lengths
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import resolve_model
-from nanoserve.models.shapes import find_shape
+from nanoserve.models.hub import find_shape, resolve_model
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.utils.threads import prepare_threads
 

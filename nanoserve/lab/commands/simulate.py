@@ -34,7 +34,7 @@ from nanoserve.lab.simulator.workload import GLLMS_SHAREGPT, named_lengths
 from nanoserve.lab.step_window import StepWindow, token_panels
 from nanoserve.lab.workloads import read_arrivals, read_trace
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.shapes import find_shape
+from nanoserve.models.hub import find_shape
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Observer
 from nanoserve.record.metrics import Distribution, Slo, parse_slo
