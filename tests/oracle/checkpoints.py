@@ -106,7 +106,7 @@ _NEMOTRON_H = {
     "head_dim": 24,
     "intermediate_size": 56,
     "mamba_num_heads": 8,
-    "mamba_head_dim": 12,
+    "mamba_head_dim": 16,
     "n_groups": 4,
     "ssm_state_size": 20,
     "layer_norm_epsilon": 1e-2,
