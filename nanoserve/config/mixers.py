@@ -187,8 +187,8 @@ class Mamba2Config(_Sizes, frozen=True):
     state_size: int
     time_step_limits: tuple[float, float] = (0.0, NO_LIMIT)
     """The least and the largest step; see `Mamba2` in nanoserve.models.mamba."""
-    shares_group: bool = False
-    """Whether other ranks have heads of the same group, so that its norm is over all of them."""
+    ranks_of_group: int = 1
+    """Ranks that have heads of each group."""
 
     @property
     def inner_size(self) -> int:
@@ -242,12 +242,10 @@ class Mamba2Config(_Sizes, frozen=True):
         return self.channels + self.inner_size
 
     def part(self, degree: int) -> "Mamba2Config":
-        return replace(
-            self,
-            num_heads=self.num_heads // degree,
-            num_groups=max(1, self.num_groups // degree),
-            shares_group=degree > 1 and self.num_groups == 1,
-        )
+        num_heads = self.num_heads // degree
+        if self.num_groups == 1:
+            return replace(self, num_heads=num_heads, ranks_of_group=degree)
+        return replace(self, num_heads=num_heads, num_groups=self.num_groups // degree)
 
 
 class MambaConfig(_Sizes, frozen=True):

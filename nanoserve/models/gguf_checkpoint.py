@@ -3,6 +3,7 @@ heads are in order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from nanoserve.config.quantization import BlockType
 from nanoserve.models.gguf_directory import ROPE_FACTORS
-from nanoserve.models.gguf_file import GgufFile, GgufTensor, open_gguf
+from nanoserve.models.gguf_file import GgufFile, GgufTensor, is_array, open_gguf
+from nanoserve.models.gguf_hybrid import GRANITES
 from nanoserve.models.gguf_recurrent import TiledHeads, num_drafting_layers, tiled_heads
 from nanoserve.models.packed import MatrixForm
 from triton_ops import GroupQuantized
@@ -37,9 +39,13 @@ class GgufSlice:
     """Their order over columns."""
     is_decay: bool = False
     """Whether the numbers are -exp of those that safetensors have."""
+    is_vector: bool = False
+    """Whether safetensors have its rows one after another."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
+        if self.is_vector:
+            return [prod(shape)]
         if self.is_kernel and len(shape) == 2:
             return [shape[0], 1, shape[1]]
         if self.expert is None:
@@ -57,11 +63,13 @@ class GgufSlice:
         values = self._stored_rows()
         rows = self._rows(taken[0])
         if len(self.get_shape()) == 1:
-            numbers = values.view(dtype)[0][rows]
+            numbers = values.view(dtype).flatten()[rows]
             if self.is_decay:
                 numbers = numbers.neg().log()
             return numbers
         matrix = values[rows].view(dtype)
+        if self.is_decay:
+            matrix = matrix.neg().log()
         if self.is_kernel:
             return matrix[:, None]
         if self.column_heads is not None:
@@ -140,9 +148,7 @@ class GgufCheckpoint:
 
 
 def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
-    num_heads = file.get("llama.attention.head_count", int, 0)
-    num_kv_heads = file.get("llama.attention.head_count_kv", int, num_heads)
-    heads = {"attn_q": num_heads, "attn_k": num_kv_heads}  # of Llama alone
+    heads = _heads_in_turn(file)
     value_heads = tiled_heads(file)
     drafting = _drafting_layers(file)
     for name, tensor in file.tensors.items():
@@ -154,7 +160,12 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             for expert in range(tensor.shape[0]):
                 yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
             continue
-        found = GgufSlice(tensor, is_kernel=stem.endswith((".shortconv.conv", ".ssm_conv1d")))
+        is_vector = (ending in ("ssm_a", "ssm_d") and tensor.shape[-1] == 1) or matrix == "ssm_norm"
+        found = GgufSlice(
+            tensor,
+            is_kernel=stem.endswith((".shortconv.conv", ".ssm_conv1d")),
+            is_vector=is_vector and tensor.type.size == 1,
+        )
         if ending == "ssm_a":
             found = replace(found, is_decay=True, row_heads=value_heads.get(ending))
         elif matrix == "ssm_out":
@@ -164,6 +175,20 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
         elif heads.get(matrix, 0) > 0:
             found = replace(found, head_size=tensor.shape[0] // heads[matrix])
         yield name, found
+
+
+def _heads_in_turn(file: GgufFile) -> dict[str, int]:
+    """The numbers of heads whose halves are stored in turn, by the names of their matrices: those
+    of Llama and Granite alone."""
+    architecture = file.get("general.architecture", str, "")
+    if architecture != "llama" and architecture not in GRANITES:
+        return {}
+    num_heads = file.get(f"{architecture}.attention.head_count", int, 0)
+    key = f"{architecture}.attention.head_count_kv"
+    if is_array(file.metadata.get(key)):  # of each layer: 0, or always the same number
+        counts = file.listed(key, int, file.need(f"{architecture}.block_count", int))
+        return {"attn_q": num_heads, "attn_k": max(counts, default=0)}
+    return {"attn_q": num_heads, "attn_k": file.get(key, int, num_heads)}
 
 
 def _drafting_layers(file: GgufFile) -> tuple[str, ...]:

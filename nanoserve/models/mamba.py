@@ -67,14 +67,12 @@ class Mamba2(Mixer):
         return self._norm_groups(gated, group, hidden.dtype)
 
     def _norm_groups(self, gated: Tensor, group: TensorParallelGroup, dtype: torch.dtype) -> Tensor:
-        """The norm over each group's outputs, float32 [T, inner_size]."""
+        """The norm over each group's outputs, float32 [T, inner_size], whatever ranks have them."""
         groups = self.heads.num_groups
         by_group = gated.view(-1, groups, self.heads.inner_size // groups)
         mean_square = by_group.square().mean(-1, keepdim=True)
-        if self.heads.shares_group:
-            own = torch.cat((mean_square, torch.ones_like(mean_square)), dim=-1)
-            summed = group.all_reduce(own)
-            mean_square = summed[..., :1] / summed[..., 1:]
+        if self.heads.ranks_of_group > 1:
+            mean_square = group.all_reduce(mean_square) / self.heads.ranks_of_group
         spread = mean_square.expand_as(by_group).flatten(1)
         return self.norm.scale(gated, spread, dtype)
 

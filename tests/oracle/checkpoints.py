@@ -99,6 +99,7 @@ _JAMBA = {
     "hidden_size": 56,
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
+    "expert_layer_offset": 0,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "mamba_d_state": 10,

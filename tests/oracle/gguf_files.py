@@ -11,7 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {
+from tests.oracle import gguf_hybrids
+
+ARCHITECTURES = gguf_hybrids.ARCHITECTURES | {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -80,7 +82,7 @@ _MIXER_NAMES = {
     "in_proj_a.weight": "ssm_alpha.weight",
     "in_proj_ba.weight": "ssm_ba.weight",
 }
-_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
 """Matrices that the converter leaves in float32."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
@@ -150,6 +152,10 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
+    if config.model_type in gguf_hybrids.ARCHITECTURES:
+        gguf_hybrids.add_hybrid(writer, config)
+        _finish(writer, model, block_type)
+        return
     writer.add_head_count(config.num_attention_heads)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -179,6 +185,12 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         writer.add_expert_feed_forward_length(
             getattr(config, "moe_intermediate_size", config.intermediate_size)
         )
+    _finish(writer, model, block_type)
+
+
+def _finish(writer: gguf.GGUFWriter, model: PreTrainedModel, block_type: str) -> None:
+    """Add the tokenizer and the tensors, and write the file."""
+    config = model.config
     _add_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
         biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
@@ -282,6 +294,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 def _add_parameter(
     writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str
 ) -> None:
+    if config.model_type in gguf_hybrids.ARCHITECTURES:
+        for stored_name, values, heads in gguf_hybrids.stored_tensors(name, parameter, config):
+            few_columns = values.shape[-1] % 32 != 0  # not whole blocks
+            _add(writer, stored_name, values, heads, "F16" if few_columns else block_type)
+        return
     if ".linear_attn." in name:
         _add_mixer(writer, name, parameter, config, block_type)
         return
