@@ -265,6 +265,35 @@ _GGUF_QWEN3_5 = replace(
 _GGUF_QWEN3_NEXT = replace(
     _GGUF_QWEN3_5, layer=replace(_GGUF_QWEN3_5.layer, mixer_rates=("ssm_ba",))
 )
+_GGUF_JAMBA = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        mixer_inputs=("ssm_in",),
+        mixer_kernel="ssm_conv1d",
+        mixer_decay="ssm_a",
+        mixer_output="ssm_out",
+        mixer_skip="ssm_d",
+        mixer_selection="ssm_x",
+        mixer_time_step="ssm_dt",
+        mixer_selection_norms=("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm"),
+    ),
+)
+_GGUF_GRANITE_HYBRID = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+        shared_down="ffn_down_shexp",
+        mixer_inputs=("ssm_in",),
+        mixer_kernel="ssm_conv1d",
+        mixer_decay="ssm_a",
+        mixer_step_bias="ssm_dt.bias",
+        mixer_norm="ssm_norm",
+        mixer_output="ssm_out",
+        mixer_skip="ssm_d",
+    ),
+)
 _GGUF_LFM2 = replace(
     _GGUF,
     layer=replace(
@@ -290,6 +319,18 @@ _GGUF_MAMBA = replace(
         mixer_time_step="ssm_dt",
     ),
 )
+_GGUF_NEMOTRON_H = replace(
+    _GGUF_MAMBA,
+    layer=replace(
+        _GGUF_MAMBA.layer,
+        feed_forward_norm="attn_norm",
+        gate_up=("ffn_up",),
+        shared_gate_up=("ffn_up_shexp",),
+        shared_down="ffn_down_shexp",
+        expert_gate_up=("ffn_up_exps.{}",),
+    ),
+)
+"""The norm of each block, of whatever kind, has the name of that of attention."""
 
 
 _FAMILIES = {
@@ -320,6 +361,9 @@ _GGUF_FAMILIES = {
     "lfm2_moe": _GGUF_LFM2,
     "mamba": _GGUF_MAMBA,
     "mamba2": _GGUF_MAMBA,
+    "jamba": _GGUF_JAMBA,
+    "granitemoehybrid": _GGUF_GRANITE_HYBRID,
+    "nemotron_h": _GGUF_NEMOTRON_H,
     "qwen3_next": _GGUF_QWEN3_NEXT,
     "qwen3_5_text": _GGUF_QWEN3_5,
     "qwen3_5_moe_text": _GGUF_QWEN3_5,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanoserve.config.quantization import BlockType
 from nanoserve.models.gguf_directory import ROPE_FACTORS
-from nanoserve.models.gguf_file import GgufFile, GgufTensor, open_gguf
+from nanoserve.models.gguf_file import GgufFile, GgufTensor, is_array, open_gguf
+from nanoserve.models.gguf_hybrid import GRANITES
 from nanoserve.models.gguf_recurrent import TiledHeads, num_drafting_layers, tiled_heads
 from nanoserve.models.packed import MatrixForm
 from triton_ops import GroupQuantized
@@ -147,9 +148,7 @@ class GgufCheckpoint:
 
 
 def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
-    num_heads = file.get("llama.attention.head_count", int, 0)
-    num_kv_heads = file.get("llama.attention.head_count_kv", int, num_heads)
-    heads = {"attn_q": num_heads, "attn_k": num_kv_heads}  # of Llama alone
+    heads = _heads_in_turn(file)
     value_heads = tiled_heads(file)
     drafting = _drafting_layers(file)
     for name, tensor in file.tensors.items():
@@ -176,6 +175,20 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
         elif heads.get(matrix, 0) > 0:
             found = replace(found, head_size=tensor.shape[0] // heads[matrix])
         yield name, found
+
+
+def _heads_in_turn(file: GgufFile) -> dict[str, int]:
+    """The numbers of heads whose halves are stored in turn, by the names of their matrices: those
+    of Llama and Granite alone."""
+    architecture = file.get("general.architecture", str, "")
+    if architecture != "llama" and architecture not in GRANITES:
+        return {}
+    num_heads = file.get(f"{architecture}.attention.head_count", int, 0)
+    key = f"{architecture}.attention.head_count_kv"
+    if is_array(file.metadata.get(key)):  # of each layer: 0, or always the same number
+        counts = file.listed(key, int, file.need(f"{architecture}.block_count", int))
+        return {"attn_q": num_heads, "attn_k": max(counts, default=0)}
+    return {"attn_q": num_heads, "attn_k": file.get(key, int, num_heads)}
 
 
 def _drafting_layers(file: GgufFile) -> tuple[str, ...]:

@@ -16,7 +16,15 @@ import msgspec
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
-from nanoserve.models.gguf_file import GgufFile, open_gguf
+from nanoserve.models.gguf_file import GgufFile, is_array, open_gguf
+from nanoserve.models.gguf_hybrid import (
+    GRANITES,
+    granite,
+    granite_family,
+    granite_hybrid,
+    jamba,
+    nemotron_h,
+)
 from nanoserve.models.gguf_recurrent import gated_delta_net, mamba, mamba2, short_convolutions
 from nanoserve.models.gguf_vocabulary import (
     BYTE,
@@ -46,6 +54,12 @@ _FAMILIES = {
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "jamba": "jamba",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "granitehybrid": "granitemoehybrid",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
 }
 _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "lfm2": short_convolutions,
@@ -55,6 +69,10 @@ _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "qwen3next": gated_delta_net,
     "qwen35": gated_delta_net,
     "qwen35moe": gated_delta_net,
+    "jamba": jamba,
+    "granitehybrid": granite_hybrid,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
 }
 """Readers of the keys of layers with a recurrent state, by the architecture's name."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
@@ -70,6 +88,8 @@ _OTHER_SIZES = {
     "head_dim": "attention.key_length",
     "sliding_window": "attention.sliding_window",
 }
+_AS_LARGE_EXPERTS = ("llama", "jamba", *GRANITES)
+"""Architectures whose experts have the inner size of the file's feed-forward part."""
 _EXPERT_SIZES = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -121,8 +141,10 @@ _WORDS = {
     "smollm": _GPT2_WORDS,
     "mpt": _GPT2_WORDS,
     "olmo": _GPT2_WORDS,
+    "refact": _GPT2_WORDS,
     "llama-bpe": _LLAMA3_WORDS % "1,3",
     "lfm2": _LLAMA3_WORDS % "1,3",
+    "dbrx": _LLAMA3_WORDS % "1,3",
     "glm4": _LLAMA3_WORDS % "1,3",
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
@@ -179,42 +201,58 @@ def _config(file: GgufFile) -> dict[str, Any]:
     if embedding is None:
         raise file.fail("tensor token_embd.weight is missing")
     config: dict[str, Any] = {}
-    for key, name in _NEEDED_SIZES.items():
-        config[key] = file.need(f"{architecture}.{name}", int)
     recurrent = _RECURRENT.get(architecture)
-    for key, name in _OTHER_SIZES.items():
-        if recurrent is not short_convolutions or key != "num_key_value_heads":
-            config[key] = file.find(f"{architecture}.{name}", int)
+    for key, name in (_NEEDED_SIZES | _OTHER_SIZES).items():
+        stored = f"{architecture}.{name}"
+        if is_array(file.metadata.get(stored)):  # it says of what kind each layer is
+            continue
+        if key in _NEEDED_SIZES:
+            config[key] = file.need(stored, int)
+        else:
+            config[key] = file.find(stored, int)
     if config["head_dim"] is None:
         del config["head_dim"]
     num_experts = file.get(f"{architecture}.expert_count", int, 0)
-    has_experts = num_experts != 0 or architecture.endswith(("moe", "next"))
+    has_experts = num_experts != 0
+    if architecture not in GRANITES:
+        has_experts = has_experts or architecture.endswith(("moe", "next"))
     if has_experts:
         config |= _experts(file, architecture)
     config["model_type"] = _model_type(
-        architecture, has_experts=has_experts, has_window=bool(config["sliding_window"])
+        architecture,
+        has_experts=has_experts,
+        has_window=bool(config["sliding_window"]),
+        has_shared=f"{architecture}.expert_shared_feed_forward_length" in file.metadata,
     )
     config["tensor_names"] = "gguf"
     config["vocab_size"] = embedding.shape[0]
-    config["rms_norm_eps"] = file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)
+    if recurrent is not nemotron_h:  # it calls them norms of another kind
+        config["rms_norm_eps"] = file.need(
+            f"{architecture}.attention.layer_norm_rms_epsilon", float
+        )
     config["dtype"] = "float16"
     config["quantization_config"] = _quantization(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["mlp_bias"] = any(name.endswith(".ffn_gate.bias") for name in file.tensors)
     config["attention_bias"] = any(name.endswith(".attn_q.bias") for name in file.tensors)
     config["rope_parameters"] = _rope(file, architecture) | _rope_scaling(
         file, f"{architecture}.rope."
     )
+    if architecture in GRANITES:
+        config |= granite(file, architecture)
     if recurrent is not None:
         config |= recurrent(file, architecture)
     return config
 
 
-def _model_type(architecture: str, *, has_experts: bool, has_window: bool) -> str:
+def _model_type(architecture: str, *, has_experts: bool, has_window: bool, has_shared: bool) -> str:
     """The family of config.json; GGUF calls Mixtral and Mistral llama."""
     if architecture == "llama" and has_experts:
         return "mixtral"
     if architecture == "llama" and has_window:
         return "mistral"
+    if architecture in GRANITES:
+        return granite_family(architecture, has_experts=has_experts, has_shared=has_shared)
     return _FAMILIES[architecture]
 
 
@@ -231,11 +269,10 @@ def _quantization(file: GgufFile) -> dict[str, Any] | None:
 
 
 def _experts(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """The sizes of a mixture of experts; those of Mixtral are as large as the file's feed-forward
-    part."""
+    """The sizes of a mixture of experts."""
     sizes: dict[str, Any] = {}
     for key, name in _EXPERT_SIZES.items():
-        if key != "moe_intermediate_size" or architecture != "llama":
+        if key != "moe_intermediate_size" or architecture not in _AS_LARGE_EXPERTS:
             sizes[key] = file.need(f"{architecture}.{name}", int)
     sizes["num_local_experts"] = sizes["num_experts"]
     sizes["norm_topk_prob"] = True
@@ -407,7 +444,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     merges = _merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in _AS_LLAMA3))
     steps: list[Any] = []
-    if words == "smollm":
+    if words in ("smollm", "refact"):
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))

@@ -46,6 +46,14 @@ CASES = [
     ("qwen3_next", "Q8_0"),
     ("qwen3_5_text", "Q4_K"),
     ("qwen3_5_moe_text", "F16"),
+    ("jamba", "Q8_0"),
+    ("jamba-dense", "F16"),
+    ("granite", "Q4_K"),
+    ("granitemoe", "Q8_0"),
+    ("granitemoehybrid", "Q8_0"),
+    ("granitemoehybrid-dense", "F16"),
+    ("nemotron_h", "Q8_0"),
+    ("nemotron_h-experts", "F16"),
 ]
 
 
@@ -80,6 +88,8 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
         ("mamba", "Q8_0", (2, 2)),
         ("mamba2", "Q8_0", (1, 2)),
         ("qwen3_5_text", "Q8_0", (2, 2)),
+        ("jamba", "Q8_0", (2, 2)),
+        ("granitemoehybrid", "Q8_0", (1, 2)),
     ],
 )
 def test_shards_compute_what_the_whole_model_does(
@@ -128,6 +138,12 @@ def make_model(
         "linear_value_head_dim": 64,
         "decoder_sparse_step": 1,
         "num_heads": 8,  # of Mamba-2
+        "shared_intermediate_size": inner,
+        "mamba_d_head": 64,
+        "mamba_head_dim": 32,
+        "moe_shared_expert_intermediate_size": inner,
+        "mamba_dt_rank": 32,
+        "time_step_limit": (0.0, float("inf")),  # files have no key for another
     }.items():
         if hasattr(config, name):
             setattr(config, name, size)

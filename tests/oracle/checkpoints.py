@@ -126,6 +126,7 @@ _JAMBA = {
     "hidden_size": 56,
     "attn_layer_period": 3,
     "attn_layer_offset": 1,
+    "expert_layer_offset": 0,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "mamba_d_state": 10,
@@ -430,8 +431,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_NEMOTRON_H
         | {
             "layers_block_type": [
-                *("linear_attention", "moe", "full_attention", "moe"),
-                *("linear_attention", "linear_attention", "mlp"),
+                *("linear_attention", "mlp", "linear_attention", "linear_attention"),
+                *("moe", "full_attention", "moe"),
             ],
             "n_groups": 1,
         },

@@ -11,7 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {
+from tests.oracle import gguf_hybrids
+
+ARCHITECTURES = gguf_hybrids.ARCHITECTURES | {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -95,7 +97,7 @@ _MAMBA_NAMES = {
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
 }
-_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
+_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
 """Matrices that the converter leaves in float32."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
@@ -167,6 +169,10 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
     writer.add_embedding_length(config.hidden_size)
     if config.model_type in ("mamba", "mamba2"):
         _add_mamba(writer, config)
+        _finish(writer, model, block_type)
+        return
+    if config.model_type in gguf_hybrids.ARCHITECTURES:
+        gguf_hybrids.add_hybrid(writer, config)
         _finish(writer, model, block_type)
         return
     writer.add_head_count(config.num_attention_heads)
@@ -356,6 +362,11 @@ def _add_parameter(
 ) -> None:
     if config.model_type in ("mamba", "mamba2"):
         _add_mamba_parameter(writer, name, parameter, config, block_type)
+        return
+    if config.model_type in gguf_hybrids.ARCHITECTURES:
+        for stored_name, values, heads in gguf_hybrids.stored_tensors(name, parameter, config):
+            few_columns = values.shape[-1] % 32 != 0  # not whole blocks
+            _add(writer, stored_name, values, heads, "F16" if few_columns else block_type)
         return
     if ".linear_attn." in name:
         _add_mixer(writer, name, parameter, config, block_type)
