@@ -264,7 +264,12 @@ def test_the_older_instruction_set_gives_the_same_results() -> None:
     if not cpu_operators().expected:
         pytest.skip(f"no CPU operators: {cpu_operators().problem}")
     here = Path(__file__).parent
-    names = ("test_paged_attention.py", "test_linear.py", "test_recurrent.py")
+    names = (
+        "test_paged_attention.py",
+        "test_linear.py",
+        "test_recurrent.py",
+        "test_state_space.py",
+    )
     tests = [str(here / name) for name in names]
     outcome = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cpu", *tests],

@@ -1,101 +1,33 @@
 """Convolutions and the gated delta rule against their formulas in float64, one token after another,
 over segments that are cut anywhere."""
 
-import itertools
 import math
 import platform
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.triton_ops.segments import (
+    CUTS,
+    DTYPES,
+    MIXED,
+    SLOTS,
+    Row,
+    Step,
+    assert_close,
+    assert_cuts_change_nothing,
+    assert_nothing_changes,
+    assert_rows_do_not_depend_on_others,
+    make_step,
+    only_written,
+    poisoned,
+)
 from triton_ops import causal_convolution, gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("implementation")
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# absolute and relative
-TOLERANCES = {
-    torch.float32: (3e-6, 2e-5),
-    torch.bfloat16: (1e-5, 2**-8),
-    torch.float16: (2e-5, 2**-11),
-}
-
-
-def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    absolute, relative = TOLERANCES[dtype]
-    torch.testing.assert_close(found, expected, atol=absolute, rtol=relative)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Consecutive positions of one sequence, cut into segments of these lengths."""
-
-    position: int
-    lengths: tuple[int, ...]
-    is_new: bool = False
-    in_place: bool = False
-    """Whether its last segment writes the slot that its first one reads."""
-
-
-MIXED = [
-    Row(70, (1,)),
-    Row(0, (3, 61, 64, 2), is_new=True),
-    Row(5, (1,), in_place=True),
-    Row(0, (1,), is_new=True),
-    Row(37, (1, 1, 90, 1, 5)),
-    Row(64, (65,), in_place=True),
-    Row(127, (1, 64, 1), in_place=True),
-    Row(0, (1, 1), is_new=True),
-]
-SLOTS = 40
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's table of segments, and where its rows' tokens and slots are."""
-
-    segments: Tensor
-    tokens: list[range]
-    sources: list[int]
-    """The slot that each row reads, or -1."""
-    written: list[list[int]]
-    """The slots that each row writes, the last one last."""
-
-
-def make_step(rows: list[Row], seed: int = 0) -> Step:
-    """Lay out rows one after another in shuffled slots."""
-    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed)).tolist()
-    slots = iter(order)
-    table = list[tuple[int, ...]]()
-    tokens, sources, written = list[range](), list[int](), list[list[int]]()
-    begin = 0
-    for row in rows:
-        source, position = -1 if row.is_new else next(slots), row.position
-        targets = list(itertools.islice(slots, len(row.lengths)))
-        if row.in_place:
-            targets[-1] = source
-        sources.append(source)
-        written.append(targets)
-        tokens.append(range(begin, begin + sum(row.lengths)))
-        for length, target in zip(row.lengths, targets, strict=True):
-            table.append((begin, begin + length, source, target, position))
-            begin, position, source = begin + length, position + length, target
-    return Step(torch.tensor(table, dtype=torch.int32).view(-1, 5), tokens, sources, written)
-
-
-def poisoned(states: Tensor, step: Step) -> Tensor:
-    """The states with NaN in each slot that no row reads."""
-    unread = [slot for slot in range(SLOTS) if slot not in step.sources]
-    states[unread] = torch.nan
-    return states
-
-
-def only_written(before: Tensor, after: Tensor, step: Step) -> None:
-    kept = [slot for slot in range(SLOTS) if slot not in itertools.chain(*step.written)]
-    torch.testing.assert_close(after[kept], before[kept], equal_nan=True, atol=0, rtol=0)
-
 
 # ------------------------------------------------------------------------------------ convolutions
 
@@ -109,10 +41,11 @@ class ConvolutionCall:
     weight: Tensor
     bias: Tensor | None
     states: Tensor
+    silu: bool = True
 
-    def run(self, step: Step, *, silu: bool) -> None:
+    def run(self, step: Step) -> None:
         causal_convolution(
-            self.out, self.inputs, self.weight, self.bias, self.states, step.segments, silu
+            self.out, self.inputs, self.weight, self.bias, self.states, step.segments, self.silu
         )
 
     def part(self, tokens: range) -> "ConvolutionCall":
@@ -175,8 +108,9 @@ def test_each_channel_sees_its_last_positions(
 ) -> None:
     step = make_step(MIXED)
     call = a_convolution(step, channels, kernel_size, dtype, bias=bias)
+    call.silu = silu
     before = call.states.clone()
-    call.run(step, silu=silu)
+    call.run(step)
     only_written(before, call.states, step)
     for tokens, source, written in zip(step.tokens, step.sources, step.written, strict=True):
         kept = before[source].T if source >= 0 else torch.zeros(kernel_size - 1, channels)
@@ -354,93 +288,30 @@ def test_no_number_below_the_normal_range_is_kept(implementation: str, length: i
 
 def test_a_step_without_segments_changes_nothing() -> None:
     step = make_step([])
-    call, convolution = calls(step, torch.float32, Heads(2, 1, 8, 8))
-    states = call.states.clone(), convolution.states.clone()
-    call.run(step)
-    convolution.run(step, silu=True)
-    for found, expected in zip((call.states, convolution.states), states, strict=True):
-        torch.testing.assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
+    delta = a_delta_call(step, Heads(2, 1, 8, 8))
+    convolution = a_convolution(step, 150, 4, torch.float32, bias=True)
+    assert_nothing_changes(delta, step)
+    assert_nothing_changes(convolution, step)
 
 
 # --------------------------------------------------------------------------------- the same bits
 
 
-def parts(step: Step, row: int, *, by_segment: bool) -> list[tuple[range, Tensor]]:
-    """A row's tokens and table for a step that has nothing else; or those of each segment."""
-    tokens = step.tokens[row]
-    is_of_row = (step.segments[:, 0] >= tokens.start) & (step.segments[:, 1] <= tokens.stop)
-    found = []
-    for table in torch.split(step.segments[is_of_row], 1 if by_segment else SLOTS):
-        begin, end = int(table[0, 0]), int(table[-1, 1])
-        shifted = table.clone()
-        shifted[:, :2] -= begin
-        found.append((range(begin, end), shifted))
-    return found
-
-
-def run_in_parts(
-    step: Step, delta: DeltaCall, convolution: ConvolutionCall, *, by_segment: bool
-) -> None:
-    """Run both operators for one row, or one segment, after the other."""
-    for row in range(len(step.tokens)):
-        for tokens, table in parts(step, row, by_segment=by_segment):
-            alone = Step(table, [], [], [])
-            delta.part(tokens).run(alone)
-            convolution.part(tokens).run(alone, silu=True)
-
-
-Call = DeltaCall | ConvolutionCall
-
-
-def assert_same(implementation: str, found: Tensor, expected: Tensor) -> None:
-    """Compare bits. Torch's own functions give others where a vector ends."""
-    if implementation == "plain":
-        assert_close(found, expected, found.dtype)
-    else:
-        assert torch.equal(found, expected)
-
-
-def calls(step: Step, dtype: torch.dtype, heads: Heads) -> tuple[DeltaCall, ConvolutionCall]:
-    return a_delta_call(step, heads, dtype), a_convolution(step, 150, 4, dtype, bias=True)
-
-
-@pytest.mark.parametrize("lengths", [(64, 136), (128, 72), (64, 64, 64, 8), (64, 128, 1)], ids=str)
+@pytest.mark.parametrize("lengths", CUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_prompt_that_is_cut_at_chunks_gives_the_same_bits(
     implementation: str, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
-    """In one step, and in a step for each part."""
-    heads = Heads(2, 2, 24, 40)
-    whole, cut = (make_step([Row(0, some, is_new=True)]) for some in ((sum(lengths),), lengths))
-    delta, convolution = calls(whole, dtype, heads)
-    delta.run(whole)
-    convolution.run(whole, silu=True)
-    for in_steps in (False, True):
-        delta_cut, convolution_cut = calls(whole, dtype, heads)
-        if in_steps:
-            run_in_parts(cut, delta_cut, convolution_cut, by_segment=True)
-        else:
-            delta_cut.run(cut)
-            convolution_cut.run(cut, silu=True)
-        last, last_cut = whole.written[0][-1], cut.written[0][-1]
-        pairs: list[tuple[Call, Call]] = [(delta_cut, delta), (convolution_cut, convolution)]
-        for found, expected in pairs:
-            assert_same(implementation, found.out, expected.out)
-            assert_same(implementation, found.states[last_cut], expected.states[last])
+    delta = partial(a_delta_call, heads=Heads(2, 2, 24, 40), dtype=dtype)
+    convolution = partial(a_convolution, channels=150, kernel_size=4, dtype=dtype, bias=True)
+    assert_cuts_change_nothing(implementation, delta, lengths)
+    assert_cuts_change_nothing(implementation, convolution, lengths)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("heads", [Heads(2, 3, 24, 40), Heads(1, 2, 128, 128)], ids=str)
-def test_a_row_does_not_depend_on_the_others(
-    implementation: str, dtype: torch.dtype, heads: Heads
-) -> None:
-    step = make_step(MIXED)
-    together, alone = calls(step, dtype, heads), calls(step, dtype, heads)
-    together[0].run(step)
-    together[1].run(step, silu=True)
-    run_in_parts(step, *alone, by_segment=False)
-    written = list(itertools.chain(*step.written))
-    pairs: list[tuple[Call, Call]] = [(together[0], alone[0]), (together[1], alone[1])]
-    for ours, theirs in pairs:
-        assert_same(implementation, ours.out, theirs.out)
-        assert_same(implementation, ours.states[written], theirs.states[written])
+def test_a_row_does_not_depend_on_the_others(implementation: str, dtype: torch.dtype) -> None:
+    for heads in (Heads(2, 3, 24, 40), Heads(1, 2, 128, 128)):
+        delta = partial(a_delta_call, heads=heads, dtype=dtype)
+        assert_rows_do_not_depend_on_others(implementation, delta)
+    convolution = partial(a_convolution, channels=150, kernel_size=4, dtype=dtype, bias=True)
+    assert_rows_do_not_depend_on_others(implementation, convolution)

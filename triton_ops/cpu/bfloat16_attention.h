@@ -25,7 +25,6 @@ constexpr int64_t kPanelKeys = 256;
 constexpr int64_t kMostQueriesInBlock = 512, kLeastQueriesInBlock = 128;
 constexpr int64_t kBlocksPerThread = 4;
 constexpr int64_t kQueriesTogether = 2 * kTileSide;  // queries that are multiplied with a panel together
-constexpr float kLog2E = 1.44269504f;
 // Exponents are differences from a query's largest score, which is only taken anew when it has grown by more than this:
 // sums then are seldom multiplied anew (as in FlashAttention-4). Weights of up to 2^8 are as exact as those of up to 1.
 constexpr float kLeastGrowth = 8.0f;

@@ -10,8 +10,6 @@
 
 namespace nanoserve {
 
-constexpr int64_t kChannels = 128;  // that a thread takes at a time
-
 template <typename Number>
 struct Convolution {
   Number* out;           // [T, channels]
@@ -142,7 +140,7 @@ inline void causal_convolution(
       "causal_convolution: states must be [slots, channels, kernel_size - 1], each slot contiguous");
   const std::vector<Segment> segments = read_segments(table, tokens, states.size(0));
   const at::Tensor rows = inputs.stride(1) == 1 ? inputs : inputs.contiguous();
-  const auto run = [&](auto number) {
+  run_in_format(type, "causal_convolution", [&](auto number) {
     using Number = decltype(number);
     convolve(
         Convolution<Number>{
@@ -150,13 +148,7 @@ inline void causal_convolution(
             bias ? bias->const_data_ptr<Number>() : nullptr, states.mutable_data_ptr<Number>(), channels, kernel_size,
             rows.stride(0), states.stride(0), silu},
         segments, tokens);
-  };
-  switch (type) {
-    case at::kFloat: return run(float());
-    case at::kBFloat16: return run(at::BFloat16());
-    case at::kHalf: return run(at::Half());
-    default: TORCH_CHECK(false, "causal_convolution: no implementation for ", type);
-  }
+  });
 }
 
 }  // namespace nanoserve

@@ -15,6 +15,8 @@
 #include "packed_linear.h"
 #include "prefill_attention.h"
 #include "sampling.h"
+#include "selective_scan.h"
+#include "state_space_dual.h"
 
 namespace nanoserve {
 
@@ -96,9 +98,11 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
   library.impl("cache_write", &nanoserve::cache_write);
   library.impl("causal_convolution", &nanoserve::causal_convolution);
   library.impl("draw_tokens", &nanoserve::draw_tokens);
-  library.impl("gated_delta_rule", &nanoserve::gated_delta_rule);
+  library.impl("gated_delta_rule", &nanoserve::matrix_recurrence<nanoserve::DeltaRule>);
   library.impl("linear", &nanoserve::linear);
   library.impl("packed_linear", &nanoserve::packed_linear);
   library.impl("paged_attention", &nanoserve::paged_attention);
+  library.impl("selective_scan", &nanoserve::selective_scan);
+  library.impl("state_space_dual", &nanoserve::matrix_recurrence<nanoserve::StateSpaceDual>);
   library.impl("token_logprobs", &nanoserve::token_logprobs);
 }

@@ -4,6 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "vectors.h"
 
 namespace nanoserve {
@@ -11,6 +15,26 @@ namespace nanoserve {
 // Positions between the one that is computed and the one that is fetched meanwhile: they lie too far apart for the
 // processor to see what comes next.
 constexpr int64_t kPositionsAhead = 4;
+constexpr int64_t kChannels = 128;  // that a thread takes at a time, where each has a state of its own
+
+// While it lives, a thread takes numbers below float32's normal range (1e-38) for 0. Factors of positions far apart are
+// such, where a head forgets fast, and an Intel core takes a hundred times as long to multiply them. Other processors
+// than x86 multiply them as fast as any.
+class WithoutDenormals {
+#if defined(__SSE2__)
+ public:
+  WithoutDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushToZero | kDenormalsAreZero); }
+  ~WithoutDenormals() { _mm_setcsr(before_); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+
+ private:
+  static constexpr unsigned int kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+  const unsigned int before_;
+#else
+ public:
+  WithoutDenormals() {}
+#endif
+};
 
 struct Segment {
   int64_t begin, end;      // its tokens among those of the step
@@ -45,6 +69,17 @@ inline std::vector<int64_t> row_starts(const std::vector<Segment>& segments) {
     if (i == 0 || segments[i].source != segments[i - 1].target) starts.push_back(i);
   starts.push_back(count);
   return starts;
+}
+
+// Calls `run` with a number of the tensors' format.
+template <typename Run>
+inline void run_in_format(at::ScalarType type, const char* name, const Run& run) {
+  switch (type) {
+    case at::kFloat: return run(float());
+    case at::kBFloat16: return run(at::BFloat16());
+    case at::kHalf: return run(at::Half());
+    default: TORCH_CHECK(false, name, ": no implementation for ", type);
+  }
 }
 
 }  // namespace nanoserve

@@ -23,6 +23,7 @@ inline std::atomic<bool> batch_invariant{false};
 
 // Below this many multiplications it takes longer to wake the other threads than to do all of it alone.
 constexpr int64_t kWorthSharing = 1 << 17;
+constexpr float kLog2E = 1.44269504f;
 
 constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 constexpr int64_t round_up(int64_t value, int64_t to) { return divide_up(value, to) * to; }

@@ -2,7 +2,8 @@
 turns in one run.
 
 Every call reads memory that the caches have forgotten, as in a model. The shapes are those of
-Qwen3-0.6B. Recurrent states have 16 heads of 128.
+Qwen3-0.6B. Recurrent states have 16 heads of 128, and those of state spaces are as wide as models
+of about a billion parameters have them.
 """
 
 import math
@@ -37,6 +38,8 @@ from triton_ops import (
     packed_linear,
     reference_operators,
     round_to_nearest,
+    selective_scan,
+    state_space_dual,
     token_logprobs,
 )
 
@@ -66,6 +69,9 @@ MOST_SAMPLED_ROWS = 16  # to sort more of them takes stock torch seconds
 RECURRENT_HEADS = 16  # of keys, and of values
 RECURRENT_HEAD_DIM = 128
 RECURRENT_KERNEL = 4  # positions that a convolution sees
+# Mamba-2 of 780M parameters, and Granite 4 Hybrid of 1B: heads, numbers of a key, and of a value
+DUAL_HEADS, DUAL_STATE_SIZE, DUAL_HEAD_DIM = 48, 128, 64
+SCAN_CHANNELS, SCAN_STATE_SIZE = 3072, 16  # Mamba and Jamba of the same width
 # more rows than this are prompts, of which the output head sees the last position alone
 HEAD_ROWS = 64
 # equal inputs are made until they take this much: about twice the largest cache of today's servers
@@ -124,6 +130,8 @@ def all_cases(
         yield prompt_case(length, dtype)
     for lengths in recurrent_steps(prompts, rows):
         yield from recurrent_cases(lengths, dtype)
+        yield dual_case(lengths, dtype)
+        yield scan_case(lengths, dtype)
     yield from linear_cases(rows, dtype)
     yield from packed_cases(rows, dtype)
     yield from sampling_cases(rows)
@@ -220,16 +228,12 @@ def recurrent_cases(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[Oper
     """The short convolution and the gated delta rule of a layer over one segment of each sequence,
     which all have a state. The state is read and written once."""
     tokens, channels = sum(lengths), 3 * RECURRENT_HEADS * RECURRENT_HEAD_DIM
-    work = f"{tokens} rows" if len(lengths) == tokens else f"a prompt of {tokens}"
+    work, segments = _recurrent_work(lengths), _segments(lengths)
     mixed = torch.randn(tokens, channels).to(dtype)
     out = torch.empty_like(mixed)
     weight = torch.randn(channels, RECURRENT_KERNEL).to(dtype)
     kept = torch.zeros(len(lengths), channels, RECURRENT_KERNEL - 1, dtype=dtype)
-    table, begin = list[tuple[int, ...]](), 0
-    for slot, length in enumerate(lengths):
-        table.append((begin, begin + length, slot, slot, 0))
-        begin += length
-    segments, windows = torch.tensor(table, dtype=torch.int32), cycle(_copies(kept))
+    windows = cycle(_copies(kept))
 
     def convolve() -> Tensor:
         causal_convolution(out, mixed, weight, None, next(windows), segments, silu=True)
@@ -259,6 +263,74 @@ def recurrent_cases(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[Oper
         operations=3 * 2 * tokens * RECURRENT_HEADS * size**2,
         routes={OURS: Route(apply), PLAIN: Route(apply, reference_operators)},
     )
+
+
+def dual_case(lengths: Sequence[int], dtype: torch.dtype) -> OperatorCase:
+    """The recurrence of Mamba-2 over one segment of each sequence, which all have a state."""
+    tokens, heads, head_dim = sum(lengths), DUAL_HEADS, DUAL_HEAD_DIM
+    segments = _segments(lengths)
+    sizes = [heads * head_dim, DUAL_STATE_SIZE, DUAL_STATE_SIZE]
+    # as a convolution leaves them
+    mixed = torch.randn(tokens, sum(sizes)).to(dtype)
+    value, key, query = torch.split(mixed, sizes, dim=1)
+    value = torch.unflatten(value, 1, (heads, head_dim))
+    time_step = functional.softplus(torch.randn(tokens, heads))
+    decay, out = -time_step, torch.empty(tokens, heads, head_dim, dtype=dtype)
+    matrix = torch.zeros(len(lengths), heads, DUAL_STATE_SIZE, head_dim)
+    matrices = cycle(_copies(matrix))
+
+    def apply() -> Tensor:
+        of_one_group = (query[:, None], key[:, None], value, decay, time_step)
+        state_space_dual(out, *of_one_group, next(matrices), segments)
+        return out
+
+    return OperatorCase(
+        f"state-space duality of {_recurrent_work(lengths)}",
+        num_bytes=2 * matrix.nbytes + mixed.nbytes + out.nbytes,
+        # two products of a position with the state
+        operations=2 * 2 * tokens * heads * DUAL_STATE_SIZE * head_dim,
+        routes={OURS: Route(apply), PLAIN: Route(apply, reference_operators)},
+    )
+
+
+def scan_case(lengths: Sequence[int], dtype: torch.dtype) -> OperatorCase:
+    """The recurrence of Mamba over one segment of each sequence, which all have a state. The rates
+    are read, too."""
+    tokens, channels, state_size = sum(lengths), SCAN_CHANNELS, SCAN_STATE_SIZE
+    segments = _segments(lengths)
+    value, time_step = torch.randn(2, tokens, channels)
+    value, time_step = value.to(dtype), functional.softplus(time_step)
+    query, key = torch.randn(2, tokens, state_size).to(dtype)
+    out = torch.empty_like(value)
+    rate = -torch.rand(channels, state_size)
+    state = torch.zeros(len(lengths), channels, state_size)
+    rates, states = cycle(_copies(rate)), cycle(_copies(state))
+
+    def scan() -> Tensor:
+        selective_scan(out, query, key, value, time_step, next(rates), next(states), segments)
+        return out
+
+    return OperatorCase(
+        f"selective scan of {_recurrent_work(lengths)}",
+        num_bytes=2 * state.nbytes + rate.nbytes + time_step.nbytes + 2 * out.nbytes,
+        # a product with the factor, one with the key, one with the query
+        operations=3 * 2 * tokens * channels * state_size,
+        routes={OURS: Route(scan), PLAIN: Route(scan, reference_operators)},
+    )
+
+
+def _recurrent_work(lengths: Sequence[int]) -> str:
+    tokens = sum(lengths)
+    return f"{tokens} rows" if len(lengths) == tokens else f"a prompt of {tokens}"
+
+
+def _segments(lengths: Sequence[int]) -> Tensor:
+    """The table of a step with a segment of each length, whose sequences have a slot each."""
+    table, begin = list[tuple[int, ...]](), 0
+    for slot, length in enumerate(lengths):
+        table.append((begin, begin + length, slot, slot, 0))
+        begin += length
+    return torch.tensor(table, dtype=torch.int32)
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:

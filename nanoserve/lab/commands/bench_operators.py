@@ -75,7 +75,7 @@ class OperatorsOptions(RoundOptions, ResultOptions):
 
 def run(options: OperatorsOptions) -> None:
     """Linear layers and the vocabulary are those of Qwen3-0.6B, recurrent states have 16 heads of
-    128. Routes take turns within a round; a
+    128, state spaces 3,072 channels. Routes take turns within a round; a
     round counts only if the machine's read bandwidth before and after it differs by less than 10 %,
     and others keep at most 0.2 cores busy. Shares are of the least time in which the bytes can be
     read and the products computed.
@@ -122,7 +122,7 @@ def run(options: OperatorsOptions) -> None:
         )
         sampling = len(SAMPLERS) * len(sampled_rows(options.rows))
         attention = 2 * len(options.cells) + len(options.prompts)
-        recurrent = 2 * len(recurrent_steps(options.prompts, options.rows))
+        recurrent = 4 * len(recurrent_steps(options.prompts, options.rows))
         cases = all_cases(options.cells, options.prompts, options.rows, number_format)
         for place, case in enumerate(cases):
             progress("cases", place, attention + recurrent + linear + packed + sampling)

@@ -96,6 +96,27 @@ def test_both_implementations_of_recurrent_layers_give_the_same(
     assert delta.operations == tokens * 16 * (3 * 2 * 128 * 128)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "work"), [([1, 1, 1], "3 rows"), ([70], "a prompt of 70")], ids=str
+)
+def test_both_implementations_of_state_spaces_give_the_same(lengths: list[int], work: str) -> None:
+    dual = operators.dual_case(lengths, torch.bfloat16)
+    scan = operators.scan_case(lengths, torch.bfloat16)
+    assert [dual.name, scan.name] == [f"state-space duality of {work}", f"selective scan of {work}"]
+    for case in (dual, scan):
+        ours, plain = results(case).values()
+        assert list(case.routes) == [OURS, "plain torch"]
+        torch.testing.assert_close(plain, ours, atol=0.1, rtol=2e-2)
+    tokens, rows = sum(lengths), len(lengths)
+    # matrices of 128 x 64 in float32 for 48 heads, read and written; values and results of 3,072
+    # channels, a query and a key
+    assert dual.num_bytes == 2 * rows * 48 * 128 * 64 * 4 + tokens * (2 * 3072 + 2 * 128) * 2
+    assert dual.operations == tokens * 48 * (2 * 2 * 128 * 64)
+    # 16 numbers of 3,072 channels, read and written, and as many rates; time steps, values, results
+    assert scan.num_bytes == (2 * rows + 1) * 3072 * 16 * 4 + tokens * 3072 * (4 + 2 * 2)
+    assert scan.operations == tokens * 3072 * (3 * 2 * 16)
+
+
 def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
     cases = list(operators.linear_cases([3, 100], torch.bfloat16))
