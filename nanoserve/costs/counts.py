@@ -40,6 +40,9 @@ _CHUNK = 3 * _DECODES  # tokens of a prompt in the mixed step, none of them its 
 # costs are parts in a billion of the whole model: integers, so that equal stages are equal
 _UNITS = 10**9
 
+_SUMMED = frozenset({"output", "down", "experts"})
+"""Matrices whose outputs are sums over the ranks."""
+
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "recurrence", "look-up"]
 SCAN_CHUNK = 64
 """Positions of a prompt that a scan over recurrent states computes together."""
@@ -199,6 +202,15 @@ class ModelCounts:
 
     def layers(self, stage: int) -> int:
         return sum(self.stages[stage].values())
+
+    def outputs(self, stage: int) -> int:
+        """Outputs of the stage's layers that ranks sum up: those of attention or a mixer, and those
+        of the feed-forward part."""
+        found = 0
+        for kind, layers in self.stages[stage].items():
+            names = [matrix.name for matrix in self._matrices[kind]]
+            found += layers * len(_SUMMED.intersection(names))
+        return found
 
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
         """Everything that one device of the stage does for this work, communication aside."""

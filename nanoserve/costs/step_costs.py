@@ -13,7 +13,6 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.windows import empty_blocks
 from nanoserve.scheduler.work import Chunk, StepWork
 
-_ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
 _KERNELS_OF_HEAD = 3  # norm, logits, sampling
 _MOST_STAGES = 1024
 _USEFUL_TOKENS = 4096  # room for fewer keys and values is no advice
@@ -244,13 +243,12 @@ class StepCosts:
         if not tokens:
             return 0.0
         factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
-        beside = (
-            factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
-        )
+        kernels = factors.kernels_per_layer * factors.kernel_seconds
+        beside = self.counts.layers(stage) * kernels + self.counts.outputs(stage) * reduce
         products = sum(
             map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage))
         )
-        return self.counts.layers(stage) * beside + products
+        return beside + products
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
         """Attention of a stage's layers, and the recurrence of those with a state."""
@@ -322,11 +320,12 @@ class StepCosts:
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
-        """The number of a stage's all-reduces of hidden states: two a layer, one after the divided
-        embedding."""
+        """The number of a stage's all-reduces of hidden states: one for each divided output of a
+        layer, one after the divided embedding. Those inside mixers, which are short, are left
+        out."""
         if self._degree == 1:
             return 0
-        all_reduces = self.counts.layers(stage) * _ALL_REDUCES_PER_LAYER
+        all_reduces = self.counts.outputs(stage)
         if stage == 0:
             all_reduces += 1
         return all_reduces

@@ -99,6 +99,8 @@ def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
 def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
     """Raise UsageError if a GPU's attention cannot run a model in this dtype, named as for
     `resolve_dtype`."""
+    if config.head_dim == 0:  # the model has none
+        return
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:

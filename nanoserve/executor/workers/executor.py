@@ -431,20 +431,23 @@ def common_cache_size(
     request of full length does not fit, or more is asked for than is free.
     """
     per_block: defaultdict[str, int] = defaultdict(int)
+    per_state: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for worker in workers:
         per_block[worker.memory] += worker.block_bytes[layout]
+        per_state[worker.memory] += worker.state_bytes
         free[worker.memory] = min(worker.free_bytes, free.get(worker.memory, worker.free_bytes))
-    total = sum(per_block.values())
+    total, per_slot = sum(per_block.values()), sum(per_state.values())
+    parts = per_block
+    if total == 0:  # a model without attention
+        parts = per_state
+    whole = sum(parts.values())
     # The memory that holds the fewest blocks is the measure: so much could be free of all together,
     # and be used.
-    together = min(
-        free[memory] * total // per_block[memory] for memory in free if per_block[memory]
-    )
+    together = min(free[memory] * whole // parts[memory] for memory in free if parts[memory])
     # the engines beside this one load at the same time, and take as much
     if config.device == "cpu":
         together //= config.data_parallel
-    per_slot = sum(worker.state_bytes for worker in workers)
     return choose_cache_size(total, per_slot, together, longest, config, windows)
 
 

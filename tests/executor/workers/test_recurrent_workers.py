@@ -74,7 +74,7 @@ def answers(
     return found
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "mamba", "mamba2-single-group"])
 def test_stages_and_ranks_answer_what_one_process_answers(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     decoder, config = load_model(tmp_path, "float32")
