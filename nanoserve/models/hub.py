@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
-from nanoserve.errors import ModelError, first_line, shown
+from nanoserve.errors import ModelError, UsageError, first_line, shown
 from nanoserve.utils.files import (
     read_json_object,
     read_optional_json_object,
@@ -140,12 +140,18 @@ def known_models() -> Iterator[tuple[str, int, str]]:
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its
     quantization or that of `--quantization`. No weights are needed. Raises UsageError and
-    ModelError in one line."""
+    ModelError in one line, also for a model that writes canvases: their steps are not counted."""
     path = Path(spec).expanduser()
     if spec == SMOLLM2 and not Path(spec).exists():
         path = _packaged_smollm2()
     if not is_gguf(path):
-        return load_shape(spec).rounded(quantization)
+        shape = load_shape(spec)
+        if shape.canvas is not None:
+            raise UsageError(
+                f"{spec}: {shape.family} writes {shape.canvas.length} tokens at a time; choose a "
+                "model that writes one, as costs are predicted for"
+            )
+        return shape.rounded(quantization)
     from nanoserve.models.gguf_directory import gguf_config
 
     return gguf_config(path).rounded(quantization)

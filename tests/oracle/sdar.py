@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint, randomize
 
 MASK_TOKEN = VOCAB_SIZE - 1
 END_TOKEN = 2
 
 
-def make_sdar(directory: Path, length: int = 4) -> PreTrainedModel:
+def make_sdar(directory: Path, length: int = 4, *, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
     """Write a checkpoint that writes `length` tokens at a time; returns the Qwen3 that it holds."""
     model = make_checkpoint("qwen3", directory)
+    if vocab_size > VOCAB_SIZE:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        randomize(model)
+        model.save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
