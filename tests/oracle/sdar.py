@@ -4,6 +4,7 @@ SDAR's layers are those of Qwen3, so transformers' Qwen3 with an explicit mask i
 """
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import nanoserve
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint, randomize
 
 MASK_TOKEN = VOCAB_SIZE - 1
@@ -31,6 +33,14 @@ def make_sdar(directory: Path, length: int = 4, *, vocab_size: int = VOCAB_SIZE)
     config |= {"block_size": length, "mask_token_id": MASK_TOKEN}
     path.write_text(json.dumps(config))
     return model
+
+
+def make_sdar_for_text(directory: Path) -> None:
+    """Write one with the tokenizer of the bundled model, and its vocabulary."""
+    storyteller = Path(nanoserve.__file__).parent / "assets/storyteller"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(storyteller / name, directory)
+    make_sdar(directory, vocab_size=4096)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """SDAR in the whole engine against transformers' Qwen3 with an explicit mask, and against the loop
 of SDAR's own generate.py."""
 
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import nanoserve
 from nanoserve import LLM
+from nanoserve.commands.main import main
 from nanoserve.engine.assembly import build_engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -27,7 +26,14 @@ from nanoserve.request import Request, SamplingParams, TokenLogprob
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.oracle.sdar import END_TOKEN, MASK_TOKEN, Generation, block_causal_logits, make_sdar
+from tests.oracle.sdar import (
+    END_TOKEN,
+    MASK_TOKEN,
+    Generation,
+    block_causal_logits,
+    make_sdar,
+    make_sdar_for_text,
+)
 from tests.oracle.test_families import TOLERANCE, dense_logits
 from triton_ops.cpu import cpu_operators
 
@@ -214,11 +220,7 @@ def test_log_probabilities_are_those_of_the_step_that_settles_a_token(
 
 
 def test_text_is_streamed_a_canvas_at_a_time_until_a_stop_string(tmp_path: Path) -> None:
-    """With the tokenizer of the bundled model, and its vocabulary."""
-    storyteller = Path(nanoserve.__file__).parent / "assets/storyteller"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(storyteller / name, tmp_path)
-    make_sdar(tmp_path, vocab_size=4096)
+    make_sdar_for_text(tmp_path)
     settings = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 22}
     params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     with LLM(str(tmp_path), **settings) as llm:
@@ -233,6 +235,20 @@ def test_text_is_streamed_a_canvas_at_a_time_until_a_stop_string(tmp_path: Path)
     assert "".join(piece.text for piece in pieces) == text
     assert stopped.outputs[0].text == text[: text.index(stop)]
     assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_explain_shows_a_canvas_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of 5 tokens: the first canvas has three masks, and each step settles one."""
+    make_sdar_for_text(tmp_path)
+    model = ["-m", str(tmp_path), "--denoising", "static", "--eager", "--dtype", "float32"]
+    assert main(["explain", "Once upon a time", "--max-tokens", "5", *model]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    answers = [line.split()[0] for line in lines if line.startswith(("canvas  0", "answer  0"))]
+    assert answers == ["canvas"] * 2 + ["answer"] + ["canvas"] * 3 + ["answer"]
+    steps = [line.rpartition(" ")[2] for line in lines if "denoising step" in line]
+    assert steps == ["1", "2", "3", "1", "2", "3", "4"]
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 10, "n": 2}
