@@ -100,6 +100,8 @@ class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first MOST_TOKENS of its tokens, as texts; "?" where the device fills it in."""
     draft_tokens: int = 0
     """How many of the last tokens are draft tokens."""
+    denoising_step: int = 0
+    """Which step of the canvas at the row's end it is, from 1; 0: it has no canvas."""
 
 
 class ExplainedSwap(msgspec.Struct, frozen=True):
@@ -108,9 +110,11 @@ class ExplainedSwap(msgspec.Struct, frozen=True):
     blocks: int
 
 
-class ExplainedAnswer(msgspec.Struct, frozen=True):
+class ExplainedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     sequence: int
     tokens: tuple[str, ...]
+    is_canvas: bool = False
+    """Whether the tokens are a canvas that is not settled."""
 
 
 class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -222,7 +226,12 @@ def explain_run(
             total_host=blocks.host,
             states=blocks.states,
             state_rows=plan.state.rows,
-            answers=tuple(ExplainedAnswer(one.sequence, texts(one.tokens)) for one in answers),
+            answers=tuple(
+                ExplainedAnswer(
+                    one.sequence, texts(one.tokens or one.canvas), is_canvas=len(one.canvas) > 0
+                )
+                for one in answers
+            ),
             spans=tuple(spans[step]),
         )
         steps.append(explained)
@@ -249,6 +258,9 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     kind: Literal["prefill", "decode"] = "decode"
     if len(row.tokens) - draft_of(row).verify > 1 or row.start < sequence.prompt_tokens:
         kind = "prefill"
+    denoising_step = 0
+    if row.canvas is not None:
+        denoising_step = row.canvas.step + 1
     return ExplainedRow(
         row.sequence,
         row.start,
@@ -258,6 +270,7 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
         row.sample,
         shown,
         draft_of(row).verify,
+        denoising_step,
     )
 
 

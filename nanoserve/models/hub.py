@@ -18,7 +18,7 @@ from typing import Any
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
-from nanoserve.errors import ModelError, did_you_mean, shown
+from nanoserve.errors import ModelError, UsageError, did_you_mean, shown
 from nanoserve.models.hub_files import (
     Announce,
     HubReference,
@@ -301,15 +301,21 @@ def _cached_models(repo: Any) -> Iterator[tuple[str, int, str]]:
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its
     quantization or that of `--quantization`. No weights are needed. Raises UsageError and
-    ModelError in one line."""
+    ModelError in one line, also for a model that writes canvases: their steps are not counted."""
     path = Path(spec).expanduser()
     packaged = _packaged_smollm2()
     if spec == SMOLLM2 and packaged is not None and not path.exists():
         path = packaged
     if not is_gguf(path):
-        return load_shape(spec).rounded(quantization)
-    shape: ModelConfig = _gguf_reader().gguf_config(path)
-    return shape.rounded(quantization)
+        shape = load_shape(spec)
+        if shape.canvas is not None:
+            raise UsageError(
+                f"{spec}: {shape.family} writes {shape.canvas.length} tokens at a time; choose a "
+                "model that writes one, as costs are predicted for"
+            )
+        return shape.rounded(quantization)
+    of_file: ModelConfig = _gguf_reader().gguf_config(path)
+    return of_file.rounded(quantization)
 
 
 def _gguf_reader() -> ModuleType:

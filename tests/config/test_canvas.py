@@ -1,5 +1,7 @@
 """Models that write canvases, as config.json describes them, and the settings of how they do."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import Denoising, EngineConfig
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.models.hub import find_shape
 
 SDAR_4B: dict[str, Any] = {
     "architectures": ["SDARForCausalLM"],
@@ -59,6 +62,13 @@ def test_sdar_is_qwen3_that_writes_blocks() -> None:
 def test_other_models_are_refused_in_one_line(changed: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=f"^config.json: [^\n]*{problem}[^\n]*$"):
         ModelConfig.from_hf(SDAR_4B | changed)
+
+
+def test_costs_of_canvases_are_not_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SDAR_4B))
+    with pytest.raises(UsageError, match=r"config\.json: sdar writes 4 tokens at a time; choose a"):
+        find_shape(str(path), None)
 
 
 def test_denoising_is_named_with_its_settings() -> None:

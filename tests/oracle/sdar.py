@@ -4,6 +4,7 @@ SDAR's layers are those of Qwen3, so transformers' Qwen3 with an explicit mask i
 """
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,21 +12,35 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
+import nanoserve
+from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint, randomize
 
 MASK_TOKEN = VOCAB_SIZE - 1
 END_TOKEN = 2
 
 
-def make_sdar(directory: Path, length: int = 4) -> PreTrainedModel:
+def make_sdar(directory: Path, length: int = 4, *, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
     """Write a checkpoint that writes `length` tokens at a time; returns the Qwen3 that it holds."""
     model = make_checkpoint("qwen3", directory)
+    if vocab_size > VOCAB_SIZE:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        randomize(model)
+        model.save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
     config |= {"block_size": length, "mask_token_id": MASK_TOKEN}
     path.write_text(json.dumps(config))
     return model
+
+
+def make_sdar_for_text(directory: Path) -> None:
+    """Write one with the tokenizer of the bundled model, and its vocabulary."""
+    storyteller = Path(nanoserve.__file__).parent / "assets/storyteller"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(storyteller / name, directory)
+    make_sdar(directory, vocab_size=4096)
 
 
 @torch.inference_mode()

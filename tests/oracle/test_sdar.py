@@ -1,17 +1,24 @@
 """SDAR in the whole engine against transformers' Qwen3 with an explicit mask, and against the loop
 of SDAR's own generate.py."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nanoserve import LLM
+from nanoserve.commands.main import main
 from nanoserve.engine.assembly import build_engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.profiling.layout_profile import measure_layouts
+from nanoserve.lab.benchmarks.policies.engines import open_workers
+from nanoserve.lab.benchmarks.profiling import measure_profile
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
@@ -19,7 +26,14 @@ from nanoserve.request import Request, SamplingParams, TokenLogprob
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.oracle.sdar import END_TOKEN, MASK_TOKEN, Generation, block_causal_logits, make_sdar
+from tests.oracle.sdar import (
+    END_TOKEN,
+    MASK_TOKEN,
+    Generation,
+    block_causal_logits,
+    make_sdar,
+    make_sdar_for_text,
+)
 from tests.oracle.test_families import TOLERANCE, dense_logits
 from triton_ops.cpu import cpu_operators
 
@@ -205,6 +219,38 @@ def test_log_probabilities_are_those_of_the_step_that_settles_a_token(
         assert all(one.rank == 1 and len(one.top) == 2 for one in found)
 
 
+def test_text_is_streamed_a_canvas_at_a_time_until_a_stop_string(tmp_path: Path) -> None:
+    make_sdar_for_text(tmp_path)
+    settings = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 22}
+    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    with LLM(str(tmp_path), **settings) as llm:
+        pieces = [piece.outputs[0] for piece in llm.stream("Once upon", SamplingParams(**params))]
+        (whole,) = llm.generate(["Once upon"], SamplingParams(**params))
+        text = whole.outputs[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        (stopped,) = llm.generate(["Once upon"], SamplingParams(**params, stop=(stop,)))
+    prompt = len(whole.prompt_token_ids)
+    first = LENGTH - prompt % LENGTH
+    assert [len(piece.token_ids) for piece in pieces][:4] == [first, 4, 4, 4]
+    assert "".join(piece.text for piece in pieces) == text
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_explain_shows_a_canvas_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of 5 tokens: the first canvas has three masks, and each step settles one."""
+    make_sdar_for_text(tmp_path)
+    model = ["-m", str(tmp_path), "--denoising", "static", "--eager", "--dtype", "float32"]
+    assert main(["explain", "Once upon a time", "--max-tokens", "5", *model]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    answers = [line.split()[0] for line in lines if line.startswith(("canvas  0", "answer  0"))]
+    assert answers == ["canvas"] * 2 + ["answer"] + ["canvas"] * 3 + ["answer"]
+    steps = [line.rpartition(" ")[2] for line in lines if "denoising step" in line]
+    assert steps == ["1", "2", "3", "1", "2", "3", "4"]
+
+
 SAMPLED = {"temperature": 1.0, "max_tokens": 10, "n": 2}
 
 
@@ -265,6 +311,24 @@ def test_what_does_not_go_together_with_canvases_is_refused_by_name(
 ) -> None:
     with pytest.raises(UsageError, match=f"^{named}: sdar writes 4 tokens at a time[^\n]*$"):
         Run(checkpoint[0], [], **REFUSED_SETTINGS[named])
+
+
+def test_what_measures_decode_steps_refuses_canvases(
+    checkpoint: tuple[Path, PreTrainedModel],
+) -> None:
+    resolved = ResolvedModel("sdar", checkpoint[0], checkpoint[0])
+    with pytest.raises(UsageError, match="measuring layouts: sdar writes 4 tokens at a time"):
+        measure_layouts(resolved, EngineConfig(), 2, lambda *_: None)
+    config = EngineConfig(pipeline_parallel=2, speculate="ngram")
+    model = load_model(checkpoint[0], "fp32")[1]
+    with pytest.raises(UsageError, match="--speculate ngram: sdar writes 4 tokens at a time"):
+        open_workers(ExitStack(), "P2", resolved, config, model, None)
+    built = build_engine(resolved, EngineConfig(**DEFAULTS))
+    llm: Any = SimpleNamespace(engine=built.engine, built=built)
+    processor: Any = None  # nothing is measured
+    with pytest.raises(UsageError, match="nanoserve profile: sdar writes 4 tokens at a time"):
+        measure_profile(llm, processor, print)
+    built.engine.close()
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,9 @@ class Probabilities:
         """Go through the rows, some at a time: their places, their logits, and what is left of
         these. Rows with a temperature come again, over it."""
         size = rows_per_chunk(self._logits.shape[1])
-        all_rows = torch.arange(len(self._logits), device=self._logits.device)
-        for rows in torch.split(all_rows, size):
+        places = torch.arange(len(self._logits), device=self._logits.device)
+        for start in range(0, len(places), size):
+            rows = places[start : start + size]
             part = self._logits[rows]
             yield rows, part, part
         for draw in self._rows.draws:

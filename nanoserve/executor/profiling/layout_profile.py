@@ -20,7 +20,11 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.profiling.scheduler_cost import measure_scheduler
 from nanoserve.executor.profiling.start_profile import kept_file, kept_or_measured, step_shape
-from nanoserve.executor.start.model_loading import read_config, refuse_states
+from nanoserve.executor.start.model_loading import (
+    read_config,
+    refuse_canvases,
+    refuse_states,
+)
 from nanoserve.executor.start.rendezvous import TorchrunProcess
 from nanoserve.executor.workers.group import WorkerGroup, WorkersDied
 from nanoserve.executor.workers.messages import Answered, FromWorker, Ready, RunPlan, WorkerStart
@@ -49,15 +53,16 @@ def measure_layouts(
 
     The cache is neither read nor written if `anew`, nor under torchrun, whose link has no name. A
     measurement is not kept if layers or operators were not compiled yet, or if other programs
-    disturbed it. The config's layouts and policy do not matter. Raises UsageError for a GPU and for
-    a model with recurrent states, and what starting workers raises.
+    disturbed it. The config's layouts and policy do not matter. Raises UsageError for a GPU, for a
+    model with recurrent states or canvases, and what starting workers raises.
     """
     if config.device != "cpu":
         raise UsageError(
             f"layouts are measured on the CPU, not on {config.device}: choose --device cpu"
         )
     config, model, path = _kept(resolved, config, devices)
-    refuse_states(model, "measuring layouts", "name a layout, as in --pp 2, and a policy")
+    for refuse in (refuse_states, refuse_canvases):
+        refuse(model, "measuring layouts", "name a layout, as in --pp 2, and a policy")
     measure = partial(_measured, resolved, config, model)
     path = None if anew else path
     return kept_or_measured(

@@ -233,6 +233,15 @@ def check_state_settings(config: EngineConfig, model: ModelConfig) -> None:
             refuse_states(model, name)
 
 
+def refuse_canvases(model: ModelConfig, asked: str, instead: str = "leave it out") -> None:
+    """Raise UsageError for what does not go together with canvases, if the model writes any."""
+    if model.canvas is not None:
+        raise UsageError(
+            f"{asked}: {model.family} writes {model.canvas.length} tokens at a time, which does "
+            f"not support it; {instead}"
+        )
+
+
 _LEAST_CANVASES = 4
 """Canvases that the token budget of a step must hold: a row is a settled one and the next, and so
 long may a prompt's last row be beyond its budget."""
@@ -259,10 +268,7 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
     }
     for name, is_asked in asked.items():
         if is_asked:
-            raise UsageError(
-                f"{name}: {model.family} writes {model.canvas.length} tokens at a time, which does "
-                "not support it; leave it out"
-            )
+            refuse_canvases(model, name)
     least = _LEAST_CANVASES * model.canvas.length
     if config.max_num_batched_tokens < least:
         raise UsageError(

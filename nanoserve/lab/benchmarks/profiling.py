@@ -27,7 +27,7 @@ from nanoserve.executor.profiling.parts import (
     take_rounds,
 )
 from nanoserve.executor.profiling.timers import Stopwatch
-from nanoserve.executor.start.model_loading import refuse_states
+from nanoserve.executor.start.model_loading import refuse_canvases, refuse_states
 from nanoserve.lab.benchmarks.machine import ForeignLoad, describe_machine, describe_run
 from nanoserve.lab.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.lab.benchmarks.settling import settle
@@ -60,14 +60,15 @@ _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
     """Measure an idle open LLM, and run two small workloads beside their predictions. ``processor``
     is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is
-    not one device in this process, UsageError for a model with recurrent states, and for limits
-    of the engine so small that there is nothing to measure."""
+    not one device in this process, UsageError for a model with recurrent states or canvases, and
+    for limits of the engine so small that there is nothing to measure."""
     executor, config = llm.engine.executor, llm.built.config
     if not isinstance(executor, LocalExecutor):
         raise TypeError(
             f"one device in this process can be profiled, not {type(executor).__name__}"
         )
-    refuse_states(llm.built.model, "nanoserve profile", "choose another model")
+    for refuse in (refuse_states, refuse_canvases):
+        refuse(llm.built.model, "nanoserve profile", "choose another model")
     limits = config.max_num_batched_tokens, llm.built.max_model_len, config.max_num_seqs
     for (flag, least), limit in zip(LEAST_LIMITS.items(), limits, strict=True):
         if limit < least:

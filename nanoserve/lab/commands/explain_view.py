@@ -13,6 +13,7 @@ from rich.text import Text
 from nanoserve.commands.terminal import visible
 from nanoserve.lab.explanation import (
     AT_MOST,
+    ExplainedAnswer,
     ExplainedRow,
     ExplainedRun,
     ExplainedStep,
@@ -126,7 +127,7 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
     lines += [("states", _states(step.states), None)]
     lines += [
-        ("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence)
+        ("canvas" if one.is_canvas else "answer", _answer(one), one.sequence)
         for one in step.answers
     ]
     grid = Table.grid(padding=(0, 1))
@@ -165,9 +166,15 @@ def _row(row: ExplainedRow) -> str:
     text = text.rstrip()
     if row.draft_tokens:
         text += f"; checks {row.draft_tokens} draft tokens"
+    elif row.denoising_step:
+        text += f"; denoising step {row.denoising_step}"
     elif row.sample:
         text += "; samples a token"
     return text
+
+
+def _answer(answer: ExplainedAnswer) -> str:
+    return f"{answer.sequence}: {_quoted(answer.tokens) or 'a token'}"
 
 
 def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:

@@ -27,7 +27,11 @@ from nanoserve.executor.profiling.start_profile import (
     measure_shortly,
 )
 from nanoserve.executor.start.memory import kv_bytes_per_block
-from nanoserve.executor.start.model_loading import check_state_settings, with_cache_groups
+from nanoserve.executor.start.model_loading import (
+    check_canvas_settings,
+    check_state_settings,
+    with_cache_groups,
+)
 from nanoserve.executor.start.predictors import make_predictors
 from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine
@@ -52,6 +56,7 @@ def open_workers(
     """Workers of one layout or two, whose layers are compiled; their costs are measured first if
     runs are to be `predicted`."""
     check_state_settings(config, model)
+    check_canvas_settings(config, model)
     profile: LayoutProfile | None = None
     costs: tuple[StepCosts, ...] = ()
     if predicted:
