@@ -1,4 +1,4 @@
-"""Where a chat has its models from: this machine, or a server."""
+"""The models of a chat: those of this machine, or of a server."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

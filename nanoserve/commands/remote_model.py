@@ -79,7 +79,7 @@ class RemoteModel:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What an answer waits for now, as far as this side knows."""
+        """Tell what an answer waits for now, as far as this side knows."""
         return self._waiting
 
     def wait(self) -> None:
