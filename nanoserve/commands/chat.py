@@ -88,7 +88,7 @@ def run(options: ChatOptions) -> None:
     if question is None:
         notify = notice
     source = _models(options, notify)
-    model = source.open(options.model)
+    model = source.first()
     if options.url is not None and options.seed is not None:
         settings["seed"] = options.seed
     if options.thinking is not None:
@@ -115,7 +115,7 @@ def _models(options: ChatOptions, notify: Callable[[str], None]) -> ModelSource:
         return LocalModels(options, notify)
     from nanoserve.commands.remote_model import RemoteModels
 
-    return RemoteModels(options.client(options), notify)
+    return RemoteModels(options.client(options), options.model, notify)
 
 
 def _answer_once(session: ChatSession, options: ChatOptions, question: str) -> None:

@@ -15,6 +15,8 @@ from nanoserve.commands.answers import (
     Conversation,
     Settings,
 )
+from nanoserve.commands.chat_session import did_you_mean
+from nanoserve.errors import UsageError, shown
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.server.client.connection import (
     NO_SUCH_PATH,
@@ -33,12 +35,22 @@ _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 class RemoteModels:
-    """The models of a server."""
+    """The models of a server. The first is ``wanted``, which need not be listed: some servers have
+    more models than they list."""
 
-    def __init__(self, client: ApiClient, notify: Callable[[str], None]) -> None:
-        self._client, self._notify = client, notify
+    def __init__(
+        self, client: ApiClient, wanted: str | None, notify: Callable[[str], None]
+    ) -> None:
+        self._client, self._wanted, self._notify = client, wanted, notify
 
-    def open(self, name: str | None) -> "RemoteModel":
+    def first(self) -> "RemoteModel":
+        return RemoteModel(self._client, self._wanted, self._notify)
+
+    def open(self, name: str) -> "RemoteModel":
+        names = [card.id for card in served_models(self._client)]
+        if name not in names:
+            guess = did_you_mean(name, names)
+            raise UsageError(f"the server lists no model {shown(name)}{guess}; /models lists them")
         return RemoteModel(self._client, name, self._notify)
 
     def listed(self) -> Iterable[tuple[str, str]]:

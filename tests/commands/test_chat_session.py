@@ -34,7 +34,10 @@ class Models:
     def __init__(self, *, max_model_len: int = 200) -> None:
         self._max_model_len = max_model_len
 
-    def open(self, name: str | None) -> LocalModel:
+    def first(self) -> LocalModel:
+        return self.open("storyteller")
+
+    def open(self, name: str) -> LocalModel:
         if name == "missing":
             raise ModelError("no model is called missing")
         if name == "unwanted":
@@ -47,7 +50,7 @@ class Models:
                 raise KeyboardInterrupt
             return FakeLLM(name, max_model_len=self._max_model_len)
 
-        return LocalModel(str(name), load, print, None)
+        return LocalModel(name, load, print, None)
 
     def listed(self) -> list[tuple[str, str]]:
         return [("storyteller", "8.3 MiB, bundled"), ("other", "1.0 GiB, hub cache")]
