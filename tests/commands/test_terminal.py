@@ -34,14 +34,11 @@ class Terminal:
         self,
         *arguments: str,
         state: Path,
-        module: str | None = "tests.commands.fake_llm",
+        module: str = "tests.commands.fake_llm",
         columns: int = 80,
     ) -> None:
-        """``module`` None runs Python with these arguments."""
         self.shown = ""
-        words = [sys.executable, *arguments]
-        if module is not None:
-            words[1:1] = ["-m", module]
+        words = [sys.executable, "-m", module, *arguments]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
