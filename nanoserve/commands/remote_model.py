@@ -16,6 +16,7 @@ from nanoserve.commands.answers import (
     Settings,
 )
 from nanoserve.commands.chat_session import did_you_mean
+from nanoserve.commands.state_line import StateLine
 from nanoserve.errors import UsageError, shown
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.server.client.connection import (
@@ -44,14 +45,16 @@ class RemoteModels:
         self._client, self._wanted, self._notify = client, wanted, notify
 
     def first(self) -> "RemoteModel":
-        return RemoteModel(self._client, self._wanted, self._notify)
+        with _connecting():
+            return RemoteModel(self._client, self._wanted, self._notify)
 
     def open(self, name: str) -> "RemoteModel":
-        names = [card.id for card in served_models(self._client)]
-        if name not in names:
-            guess = did_you_mean(name, names)
-            raise UsageError(f"the server lists no model {shown(name)}{guess}; /models lists them")
-        return RemoteModel(self._client, name, self._notify)
+        with _connecting():
+            names = [card.id for card in served_models(self._client)]
+            if name in names:
+                return RemoteModel(self._client, name, self._notify)
+        guess = did_you_mean(name, names)
+        raise UsageError(f"the server lists no model {shown(name)}{guess}; /models lists them")
 
     def listed(self) -> Iterable[tuple[str, str]]:
         for card in served_models(self._client):
@@ -206,6 +209,10 @@ class RemoteModel:
     def _look_up(self, model: str | None) -> None:
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
+
+
+def _connecting() -> StateLine:
+    return StateLine(lambda: Waiting("connecting"))
 
 
 def _interruptible(stream: Iterator[T]) -> Iterator[T]:
