@@ -66,6 +66,19 @@ def test_how_far_a_prompt_is() -> None:
         assert llm.prompt_progress() is None
 
 
+def test_a_start_that_waits_for_operators_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = cpu_operators()
+    if not operators.wait():
+        pytest.skip(f"nothing can be built: {operators.problem}")
+    # they are there: only the wait for them is looked at
+    monkeypatch.setattr(type(operators), "pending", property(lambda _: True))
+    monkeypatch.setattr(operators, "start", lambda **_: None)
+    told: list[tuple[str, int, int]] = []
+    with LLM(batch_invariant=True, dtype="bfloat16", progress=lambda *now: told.append(now)):
+        assert told[-2:] == [("building operators", 0, 1), ("building operators", 1, 1)]
+    assert told[0][0] == "loading"
+
+
 def test_a_stream_adds_up_to_what_generate_gives(storyteller: LLM) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=2)
     deltas = list(storyteller.stream("One day", params))

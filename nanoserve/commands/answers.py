@@ -227,7 +227,7 @@ class LocalModel:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What an answer waits for now. Another thread may ask."""
+        """Tell what an answer waits for now. Another thread may ask."""
         if self._opening is None or not self._opening.done():
             return self._stage
         if self._opening.exception() is not None:

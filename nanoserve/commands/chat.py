@@ -96,7 +96,7 @@ def run(options: ChatOptions) -> None:
     if question is None:
         notify = notice
     source = _models(options, notify)
-    model = source.open(options.model)
+    model = source.first()
     if options.url is not None and options.seed is not None:
         settings["seed"] = options.seed
     if options.thinking is not None:
@@ -123,24 +123,22 @@ def _models(options: ChatOptions, notify: Callable[[str], None]) -> ModelSource:
         return LocalModels(options, notify)
     from nanoserve.commands.remote_model import RemoteModels
 
-    return RemoteModels(options.client(options), notify)
+    return RemoteModels(options.client(options), options.model, notify)
 
 
 def _answer_once(session: ChatSession, options: ChatOptions, question: str) -> None:
-    hide_thinking = options.hide_thinking or options.thinking == "off"
-    printer = _printer(plain=options.plain, hide_thinking=hide_thinking)
-    if options.json:
-        printer = _printer(plain=options.plain, hide_thinking=True)
     # nothing goes on after Ctrl-C, so nothing waits for the end of a step or of an import
     with prompt_interrupts(), StateLine(lambda: session.model.waiting) as line:
         session.model.start()
         pieces = session.ask(question)
-        if not options.json:
+        if options.json:
+            for _ in pieces:
+                line.change(lambda: Waiting("answering"))
+        else:
+            hide_thinking = options.hide_thinking or options.thinking == "off"
+            printer = _printer(plain=options.plain, hide_thinking=hide_thinking)
             _show_answer(session, pieces, printer, line)
-            return
-        for _ in pieces:
-            line.change(lambda: Waiting("answering"))
-    if session.last_answer is not None:
+    if options.json and session.last_answer is not None:
         print(session.last_answer.json(session.model.name))
 
 
@@ -172,7 +170,7 @@ _BEGINNING = 44
 
 
 class _WarningsAsNotices(logging.Handler):
-    """Has the engine's warnings told as notices; they begin with the program's name."""
+    """Tells the engine's warnings as notices, without the program's name before them."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -398,7 +396,10 @@ class Conversation:
         session, before = self._session, self._session.model
         if not name:
             return f"this is {before.name}; /models lists others"
-        model = self._source.open(name)
+        try:
+            model = self._source.open(name)  # which may be downloaded
+        except KeyboardInterrupt:
+            return f"stopped; this is still {before.name}"
         model.thinking = before.thinking
         before.close()
         session.model = model

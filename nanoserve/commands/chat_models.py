@@ -1,4 +1,4 @@
-"""Where a chat has its models from: this machine, or a server."""
+"""The models of a chat: those of this machine, or of a server."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 class ModelSource(Protocol):
-    def open(self, name: str | None) -> "LocalModel | RemoteModel":
-        """The model of that name, or the default one; it may still have to load. Raises
-        NanoserveError if there is none."""
+    def first(self) -> "LocalModel | RemoteModel":
+        """The model that the command names, or the default one. Raises as `open`."""
+
+    def open(self, name: str) -> "LocalModel | RemoteModel":
+        """The model of that name, which may still have to load. Raises NanoserveError if there is
+        none."""
 
     def listed(self) -> Iterable[tuple[str, str]]:
         """The name of each model that can be opened, and what else is known of it."""
@@ -30,8 +33,13 @@ class LocalModels:
     def __init__(self, options: "ChatOptions", notify: Callable[[str], None]) -> None:
         self._options, self._notify = options, notify
 
-    def open(self, name: str | None) -> LocalModel:
-        options = replace(self._options, model=name)
+    def first(self) -> LocalModel:
+        return self._open(self._options)
+
+    def open(self, name: str) -> LocalModel:
+        return self._open(replace(self._options, model=name))
+
+    def _open(self, options: "ChatOptions") -> LocalModel:
         # wrong settings are refused before anything is downloaded
         EngineConfig(**options.settings())
         found = options.find_model()

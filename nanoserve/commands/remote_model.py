@@ -15,6 +15,9 @@ from nanoserve.commands.answers import (
     Conversation,
     Settings,
 )
+from nanoserve.commands.chat_session import did_you_mean
+from nanoserve.commands.state_line import StateLine
+from nanoserve.errors import UsageError, shown
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.server.client.connection import (
     NO_SUCH_PATH,
@@ -33,13 +36,25 @@ _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 class RemoteModels:
-    """The models of a server."""
+    """The models of a server. The first is ``wanted``, which need not be listed: some servers have
+    more models than they list."""
 
-    def __init__(self, client: ApiClient, notify: Callable[[str], None]) -> None:
-        self._client, self._notify = client, notify
+    def __init__(
+        self, client: ApiClient, wanted: str | None, notify: Callable[[str], None]
+    ) -> None:
+        self._client, self._wanted, self._notify = client, wanted, notify
 
-    def open(self, name: str | None) -> "RemoteModel":
-        return RemoteModel(self._client, name, self._notify)
+    def first(self) -> "RemoteModel":
+        with _connecting():
+            return RemoteModel(self._client, self._wanted, self._notify)
+
+    def open(self, name: str) -> "RemoteModel":
+        with _connecting():
+            names = [card.id for card in served_models(self._client)]
+            if name in names:
+                return RemoteModel(self._client, name, self._notify)
+        guess = did_you_mean(name, names)
+        raise UsageError(f"the server lists no model {shown(name)}{guess}; /models lists them")
 
     def listed(self) -> Iterable[tuple[str, str]]:
         for card in served_models(self._client):
@@ -79,7 +94,7 @@ class RemoteModel:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What an answer waits for now, as far as this side knows."""
+        """Tell what an answer waits for now, as far as this side knows."""
         return self._waiting
 
     def wait(self) -> None:
@@ -194,6 +209,10 @@ class RemoteModel:
     def _look_up(self, model: str | None) -> None:
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
+
+
+def _connecting() -> StateLine:
+    return StateLine(lambda: Waiting("connecting"))
 
 
 def _interruptible(stream: Iterator[T]) -> Iterator[T]:

@@ -15,6 +15,7 @@ from typing import IO, TypeVar
 from nanoserve.errors import UsageError, one_line
 
 REDRAW_SECONDS = 0.1  # nobody sees more
+_CLEAR = "\x1b[K"  # erases the rest of the row, where a longer StateLine may stand
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 T = TypeVar("T")
 
@@ -65,8 +66,7 @@ def remark(text: str) -> None:
     """One or more lines beside the answers, on stderr; in faint type on a terminal."""
     shown = wrapped(text, sys.stderr)
     if is_terminal(sys.stderr):
-        # in the place of a StateLine, which may be longer
-        shown = f"\x1b[K\x1b[2m{shown}\x1b[0m"
+        shown = f"{_CLEAR}\x1b[2m{shown}\x1b[0m"
     print(shown, file=sys.stderr, flush=True)
 
 
@@ -79,8 +79,11 @@ def say(message: str) -> None:
         sys.stdout.flush()
     except OSError:
         silence_stdout()
+    shown = wrapped(f"nanoserve: {line}", sys.stderr)
+    if is_terminal(sys.stderr):
+        shown = _CLEAR + shown
     with suppress(OSError):
-        print(wrapped(f"nanoserve: {line}", sys.stderr), file=sys.stderr, flush=True)
+        print(shown, file=sys.stderr, flush=True)
 
 
 def silence_stdout() -> None:

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from nanoserve.executor.workers.executor import RemoteLayers
 
 
+OPERATORS = "building operators"
+"""Stage of a start in which C++ is compiled, the first time on a machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine, its model and its settings; `prepare` compiles what makes its steps faster."""
@@ -97,22 +101,22 @@ class BuiltEngine:
             self.operators.start(waited=True)
         if self.layers is not None:
             self.layers.start(waited=True)
-        self._wait_for("building operators", self.operators, progress)
-        self._wait_for("compiling layers", self.layers, progress)
+        _wait_for(OPERATORS, self.operators, progress)
+        _wait_for("compiling layers", self.layers, progress)
 
-    def _wait_for(
-        self,
-        stage: str,
-        build: "CpuOperators | LayerRunner | RemoteLayers | None",
-        progress: ProgressCallback | None,
-    ) -> None:
-        if build is None or not build.pending:
-            return
-        if progress is not None:
-            progress(stage, 0, 1)
-        build.wait()
-        if progress is not None:
-            progress(stage, 1, 1)
+
+def _wait_for(
+    stage: str,
+    build: "CpuOperators | LayerRunner | RemoteLayers | None",
+    progress: ProgressCallback | None,
+) -> None:
+    if build is None or not build.pending:
+        return
+    if progress is not None:
+        progress(stage, 0, 1)
+    build.wait()
+    if progress is not None:
+        progress(stage, 1, 1)
 
 
 def build_engine(
@@ -277,6 +281,8 @@ def _build_here(
     operators = layers = None
     if gpu is None:
         operators, layers = cpu_operators(), start.layers[0]
+        if config.batch_invariant:  # only these operators compute so
+            _wait_for(OPERATORS, operators, progress)
     overlaps = _overlaps_steps(config, device)
     (stage,) = start.stages(
         [num_blocks], host_pool, processor, state_slots=state_slots, async_scheduling=overlaps

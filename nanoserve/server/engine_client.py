@@ -246,7 +246,7 @@ class EngineClient:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What a start waits for now; None where none is under way. Another thread may ask."""
+        """Tell what a start waits for now; None where none is under way. Another thread may ask."""
         if self.state in (EngineState.LOADING, EngineState.RESTARTING):
             return self._stage
         return None

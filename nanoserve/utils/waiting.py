@@ -1,10 +1,10 @@
-"""What is being waited for, as a chat and a server say it."""
+"""A wait as a chat and a server tell of it."""
 
 from typing import NamedTuple, Self
 
 
 class Waiting(NamedTuple):
-    """What is being waited for, and how far it is: ("loading", "45%")."""
+    """A wait for something, and how far that is: ("loading", "45%")."""
 
     what: str
     amount: str = ""

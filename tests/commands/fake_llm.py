@@ -116,8 +116,6 @@ class FakeLLM:
             time.sleep(30)
         if model == "endless":
             threading.Event().wait()
-        if model == "patient":  # until the state has been shown, which its wait takes
-            time.sleep(1.0)
         if model == "loading":
             for done in range(10_000):
                 settings["progress"]("loading", done, 10_000)

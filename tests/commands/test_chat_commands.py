@@ -260,6 +260,8 @@ def test_a_model_that_cannot_be_had_leaves_the_one_that_is_there(
     assert said("/model missing") == "no model is called missing"
     assert fake(session) is before and not before.closed
     assert said("/model broken") == "the weights are cut short; this is still storyteller"
+    for name in ("unwanted", "unloaded"):
+        assert said(f"/model {name}") == "stopped; this is still storyteller"
     assert session.model.name == "storyteller"
     answer(session, "two")  # it is loaded again
     assert len(session.turns) == 4

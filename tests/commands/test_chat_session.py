@@ -28,23 +28,29 @@ def make_session(**settings: Any) -> tuple[ChatSession, list[str]]:
 
 
 class Models:
-    """Models of any name but "missing"; "broken" cannot be loaded. ``opened`` are all so far."""
+    """Models of any name but "missing"; "broken" cannot be loaded, and Ctrl-C is pressed while
+    "unwanted" is looked for or "unloaded" is loaded."""
 
     def __init__(self, *, max_model_len: int = 200) -> None:
-        self.opened: list[LocalModel] = []
         self._max_model_len = max_model_len
 
-    def open(self, name: str | None) -> LocalModel:
+    def first(self) -> LocalModel:
+        return self.open("storyteller")
+
+    def open(self, name: str) -> LocalModel:
         if name == "missing":
             raise ModelError("no model is called missing")
+        if name == "unwanted":
+            raise KeyboardInterrupt
 
         def load(*_: object) -> Any:
             if name == "broken":
                 raise ModelError("the weights are cut short")
+            if name == "unloaded":
+                raise KeyboardInterrupt
             return FakeLLM(name, max_model_len=self._max_model_len)
 
-        self.opened.append(LocalModel(str(name), load, print, None))
-        return self.opened[-1]
+        return LocalModel(name, load, print, None)
 
     def listed(self) -> list[tuple[str, str]]:
         return [("storyteller", "8.3 MiB, bundled"), ("other", "1.0 GiB, hub cache")]

@@ -334,7 +334,7 @@ def test_the_commands_of_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign(chat=HELLO) as server:
         session, _ = session_with(server)
         client = ApiClient(parse_url(server.url))
-        models = RemoteModels(client, print)
+        models = RemoteModels(client, None, print)
         conversation = Conversation(session, ChatOptions(plain=True), models)
 
         def said(line: str) -> str:
@@ -388,10 +388,10 @@ def test_models_of_a_server_are_listed_and_switched(
             {"count": 7 if "prompt" in asked.body else 9}
         )
         session, _ = session_with(server)
-        models = RemoteModels(ApiClient(parse_url(server.url)), print)
+        models = RemoteModels(ApiClient(parse_url(server.url)), None, print)
         conversation = Conversation(session, ChatOptions(plain=True), models)
         answer(session, "hi")
-        for line in ("/models", f"/file {tmp_path / 'notes'}", "/model b"):
+        for line in ("/models", f"/file {tmp_path / 'notes'}", "/model parot", "/model b"):
             conversation.obey(line)
         said = capsys.readouterr().err.splitlines()
         answer(session, "again")
@@ -401,6 +401,7 @@ def test_models_of_a_server_are_listed_and_switched(
         "* parrot  context of 4,096",
         "  b",
         f"{tmp_path / 'notes'}, 7 tokens, goes with the next message",
+        "the server lists no model 'parot' (did you mean parrot?); /models lists them",
         "this is b; the conversation goes on",
     ]
     assert counted == {"model": "parrot", "prompt": "notes:\n\nx", "add_special_tokens": False}

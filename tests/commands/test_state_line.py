@@ -163,16 +163,3 @@ def test_nothing_is_waited_for_when_a_command_is_left(
         (terminal.type if place % 2 else terminal.wait_for)(step)
     assert terminal.exit_code() == code
     assert "Traceback" not in terminal.shown and "Fatal" not in terminal.shown
-
-
-def test_a_pipe_gets_the_answer_alone(tmp_path: Path) -> None:
-    """The state is on stderr, which is the terminal; stdout is not."""
-    out = tmp_path / "out"
-    script = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-m', 'tests.commands.fake_llm', "
-        f"'chat', '-m', 'patient', 'hi'], stdout=open({str(out)!r}, 'w'), check=True)"
-    )
-    terminal = Terminal("-c", script, state=tmp_path, module=None)
-    terminal.wait_for("loading 0 s")
-    assert terminal.exit_code() == 0
-    assert out.read_text() == "You said: hi\n"

@@ -1,6 +1,7 @@
 """The whole chat on a terminal: a pseudo-terminal with a process behind it."""
 
 import errno
+import logging
 import os
 import pty
 import re
@@ -21,7 +22,7 @@ from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import StopOnInterrupt, remark, say
 from tests.commands.conftest import ROOT
 from tests.commands.screen import Screen
-from tests.commands.test_chat_session import ChatSession, Models, make_session
+from tests.commands.test_chat_session import ChatSession, Models, fake, make_session
 
 PATIENCE = 240.0  # seconds; a busy machine starts processes slowly
 
@@ -34,14 +35,11 @@ class Terminal:
         self,
         *arguments: str,
         state: Path,
-        module: str | None = "tests.commands.fake_llm",
+        module: str = "tests.commands.fake_llm",
         columns: int = 80,
     ) -> None:
-        """``module`` None runs Python with these arguments."""
         self.shown = ""
-        words = [sys.executable, *arguments]
-        if module is not None:
-            words[1:1] = ["-m", module]
+        words = [sys.executable, "-m", module, *arguments]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
             os.chdir(ROOT)
@@ -196,7 +194,12 @@ def converse(
     monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str, plain: bool = False
 ) -> None:
     """The interactive chat in this process, with these lines typed."""
-    typed = iter(lines)
+    chat_with(monkeypatch, session, iter(lines), plain=plain)
+
+
+def chat_with(
+    monkeypatch: pytest.MonkeyPatch, session: ChatSession, typed: Iterator[str], *, plain: bool
+) -> None:
 
     class Typed:
         def __init__(self, *_: object) -> None:
@@ -241,6 +244,21 @@ def test_a_notice_stands_below_the_answer(monkeypatch: pytest.MonkeyPatch, *, pl
         "ends",
     ]
     assert screen.text.count("You said") == 1
+
+
+def test_a_warning_waits_until_the_line_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, (session, _) = watched(monkeypatch), make_session()
+    log = logging.getLogger("nanoserve").warning
+
+    def lines() -> Iterator[str]:
+        log("nanoserve: layers run %s", "uncompiled")
+        assert "layers" not in screen.text
+        yield "one"
+
+    fake(session).before_answer = lambda: log("nanoserve: that is slower")
+    chat_with(monkeypatch, session, lines(), plain=True)
+    assert "\nlayers run uncompiled\nthat is slower\nYou said: one\n" in screen.text
+    assert logging.getLogger("nanoserve").handlers == []
 
 
 def test_an_answer_goes_on_below_what_a_shell_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,16 @@ def test_every_shape_is_a_valid_model_of_the_published_size(name: str) -> None:
     assert millions == pytest.approx(PUBLISHED_MILLIONS.get(name, millions), rel=0.005)
 
 
+def test_progress_is_counted_in_numbers(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    decoder, _ = make_dummy_model(
+        tiny_config(tmp_path), progress=lambda done, total: told.append((done, total))
+    )
+    numbers = sum(parameter.numel() for parameter in decoder.parameters())
+    assert told[-1] == (numbers, numbers) and told[0][0] < numbers
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
 def test_dummy_weights_are_the_same_every_time_and_finite(tmp_path: Path) -> None:
     spec = tiny_config(tmp_path)
     first, config = make_dummy_model(spec, "fp32")
