@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from nanoserve.errors import ModelError, NanoserveError, first_line, one_line, shown
 from nanoserve.models.hub_files import (
+    CHECKING,
+    DOWNLOADING,
     Announce,
     HubReference,
     ProgressCallback,
@@ -24,11 +26,6 @@ from nanoserve.models.hub_files import (
 )
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.sizes import format_size
-
-DOWNLOADING = "downloading"
-"""The stage of a download, whose amounts are bytes."""
-CHECKING = "checking"
-"""The stage that compares what was downloaded with the hub's hash; its amounts are bytes."""
 
 _SECONDS = 10.0
 """Limit for the hub to describe a repository."""

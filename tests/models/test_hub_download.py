@@ -25,19 +25,8 @@ SAFETENSORS = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """An empty hub, and a user without aliases whose cache is empty."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
     with loopback_hub() as served:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-            served.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
+        served.use(monkeypatch, tmp_path)
         yield served
 
 
