@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, NanoserveError, first_line, one_line, shown
 from nanoserve.models.hub_files import (
     CHECKING,
@@ -88,7 +89,10 @@ class _Download:
                 f"downloading {self._title}: {format_size(self._total)}, license "
                 f"{_license(info)} ({hub_page(repository)})"
             )
+        # weights come last
         for file in missing:
+            if file.name.endswith(".safetensors"):
+                ModelConfig.from_directory(snapshot)  # what cannot be run is not downloaded
             self._fetch(file, str(info.sha))
         (self._storage / "refs").mkdir(parents=True, exist_ok=True)
         replace_file(self._storage / "refs" / "main", str(info.sha))

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,36 +120,14 @@ def test_models_from_the_hub_answer_as_their_files_do(
     assert len(answers) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "asked"),
-    [
-        (["run", "qwen3:0.6b", "hello"], "qwen3:0.6b"),
-        (["run", "owner/model:Q4_K_M", "hello"], "owner/model:Q4_K_M"),
-        (["chat", "hello"], None),
-    ],
-)
-def test_run_takes_a_model_and_a_message_and_chat_a_message(
-    words: list[str],
-    asked: str | None,
-    command: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names: list[str | None] = []
-
-    def resolve(name: str | None, **_: object) -> hub_module.ResolvedModel:
-        names.append(name)
-        return hub_module.ResolvedModel("fake", STORYTELLER, STORYTELLER)
-
-    monkeypatch.undo()
-    monkeypatch.setattr("nanoserve.commands.engine_options.resolve_model", resolve)
-    options = []
-    monkeypatch.setattr(chat, "run", options.append)
-    main(words)
-    if asked is None:
-        assert options == []
-    else:
-        (given,) = options
-        assert (given.model, given.message) == (asked, "hello")
+@pytest.mark.parametrize("name", ["qwen3:0.6b", "owner/model:Q4_K_M"])
+def test_run_takes_a_model_and_a_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[chat.ChatOptions] = []
+    monkeypatch.setattr(chat, "run", given.append)
+    assert main(["run", name, "hello", "--temperature", "0"]) == 0
+    (options,) = given
+    assert (options.model, options.message, options.temperature) == (name, "hello", 0)
+    assert main(["run"]) == 2
 
 
 def test_models_lists_what_is_here_and_what_can_be_had(
