@@ -68,9 +68,10 @@ class _Bars(ExitStack):
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[left]}"),
-            TextColumn("  "),  # room for the ^C that the terminal writes: the line must not wrap
         )
-        return Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+        console = Console(stderr=True)
+        console.width -= 3  # room for the ^C that a terminal writes: the line must not wrap
+        return Progress(*columns, console=console, auto_refresh=False, transient=True)
 
 
 @contextmanager
