@@ -13,7 +13,6 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.models.hub import resolve_model
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
@@ -130,7 +129,7 @@ def _service_settings(options: ServeOptions, progress: Progress) -> dict[str, An
     runs."""
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
-    resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+    resolved = options.find_model()
     tokenizer = load_tokenizer(resolved.tokenizer_directory)
     start = EngineStart(resolved, config)
     return {
