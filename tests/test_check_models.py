@@ -3,6 +3,7 @@ rows that the hub does not have."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -69,9 +70,9 @@ def test_the_best_model_takes_at_most_half_of_the_memory(memory: float, best: st
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     with loopback_hub() as served:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
+        served.use(monkeypatch, tmp_path)
         yield served
 
 

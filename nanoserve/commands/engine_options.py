@@ -56,6 +56,13 @@ def _checked_policy(name: str, flag: str) -> str:
     return name
 
 
+def locate_model(name: str | None, *, offline: bool = False) -> ResolvedModel:
+    """Find a model's files by its name. A download shows its license and how far it is. No torch.
+    Raises ModelError."""
+    with show_progress() as progress:
+        return resolve_model(name, offline=offline, progress=progress, announce=remark)
+
+
 class EngineOptions(Options, panel="Engine", has_variables=True):
     model: str | None = option(
         None,
@@ -141,10 +148,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
     def find_model(self) -> ResolvedModel:
         """Find the model's files, which may be downloaded. No torch. Raises ModelError."""
-        with show_progress() as progress:
-            return resolve_model(
-                self.model, offline=self.offline, progress=progress, announce=remark
-            )
+        return locate_model(self.model, offline=self.offline)
 
     def open_llm(
         self,

@@ -11,6 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
+from nanoserve.models.hub_files import CHECKING, DOWNLOADING
+from nanoserve.utils.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Drawn
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
 # of the time passed lies between two lines: long runs have no more lines than they need
 LINE_SHARE = 0.1
+_IN_BYTES = (DOWNLOADING, CHECKING)
+"""Stages that also show how many bytes there are, and how many a second."""
 
 # called with a stage's name, how much of it is done, and how much there is
 Progress = Callable[[str, int, int], None]
@@ -61,11 +65,13 @@ class _Bars(ExitStack):
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[left]}"),
         )
-        return Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+        console = Console(stderr=True)
+        console.width -= 3  # room for the ^C that a terminal writes: the line must not wrap
+        return Progress(*columns, console=console, auto_refresh=False, transient=True)
 
 
 @contextmanager
@@ -83,8 +89,12 @@ def show_progress() -> Iterator[Progress]:
         if done > stage.first:  # at the pace since the beginning
             seconds = (now - stage.began) * (total - done) / (done - stage.first)
             left = str(timedelta(seconds=round(seconds)))
+        amount = ""
+        if what in _IN_BYTES and now > stage.began:
+            rate = format_size(round((done - stage.first) / (now - stage.began)))
+            amount = f"{format_size(done)} of {format_size(total)}, {rate}/s, "
         if is_watched:
-            column = "" if is_over else f"{left} left"
+            column = "" if is_over else f"{amount}{left} left"
             bars.update(what, done, total, column)
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
@@ -93,7 +103,7 @@ def show_progress() -> Iterator[Progress]:
             LINE_SECONDS, LINE_SHARE * (now - stage.began)
         ):
             stage.shown = now
-            remark(f"{what}: {done / total:.0%}, about {left} left")
+            remark(f"{what}: {done / total:.0%}, {amount}about {left} left")
 
     with bars:
         yield show

@@ -6,13 +6,13 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from nanoserve.commands.engine_options import locate_model
 from nanoserve.commands.options import Options, argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import CALIBRATING, WEIGHT_BITS
 from nanoserve.errors import UsageError
-from nanoserve.models.hub import resolve_model
 from nanoserve.text.tokenizer import load_tokenizer
 from nanoserve.utils.files import read_text
 from nanoserve.utils.sizes import format_size
@@ -56,7 +56,7 @@ def run(options: QuantizeOptions) -> None:
         raise UsageError(
             f"--method {method} needs a text to run through the model: give --calibrate FILE"
         )
-    resolved = resolve_model(options.model, offline=options.offline)
+    resolved = locate_model(options.model, offline=options.offline)
     if resolved.directory is None:
         raise UsageError(
             f"{resolved.name} has no files to quantize; give the directory or the hub id of a model"

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, NanoserveError, first_line, one_line, shown
 from nanoserve.models.hub_files import (
+    CHECKING,
+    DOWNLOADING,
     Announce,
     HubReference,
     ProgressCallback,
@@ -24,11 +27,6 @@ from nanoserve.models.hub_files import (
 )
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.sizes import format_size
-
-DOWNLOADING = "downloading"
-"""The stage of a download, whose amounts are bytes."""
-CHECKING = "checking"
-"""The stage that compares what was downloaded with the hub's hash; its amounts are bytes."""
 
 _SECONDS = 10.0
 """Limit for the hub to describe a repository."""
@@ -91,19 +89,24 @@ class _Download:
                 f"downloading {self._title}: {format_size(self._total)}, license "
                 f"{_license(info)} ({hub_page(repository)})"
             )
-        for file in missing:
-            self._fetch(file, str(info.sha))
+        try:
+            # weights come last
+            for file in missing:
+                if file.name.endswith(".safetensors"):
+                    ModelConfig.from_directory(snapshot)  # what cannot be run is not downloaded
+                self._fetch(file, str(info.sha))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{format_size(self._kept(missing))} of {format_size(self._total)} are kept; the "
+                "same command goes on there"
+            ) from None
         (self._storage / "refs").mkdir(parents=True, exist_ok=True)
         replace_file(self._storage / "refs" / "main", str(info.sha))
         return model_path(snapshot, [file.name for file in chosen])
 
     def _check_space(self, missing: Sequence[HubFile]) -> None:
         """Raise ModelError if the disk has no room for what is still to be downloaded."""
-        needed = self._total
-        for file in missing:
-            partial = self._partial(file)
-            if partial is not None and partial.exists():
-                needed -= partial.stat().st_size
+        needed = self._total - self._kept(missing)
         free = free_bytes(self._storage)
         if needed > free:
             raise ModelError(
@@ -111,6 +114,18 @@ class _Download:
                 f"has {format_size(free)} free; make room there, or set HF_HOME to a directory on "
                 "another disk"
             )
+
+    def _kept(self, missing: Sequence[HubFile]) -> int:
+        """Bytes of the large files that an interrupted download has brought."""
+        kept = 0
+        for file in missing:
+            partial = self._partial(file)
+            if partial is None:
+                continue
+            for path in (partial, partial.with_suffix("")):
+                if path.exists():
+                    kept += path.stat().st_size
+        return kept
 
     def _partial(self, file: HubFile) -> Path | None:
         if file.sha256 is None:
@@ -150,20 +165,13 @@ class _Download:
                 revision=commit,
                 endpoint=HfApi().endpoint,
             )
-            counted = _CountedFile(opened, self._tell)
-            try:
-                http_get(
-                    url,
-                    counted,  # type: ignore[arg-type]  # the part of a file that is used
-                    resume_size=opened.tell(),
-                    headers=hub_utils.build_hf_headers(),
-                    expected_size=file.size,
-                )
-            except KeyboardInterrupt:
-                kept = format_size(self._done + opened.tell())
-                raise KeyboardInterrupt(
-                    f"{kept} of {format_size(self._total)} are kept; the same command goes on there"
-                ) from None
+            http_get(
+                url,
+                _CountedFile(opened, self._tell),  # type: ignore[arg-type]  # what is used of a file
+                resume_size=opened.tell(),
+                headers=hub_utils.build_hf_headers(),
+                expected_size=file.size,
+            )
         self._check(file, partial)
         partial.replace(partial.with_suffix(""))
 

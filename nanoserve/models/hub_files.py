@@ -16,6 +16,11 @@ ProgressCallback = Callable[[str, int, int], None]
 Announce = Callable[[str], None]
 """Called with a line for the user."""
 
+DOWNLOADING = "downloading"
+"""The stage of a download, whose amounts are bytes."""
+CHECKING = "checking"
+"""The stage that compares what was downloaded with the hub's hash; its amounts are bytes."""
+
 # Only safetensors and never code: nothing that is downloaded is unpickled or run.
 ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
 # Copies of the weights in other layouts, which some repositories hold as well.

@@ -55,6 +55,18 @@ def test_every_stage_has_its_own_pace(clock: Clock, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "two: 50%, about 0:00:06 left\n"
 
 
+def test_a_download_shows_bytes_and_bytes_a_second(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with show_progress() as progress:
+        progress("downloading", 1 << 20, 100 << 20)  # what is there from an earlier try
+        clock.now += 10.0
+        progress("downloading", 21 << 20, 100 << 20)
+    assert capsys.readouterr().err == (
+        "downloading: 21%, 21.0 MiB of 100.0 MiB, 2.0 MiB/s, about 0:00:40 left\n"
+    )
+
+
 class Terminal(io.StringIO):
     """Somebody watches."""
 

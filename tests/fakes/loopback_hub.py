@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+
+import pytest
 
 LARGE = 1000
 """Files of this size and more are kept by their SHA-256 and served from another address."""
@@ -52,8 +56,32 @@ class LoopbackHub:
     """A download of a large file stops here until `goes_on` is set."""
     has_stalled: Event = field(default_factory=Event)
     goes_on: Event = field(default_factory=Event)
-    damage: bytes = b""
-    """What large files begin with instead of their own bytes."""
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        """Let this process ask this hub, as a user in `home` without a cache, aliases or a
+        token."""
+        monkeypatch.chdir(home)
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        for name, value in {
+            "ENDPOINT": self.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.endpoint
+            + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_TOKEN_PATH": str(home / "token"),
+        }.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """The variables of a process that asks this hub, as such a user."""
+        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        return kept | {
+            "HOME": str(home),
+            "HF_HOME": str(home),
+            "HF_ENDPOINT": self.endpoint,
+            "TMPDIR": str(home),
+        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -126,7 +154,6 @@ class _Handler(BaseHTTPRequestHandler):
             for content in repository.files.values()
             if hashlib.sha256(content).hexdigest() == sha256
         }
-        content = self.hub.damage + content[len(self.hub.damage) :]
         headers, status, first = {"Accept-Ranges": "bytes"}, 200, 0
         asked = _RANGE.match(self.headers.get("Range", ""))
         if asked:

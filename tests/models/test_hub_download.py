@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import nanoserve
 from nanoserve.errors import ModelError
 from nanoserve.models import hub_download
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
@@ -15,8 +16,9 @@ from tests.fakes.loopback_hub import LoopbackHub, Repository, loopback_hub
 
 WEIGHTS = bytes(range(256)) * 40
 """A large file: the hub knows its SHA-256."""
+CONFIG = (Path(nanoserve.__file__).parent / "assets" / "storyteller" / "config.json").read_bytes()
 SAFETENSORS = {
-    "config.json": b"{}",
+    "config.json": CONFIG,
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"text",
     "model.safetensors": WEIGHTS,
@@ -25,19 +27,8 @@ SAFETENSORS = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """An empty hub, and a user without aliases whose cache is empty."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
     with loopback_hub() as served:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-            served.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
+        served.use(monkeypatch, tmp_path)
         yield served
 
 
@@ -80,17 +71,17 @@ def test_what_is_in_the_cache_needs_no_hub(hub: LoopbackHub) -> None:
     assert resolve_model("owner/model") == resolve_model("owner/model", offline=True) == found
     assert hub.requests == []
     assert ("owner/model", "hub cache") in [(name, place) for name, _, place in known_models()]
-    hub.repositories["owner/model"] = Repository(SAFETENSORS | {"config.json": b'{"a": 1}'})
+    hub.repositories["owner/model"] = Repository(SAFETENSORS | {"config.json": CONFIG + b" "})
     fresh = resolve_model("owner/model", refresh=True)
     assert fresh.directory is not None and fresh.directory != found.directory
-    assert (fresh.directory / "config.json").read_bytes() == b'{"a": 1}'
+    assert (fresh.directory / "config.json").read_bytes() == CONFIG + b" "
     assert hub.ranges == [0]  # the weights are the same, and were downloaded once
 
 
 def test_a_part_of_a_model_in_the_cache_is_no_model(hub: LoopbackHub) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     whole = {
-        "config.json": b"{}",
+        "config.json": CONFIG,
         "tokenizer.json": b"{}",
         "model.safetensors.index.json": json.dumps(index).encode(),
         "model-1.safetensors": WEIGHTS,
@@ -106,13 +97,22 @@ def test_a_part_of_a_model_in_the_cache_is_no_model(hub: LoopbackHub) -> None:
         assert names_in(resolve_model("owner/model").directory) == sorted(whole)
 
 
+def test_a_model_that_cannot_be_run_is_refused_before_its_weights(hub: LoopbackHub) -> None:
+    unknown = CONFIG.replace(b'"model_type": "llama"', b'"model_type": "unknown"')
+    assert unknown != CONFIG
+    hub.repositories["owner/model"] = Repository(SAFETENSORS | {"config.json": unknown})
+    with pytest.raises(ModelError, match="unknown"):
+        resolve_model("owner/model")
+    assert hub.ranges == []
+
+
 def test_the_license_and_the_size_are_told_before_a_download(hub: LoopbackHub) -> None:
     told: list[str] = []
     hub.repositories["owner/model"] = Repository(SAFETENSORS)
     resolve_model("owner/model", announce=told.append)
     resolve_model("owner/model", announce=told.append)
     page = "https://huggingface.co/owner/model"
-    assert told == [f"downloading owner/model: 10.1 KiB, license apache-2.0 ({page})"]
+    assert told == [f"downloading owner/model: 10.6 KiB, license apache-2.0 ({page})"]
     card = {"license": "other", "license_name": "lfm1.0", "license_link": "LICENSE"}
     hub.repositories["owner/other"] = Repository(SAFETENSORS, card=card)
     hub.repositories["owner/none"] = Repository(SAFETENSORS, card={})
@@ -239,7 +239,7 @@ def test_a_full_disk_is_told_before_anything_is_downloaded(
     hub.repositories["owner/model"] = Repository(SAFETENSORS)
     total = sum(map(len, SAFETENSORS.values()))
     monkeypatch.setattr(hub_download, "free_bytes", lambda place: total - 1)
-    with pytest.raises(ModelError, match=r"owner/model needs 10\.1 KiB more, .* free; .*HF_HOME"):
+    with pytest.raises(ModelError, match=r"owner/model needs 10\.6 KiB more, .* free; .*HF_HOME"):
         resolve_model("owner/model")
     assert not any("/resolve/" in request for request in hub.requests)
     # what is there of an interrupted download needs no more room

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.commands.engine_options import EngineOptions
+from nanoserve.commands.engine_options import EngineOptions, locate_model
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.tables import columns, print_table
@@ -45,7 +45,7 @@ from nanoserve.lab.commands.bench_options import (
     settled_operators,
 )
 from nanoserve.lab.workloads import BatchCase, random_prompts
-from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.metrics import MILLISECONDS, BatchRates
 
 OURS = "nanoserve"
@@ -204,7 +204,7 @@ def _open_peers(
     operators = settled_operators(options.threads)
     from nanoserve.lab.benchmarks.peers import weights
 
-    model = resolve_model(options.model or DEFAULT_MODEL, offline=options.offline)
+    model = locate_model(options.model or DEFAULT_MODEL, offline=options.offline)
     config = weights.model_config(model)
     shared: dict[str, Any] = {
         "dtype": weights.dtype_name(options.dtype, config),

@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from nanoserve.commands.engine_options import quantization_option
+from nanoserve.commands.engine_options import locate_model, quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.tables import Column, columns, print_table
@@ -21,7 +21,7 @@ from nanoserve.lab.commands.simulate import StepLimitOptions
 from nanoserve.lab.simulator.planning import PlannedWork, find_candidates
 from nanoserve.lab.simulator.workload import GLLMS_SHAREGPT, named_lengths
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import find_shape, resolve_model
+from nanoserve.models.hub import find_shape
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.utils.threads import prepare_threads
 
@@ -130,7 +130,7 @@ def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
     from nanoserve.executor.profiling.layout_profile import measure_layouts
     from nanoserve.executor.start.model_loading import read_config
 
-    resolved = resolve_model(options.model)
+    resolved = locate_model(options.model)
     with show_progress() as progress:
         config = EngineConfig(quantization=options.quantization)
         profile = measure_layouts(resolved, config, options.gpus, progress)
