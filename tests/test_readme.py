@@ -88,6 +88,9 @@ FAMILIES = {
     "Qwen3-Next": {"qwen3_next"},
     "SDAR": {"sdar"},
     "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},
+    "Jamba": {"jamba"},
+    "Granite 4 (also MoE)": {"granitemoehybrid"},
+    "Granite 3 (also MoE)": {"granite", "granitemoe"},
 }
 """The model_type of Hugging Face for each name in the table of what is here."""
 

@@ -70,6 +70,12 @@ class _Sizes(msgspec.Struct, frozen=True, tag=True):
         """Numbers that the operator over the state reads and writes for a token."""
         raise NotImplementedError
 
+    @property
+    def decay_numbers(self) -> int:
+        """Parameters, in float32, that say how fast each number of the state decays; 0 where a head
+        or a token decides for many of them."""
+        return 0
+
 
 class ShortConvolutionConfig(_Sizes, frozen=True):
     """A short convolution between two gates (LFM2, arXiv 2511.23404), which has no other state."""
@@ -295,6 +301,10 @@ class MambaConfig(_Sizes, frozen=True):
     @property
     def scan_numbers(self) -> int:
         return 3 * self.channels + 2 * self.state_size
+
+    @property
+    def decay_numbers(self) -> int:
+        return prod(self.matrix_shape)
 
     def part(self, degree: int) -> "MambaConfig":
         return replace(self, channels=self.channels // degree)

@@ -7,7 +7,7 @@ count as kernels only (Efficiency).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -44,6 +44,7 @@ _SUMMED = frozenset({"output", "down", "experts"})
 """Matrices whose outputs are sums over the ranks."""
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "recurrence", "look-up"]
+_FLOAT32 = 4.0
 SCAN_CHUNK = 64
 """Positions of a prompt that a scan over recurrent states computes together."""
 
@@ -386,7 +387,7 @@ class ModelCounts:
             )
 
         if kind.recurrent and self.recurrent is not None:
-            yield from self._recurrent_matrices(self.recurrent, matrix)
+            yield from self._recurrent_matrices(self.recurrent, bits, matrix)
         else:
             yield from self._attention_matrices(model, matrix)
         if kind.sparse and model.moe is not None:
@@ -429,18 +430,26 @@ class ModelCounts:
         yield matrix("output", model.output_size // degree, hidden)
 
     def _recurrent_matrices(
-        self, recurrent: RecurrentConfig, matrix: Callable[..., Matrix]
+        self,
+        recurrent: RecurrentConfig,
+        bits: Mapping[str, Bits],
+        matrix: Callable[..., Matrix],
     ) -> Iterator[Matrix]:
         """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
         hidden, channels = self.model.hidden_size, recurrent.mixer.channels
         for name, columns, rows, is_rounded in recurrent.mixer.matrices(hidden):
+            own_bits = bits.get(name, NUMBERS)
+            number_bytes = self.precision.other_bytes
             if is_rounded:
-                yield matrix(name, columns, *rows)
-            else:
-                yield self._matrix(name, columns, rows, NUMBERS, self.precision.other_bytes)
+                number_bytes = self.precision.weight_bytes
+            if len(own_bits) == 1 and self.layout.tensor_parallel == 1:
+                rows = (sum(rows),)  # of one tensor, which is padded at its end
+            yield self._matrix(name, columns, rows, own_bits, number_bytes)
         kernel = channels * recurrent.kernel_size
         kernel_bytes = kernel * self.precision.other_bytes
         yield Matrix("convolution", kernel, 2 * channels, kernel_bytes)
+        if recurrent.mixer.decay_numbers:  # nothing is multiplied with them as a matrix
+            yield Matrix("decay", 0, 0, _FLOAT32 * recurrent.mixer.decay_numbers)
         yield matrix("output", recurrent.mixer.output_size, hidden)
 
     def _expert_matrices(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from nanoserve.config.checkpoint_names import LayerNames, checkpoint_names
+from nanoserve.config.mixers import MambaConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import RecurrentConfig
 from nanoserve.config.quantization import BLOCK_TYPES, Quantization
@@ -19,7 +20,7 @@ format."""
 NUMBERS: Bits = (None,)
 ROWS = 16
 """Rows that are packed together, the last ones padded."""
-_KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
+_KEPT = {"rounding": ("router", "selection", "time_step"), "compressed-tensors": ("embedding",)}
 """Matrices that a method leaves as numbers; others leave these three: embedding, head, router."""
 _MIXING = frozenset({"qkv", "output", "output_gate", "inputs"})
 """Matrices of attention, and of mixers; all others of a layer are of its feed-forward part."""
@@ -98,10 +99,17 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
 def _recurrent_matrices(
     hidden: int, recurrent: RecurrentConfig, names: LayerNames
 ) -> dict[str, tuple[int, Sequence[str]]]:
-    """Matrices of a layer with a state that quantization rounds, up to its output."""
+    """Matrices of a layer with a state that may be quantized, up to its output."""
     mixer = recurrent.mixer
     output = mixer.output_size, [names.mixer_output]
-    return {"inputs": (hidden, names.mixer_inputs), "output": output}
+    found: dict[str, tuple[int, Sequence[str]]] = {
+        "inputs": (hidden, names.mixer_inputs),
+        "output": output,
+    }
+    if isinstance(mixer, MambaConfig):
+        found["selection"] = mixer.channels, [names.mixer_selection]
+        found["time_step"] = mixer.time_step_rank, [names.mixer_time_step]
+    return found
 
 
 def _bits(

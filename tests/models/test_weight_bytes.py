@@ -123,6 +123,11 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("qwen3_5_moe_text", "int8", (1, 2)),
         ("qwen3_next", "int4", (1, 2)),
         ("qwen3_next", None, (2, 1)),
+        ("jamba", None, (2, 1)),
+        ("jamba", "int4", (1, 2)),
+        ("granitemoehybrid", "int8", (1, 2)),
+        ("granitemoehybrid-dense", "int4", (2, 1)),
+        ("granite", "int4", (1, 2)),
     ],
 )
 def test_rounded_weights(
@@ -171,6 +176,8 @@ def test_quantized_checkpoints(
         ("qwen3_moe", "BF16", (1, 1)),
         ("lfm2", "Q8_0", (2, 1)),
         ("lfm2_moe", "Q4_1", (1, 1)),
+        ("jamba", "Q8_0", (1, 1)),
+        ("granitemoehybrid", "Q4_1", (2, 1)),
     ],
 )
 def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def add_hybrid(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "jamba":
         writer.add_ssm_time_step_rank(config.mamba_dt_rank)
         return
+    writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_attention_scale(config.attention_multiplier)

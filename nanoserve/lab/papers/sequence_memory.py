@@ -2,6 +2,7 @@
 layers of its model."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from nanoserve.commands.tables import columns
@@ -166,14 +167,24 @@ class Recurrent(NamedTuple):
         }
 
 
+def _recurrent(model: str) -> Recurrent:
+    """The sizes of a published model."""
+    shape = load_shape(model)
+    recurrent = shape.recurrent
+    assert recurrent is not None, "most of its layers have a state"
+    layers = len(recurrent.recurrent_layers)
+    return Recurrent(
+        layers=layers,
+        matrix=prod(recurrent.mixer.matrix_shape or ()),
+        convolution=(recurrent.kernel_size - 1) * recurrent.mixer.channels,
+        attending=shape.num_layers - layers,
+        kv_numbers=shape.kv_numbers,
+    )
+
+
 STATE_MODELS = {
-    # config.json of Qwen/Qwen3-Next-80B-A3B-Instruct: 48 layers, every fourth attends, with 2 key
-    # heads of 256. Gated DeltaNet with 32 value heads of 128 x 128; a convolution over 4 positions
-    # of 16 + 16 + 32 heads of 128.
-    "qwen3-next-80b-a3b": Recurrent(36, 32 * 128 * 128, 3 * 64 * 128, 12, 2 * 2 * 256),
-    # config.json of ai21labs/Jamba-v0.1: 32 layers, one of 8 attends, with 8 key heads of 128.
-    # Mamba-1 with 2 x 4096 channels of 16 numbers each; a convolution over 4 positions.
-    "jamba-v0.1": Recurrent(28, 8192 * 16, 3 * 8192, 4, 2 * 8 * 128),
+    "qwen3-next-80b-a3b": _recurrent("qwen3-next-80b-a3b"),
+    "jamba-v0.1": _recurrent("jamba-v0.1"),
     # config.json of state-spaces/mamba2-2.7b, and the defaults of Mamba2 in mamba_ssm: 64 layers,
     # 80 heads of 64 x 128; a convolution over 4 positions of 5120 channels and two vectors of 128.
     "mamba2-2.7b": Recurrent(64, 80 * 64 * 128, 3 * (5120 + 2 * 128)),
