@@ -6,10 +6,10 @@ triton asks for). It ends with 1, and a line for each fault, if a program does n
 registers do not suffice and values spill into memory, or if it needs more shared memory than a
 program may have on its target.
 
-All forms take minutes. When all of them fit, the script records a digest of their sources in
-``compiled_kernels.txt``, beside the version of Triton. While both are unchanged, one form of each
-program is compiled for each target. Removing the version's line makes the script compile all forms
-again.
+All forms take minutes. When all of them fit, the script records a digest of each program's sources
+and forms in ``compiled_kernels.txt``, beside the version of Triton. While both are unchanged, one
+form of that program is compiled for each target. Removing a version's lines makes the script
+compile all forms again.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,21 +155,34 @@ def _most(pattern: str, log: str) -> int:
     return max(numbers)
 
 
-def source_digest() -> str:
-    """Changes with every file of `triton_ops/gpu`, with the forms and with `TARGETS`."""
-    digest = hashlib.sha256(repr(TARGETS).encode())
-    for path in (
-        ROOT / "scripts" / "kernel_variants.py",
-        *sorted((ROOT / "triton_ops" / "gpu").rglob("*.py")),
-    ):
-        digest.update(path.relative_to(ROOT).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def program_digests(forms: Iterable[Form]) -> dict[str, str]:
+    """Program -> a digest that changes with the file of the program and those that it imports, with
+    its forms, and with their targets."""
+    texts: dict[str, list[str]] = {}
+    for target, variant in forms:
+        texts.setdefault(variant.program, _sources(variant.module)).append(
+            repr((target, replace(variant, divisible=frozenset()), sorted(variant.divisible)))
+        )
+    return {
+        program: hashlib.sha256("\n".join(some).encode()).hexdigest()
+        for program, some in texts.items()
+    }
 
 
-def recorded_digests(record: Path) -> dict[str, str]:
-    """Triton's version -> the digest of the sources whose forms all fit with it."""
-    return dict(line.split() for line in record.read_text().splitlines()) if record.exists() else {}
+def _sources(module: str) -> list[str]:
+    """The text of a file of programs, and of those that it imports."""
+    text = (ROOT / "triton_ops" / "gpu" / "kernels" / f"{module}.py").read_text()
+    imported = re.findall(r"^from triton_ops\.gpu\.kernels\.(\w+) import", text, re.MULTILINE)
+    return [text, *(part for name in imported for part in _sources(name))]
+
+
+def recorded_digests(record: Path) -> dict[str, dict[str, str]]:
+    """Triton's version -> program -> the digest with which all its forms fit."""
+    found: dict[str, dict[str, str]] = {}
+    for line in record.read_text().splitlines() if record.exists() else ():
+        version, program, digest = line.split()
+        found.setdefault(version, {})[program] = digest
+    return found
 
 
 def all_forms() -> list[Form]:
@@ -179,13 +192,19 @@ def all_forms() -> list[Form]:
         cache_variants,
         packed_variants,
         recurrent_variants,
+        state_space_variants,
     )
 
     same = (*cache_variants(), *packed_variants())
     forms: list[Form] = []
     for target in TARGETS:
         generation = target.capability // 10
-        variants = (*attention_variants(generation), *same, *recurrent_variants(generation))
+        variants = (
+            *attention_variants(generation),
+            *same,
+            *recurrent_variants(generation),
+            *state_space_variants(generation),
+        )
         forms.extend((target, variant) for variant in variants)
     return forms
 
@@ -198,12 +217,16 @@ def one_form_per_program(forms: Iterable[Form]) -> list[Form]:
     return [*chosen.values()]
 
 
-def build_forms(*, everything: bool) -> list[Build]:
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(folder)
-        forms = all_forms() if everything else one_form_per_program(all_forms())
-        with ProcessPoolExecutor(initializer=prepare, initargs=(folder,)) as pool:
-            return list(pool.map(build, *zip(*forms, strict=True)))
+def chosen_forms(forms: list[Form], changed: Container[str]) -> list[Form]:
+    """All forms of the programs that have changed, and one of each other program for each
+    target."""
+    others = [form for form in forms if form[1].program not in changed]
+    return [form for form in forms if form[1].program in changed] + one_form_per_program(others)
+
+
+def build_forms(forms: list[Form], cache_folder: str) -> list[Build]:
+    with ProcessPoolExecutor(initializer=prepare, initargs=(cache_folder,)) as pool:
+        return list(pool.map(build, *zip(*forms, strict=True)))
 
 
 def table(builds: list[Build]) -> str:
@@ -246,24 +269,28 @@ def table(builds: list[Build]) -> str:
 
 def main() -> int:
     version = importlib.metadata.version("triton")
-    digest, recorded = source_digest(), recorded_digests(RECORD)
-    everything = recorded.get(version) != digest
-    builds = build_forms(everything=everything)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        forms = all_forms()
+        digests, recorded = program_digests(forms), recorded_digests(RECORD)
+        known = recorded.get(version, {})
+        changed = [program for program, digest in digests.items() if known.get(program) != digest]
+        builds = build_forms(chosen_forms(forms, changed), folder)
     breaches = [line for each in builds for line in each.breaches()]
     print(f"triton {version}; stack, spills and shared memory in bytes")
     print(table(builds))
     if breaches:
         print(*breaches, sep="\n", file=sys.stderr)
         return 1
-    if everything:
-        digests = sorted({**recorded, version: digest}.items())
-        RECORD.write_text("".join(f"{each} {of_sources}\n" for each, of_sources in digests))
-        print(f"all forms fit: {RECORD.relative_to(ROOT)} says so now")
-    else:
-        print(
-            f"one form of each program; {RECORD.relative_to(ROOT)} says that all forms of these "
-            "sources fit"
-        )
+    recorded[version] = digests
+    lines = [
+        f"{each} {program} {digest}\n"
+        for each, programs in sorted(recorded.items())
+        for program, digest in sorted(programs.items())
+    ]
+    RECORD.write_text("".join(lines))
+    print(f"all forms of {', '.join(changed) or 'no program'} were compiled, one of the others")
+    print(f"{RECORD.relative_to(ROOT)} says that all forms of these sources fit")
     return 0
 
 

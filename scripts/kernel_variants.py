@@ -5,7 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from triton_ops.gpu import cache_constants, packed_constants, recurrent_constants
+from triton_ops.gpu import (
+    cache_constants,
+    packed_constants,
+    recurrent_constants,
+    state_space_constants,
+)
 from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
@@ -343,10 +348,11 @@ def _recurrent_variant(
     numbers: tuple[str, ...],
     constants: dict[str, int],
     launch: recurrent_constants.Launch,
+    module: str = "recurrent",
 ) -> Variant:
     """`tensors`: all but the table of segments; `numbers`: all but how many segments there are."""
     return Variant(
-        module="recurrent",
+        module=module,
         program=program,
         label=label,
         types={
@@ -360,3 +366,67 @@ def _recurrent_variant(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
+
+
+_DUAL_SHAPES = ((80, 128, 64), (16, 128, 80), (48, 128, 32), (24, 256, 64))
+"""Heads of a group, numbers of a query and of a value: of Mamba-2 and Granite 4, of Nemotron-H, of
+a small Granite 4, and of Falcon-H1."""
+_SELECTIVE_STATE_SIZE = 16
+
+
+def state_space_variants(generation: int) -> Iterator[Variant]:
+    """Programs of state-space layers, for one generation: 8, 9 or 10. float16 has forms of its own
+    where matrices are multiplied."""
+    for dtype, shape in product(("bf16", "fp16", "fp32"), _DUAL_SHAPES):
+        yield from _dual_variants(generation, dtype, shape)
+    for dtype, single in product(("bf16", "fp32"), (True, False)):
+        heads = dict.fromkeys(("out", "query", "key", "value"), f"*{dtype}")
+        tensors = {**heads, **dict.fromkeys(("time_step", "rates", "states"), "*fp32")}
+        yield _recurrent_variant(
+            "scan_selectively",
+            f"{dtype} state_size {_SELECTIVE_STATE_SIZE}" + ", single tokens" * single,
+            tensors,
+            ("num_channels", *_strides(_without(tensors, "rates"))),
+            state_space_constants.selective_constants(_SELECTIVE_STATE_SIZE, single_tokens=single),
+            state_space_constants.SELECTIVE,
+            module="state_space",
+        )
+
+
+def _dual_variants(generation: int, dtype: str, shape: tuple[int, int, int]) -> Iterator[Variant]:
+    _, state_size, head_dim = shape
+    label = f"{dtype} state_size {state_size}, head_dim {head_dim}"
+    heads = dict.fromkeys(("out", "query", "key", "value"), f"*{dtype}")
+    numbers = dict.fromkeys(("decay", "time_step", "local", "states"), "*fp32")
+    tensors = {**heads, **numbers}
+    if dtype != "fp16":
+        stepped = _without(tensors, "local")
+        for only_single in (False, True):
+            yield _recurrent_variant(
+                "step_dual",
+                label + ", only single tokens" * only_single,
+                stepped,
+                _strides(stepped),
+                state_space_constants.dual_step_constants(*shape, only_single=only_single),
+                state_space_constants.DUAL_STEP,
+                module="state_space",
+            )
+    if dtype != "fp32":
+        attended = _without(tensors, "out", "states")
+        for program, given, constants, launch in (
+            (
+                "attend_in_chunks",
+                attended,
+                state_space_constants.dual_attention_constants(*shape),
+                state_space_constants.DUAL_ATTENTION,
+            ),
+            (
+                "scan_dual",
+                tensors,
+                state_space_constants.dual_scan_constants(*shape),
+                state_space_constants.dual_scan_launch(generation, state_size),
+            ),
+        ):
+            yield _recurrent_variant(
+                program, label, given, _strides(given), constants, launch, module="state_space"
+            )

@@ -4,6 +4,7 @@ reported."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from scripts.compile_kernels import (
     ROOT,
     TARGETS,
     Build,
+    Form,
     Target,
     all_forms,
     main,
     one_form_per_program,
+    program_digests,
     recorded_digests,
-    source_digest,
     table,
 )
 from scripts.kernel_variants import cache_variants
@@ -70,6 +72,7 @@ PROGRAMS = (
     *("write_slots", "move_blocks", "decode_attention", "prefill_attention", "reduce_splits"),
     *("multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
     *("convolve", "step_delta_rule", "prepare_chunks", "scan_delta_rule"),
+    *("step_dual", "attend_in_chunks", "scan_dual", "scan_selectively"),
 )
 
 
@@ -81,37 +84,56 @@ def test_one_form_of_each_program_is_chosen_for_each_target() -> None:
     }
 
 
-def test_all_forms_are_compiled_when_their_sources_or_triton_have_changed(
+def test_all_forms_are_compiled_of_programs_that_changed_or_if_triton_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = []
+    moving = [replace(VARIANT, module="cache", label=label) for label in ("narrow", "wide")]
+    attending = [
+        replace(VARIANT, module="attention", program="attend", label=label)
+        for label in ("short", "long")
+    ]
+    variants = [*moving, *attending]
+    calls, stack = list[list[str]](), 16
 
-    def build_forms(*, everything: bool) -> list[Build]:
-        calls.append(everything)
-        return [Build(TARGETS[0], VARIANT, stack=bad)]
+    def build_forms(forms: list[Form], cache_folder: str) -> list[Build]:
+        calls.append([variant.label for _, variant in forms])
+        return [Build(target, variant, stack=stack) for target, variant in forms]
 
-    sources = tmp_path / "triton_ops" / "gpu"
-    sources.mkdir(parents=True)
-    (sources / "cache.py").write_text("before")
+    kernels = tmp_path / "triton_ops" / "gpu" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "shared.py").write_text("before")
+    (kernels / "cache.py").write_text("before")
+    (kernels / "attention.py").write_text("from triton_ops.gpu.kernels.shared import load")
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "kernel_variants.py").write_text("forms")
-    record = tmp_path / "compiled_kernels.txt"
+    record = tmp_path / "scripts" / "compiled_kernels.txt"
     monkeypatch.setattr(compile_kernels, "ROOT", tmp_path)
     monkeypatch.setattr(compile_kernels, "RECORD", record)
+    monkeypatch.setattr(compile_kernels, "prepare", lambda folder: None)
+    monkeypatch.setattr(
+        compile_kernels, "all_forms", lambda: [(TARGETS[0], variant) for variant in variants]
+    )
     monkeypatch.setattr(compile_kernels, "build_forms", build_forms)
-    bad = 16
+    everything, one_each = ["narrow", "wide", "short", "long"], ["narrow", "short"]
     assert main() == 1 and not record.exists()
-    bad = 0
+    stack = 0
     assert main() == 0 and main() == 0
-    assert calls == [True, True, False]
-    (sources / "cache.py").write_text("after")
-    assert main() == 0 and calls.pop()
-    (tmp_path / "scripts" / "kernel_variants.py").write_text("other forms")
-    assert main() == 0 and calls.pop()
-    assert recorded_digests(record) == {metadata.version("triton"): source_digest()}
-    record.write_text(f"0.1 {source_digest()}\n")
-    assert main() == 0 and calls.pop()
-    assert recorded_digests(record).keys() == {"0.1", metadata.version("triton")}
+    assert calls == [everything, everything, one_each]
+    (kernels / "cache.py").write_text("after")
+    assert main() == 0 and calls.pop() == ["narrow", "wide", "short"]
+    (kernels / "shared.py").write_text("after")
+    assert main() == 0 and calls.pop() == ["short", "long", "narrow"]
+    variants[3] = replace(attending[1], num_warps=attending[1].num_warps * 2)
+    stack = 16
+    assert main() == 1 and calls.pop() == ["short", "long", "narrow"]
+    stack = 0
+    assert main() == 0 and calls.pop() == ["short", "long", "narrow"]
+    assert main() == 0 and calls.pop() == one_each
+    version = metadata.version("triton")
+    digests = program_digests([(TARGETS[0], variant) for variant in variants])
+    assert recorded_digests(record) == {version: digests}
+    record.write_text(record.read_text().replace(version, "0.1"))
+    assert main() == 0 and calls.pop() == everything
+    assert recorded_digests(record) == {"0.1": digests, version: digests}
     assert "compiled_kernels.txt" in capsys.readouterr().out
 
 

@@ -38,6 +38,8 @@ OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_lin
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
 OPERATORS.implement("gated_delta_rule", "CUDA", on_first_call("recurrent", "gated_delta_rule"))
+OPERATORS.implement("state_space_dual", "CUDA", on_first_call("state_space", "state_space_dual"))
+OPERATORS.implement("selective_scan", "CUDA", on_first_call("state_space", "selective_scan"))
 
 __all__ = [
     "GroupQuantized",

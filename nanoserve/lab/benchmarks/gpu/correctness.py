@@ -45,7 +45,9 @@ from triton_ops import (
     reference_operators,
     round_to_nearest,
     scatter_blocks,
+    selective_scan,
     sparse_experts,
+    state_space_dual,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -306,6 +308,55 @@ def _apply_delta_rule(
     return torch.cat((out.flatten(), states.flatten()))
 
 
+def _dual_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    tokens, groups, heads, state_size, head_dim = _SEGMENTS[-1][1], 2, 4, 128, 64
+    query, key = torch.randn(2, tokens, groups, state_size, generator=generator).to(dtype)
+    value = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+    decay, time_step = torch.rand(2, tokens, heads, generator=generator)
+    states = torch.randn(len(_SEGMENTS), heads, state_size, head_dim, generator=generator)
+    return [query, key, value, -decay / 4, time_step, states, torch.tensor(_SEGMENTS).int()]
+
+
+def _apply_dual(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    time_step: Tensor,
+    states: Tensor,
+    segments: Tensor,
+) -> Tensor:
+    """States, decays and time steps are float32 in any case."""
+    out, states = torch.empty_like(value), states.float()
+    state_space_dual(out, query, key, value, decay.float(), time_step.float(), states, segments)
+    return torch.cat((out.flatten(), states.flatten()))
+
+
+def _selective_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    tokens, channels, state_size = _SEGMENTS[-1][1], 72, 16
+    query, key = torch.randn(2, tokens, state_size, generator=generator).to(dtype)
+    value = torch.randn(tokens, channels, generator=generator).to(dtype)
+    time_step = torch.rand(tokens, channels, generator=generator)
+    rates = torch.rand(channels, state_size, generator=generator)
+    states = torch.randn(len(_SEGMENTS), channels, state_size, generator=generator)
+    return [query, key, value, time_step, -rates, states, torch.tensor(_SEGMENTS).int()]
+
+
+def _scan_selectively(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    time_step: Tensor,
+    rates: Tensor,
+    states: Tensor,
+    segments: Tensor,
+) -> Tensor:
+    """States, rates and time steps are float32 in any case."""
+    out, states = torch.empty_like(value), states.float()
+    selective_scan(out, query, key, value, time_step.float(), rates.float(), states, segments)
+    return torch.cat((out.flatten(), states.flatten()))
+
+
 OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "cache_write": (
         _cache_write_inputs,
@@ -325,6 +376,8 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
     "causal_convolution": (_convolution_inputs, _convolve, 1),
     "gated_delta_rule": (_delta_rule_inputs, _apply_delta_rule, 1),
+    "state_space_dual": (_dual_inputs, _apply_dual, 1),
+    "selective_scan": (_selective_inputs, _scan_selectively, 1),
 }
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""
 

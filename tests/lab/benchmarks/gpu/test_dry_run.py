@@ -74,6 +74,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
             "sparse_experts",
             "causal_convolution",
             "gated_delta_rule",
+            "state_space_dual",
+            "selective_scan",
             "family",
             "graph against eager",
             "overlapped against plain",
