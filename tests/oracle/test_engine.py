@@ -184,9 +184,7 @@ def test_seeded_samples_do_not_depend_on_what_shares_the_batch(checkpoint: Check
 
 
 STATEFUL = [
-    family
-    for family in FAMILIES
-    if family.startswith(("lfm2", "qwen3_next", "qwen3_5", "mamba"))
+    family for family in FAMILIES if family.startswith(("lfm2", "qwen3_next", "qwen3_5", "mamba"))
 ]
 
 

@@ -33,9 +33,7 @@ PROMPT_LENGTH = 45  # longer than every sliding window
 GREEDY_TOKENS = 64
 TOLERANCE = 1e-4
 LOGPROB_TOLERANCE = 5e-5
-WITH_SCANS = [
-    name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5", "mamba"))
-]
+WITH_SCANS = [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5", "mamba"))]
 NO_SUCH_TOKEN = -1  # so that nothing ends early
 BLOCK_SIZE = 16
 
