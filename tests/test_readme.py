@@ -84,6 +84,8 @@ FAMILIES = {
     "DeepSeek-V2/V3": {"deepseek_v2", "deepseek_v3"},
     "GLM-4.7-Flash": {"glm4_moe_lite"},
     "LFM2 (also MoE)": {"lfm2", "lfm2_moe"},
+    "Mamba": {"mamba"},
+    "Mamba-2": {"mamba2"},
     "Qwen3-Next": {"qwen3_next"},
     "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},
 }
