@@ -85,6 +85,8 @@ FAMILIES = {
     "GLM-4.7-Flash": {"glm4_moe_lite"},
     "LFM2 (also MoE)": {"lfm2", "lfm2_moe"},
     "Nemotron-H": {"nemotron_h"},
+    "Mamba": {"mamba"},
+    "Mamba-2": {"mamba2"},
     "Qwen3-Next": {"qwen3_next"},
     "SDAR": {"sdar"},
     "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},

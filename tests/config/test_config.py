@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,8 @@ def test_a_config_of_each_family_is_read_back_as_it_was_written(family: str) -> 
         ),
         ({"hidden_size": 65}, "hidden_size 65 is not a multiple of num_attention_heads 4"),
         (
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM",
+            {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
+            "architecture RwkvForCausalLM",
         ),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a text generation model"),
@@ -219,6 +220,39 @@ def test_what_cannot_be_in_qwen3_next_is_refused(changes: dict[str, Any], compla
     with pytest.raises(ModelError, match=complaint):
         ModelConfig.from_hf(shape | changes)
     assert ModelConfig.from_hf(shape | {"layer_types": ["full_attention"] * 48}).recurrent is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"n_groups": 7}, "48 heads of a state are not a multiple of 7 groups"),
+        ({"num_heads": 47}, "num_heads 47 of head_dim 64 are not expand * hidden_size, 3072"),
+        ({"time_step_limit": [0.1]}, "time_step_limit must be the least and the largest step, not"),
+        ({"time_step_limit": [0.2, 0.1]}, "time_step_limit must be the least and the largest"),
+        ({"time_step_limit": [0.0, math.nan]}, "time_step_limit must be the least and the largest"),
+        (
+            {"time_step_limit": "none"},
+            "time_step_limit must be the least and the largest step, not",
+        ),
+    ],
+)
+def test_what_cannot_be_in_mamba2_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        ModelConfig.from_hf(dict(published_shapes()["mamba2-780m"]) | changes)
+
+
+@pytest.mark.parametrize("largest", [math.inf, {"__float__": "Infinity"}])
+def test_steps_without_a_limit_are_written_in_several_ways(largest: object) -> None:
+    """Infinity is a word of Python's JSON, and an object in newer files."""
+    shape = dict(published_shapes()["mamba2-780m"])
+    unlimited = json.loads(json.dumps(shape | {"time_step_limit": [0.0, largest]}))
+    assert ModelConfig.from_hf(unlimited) == ModelConfig.from_hf(shape)
+
+
+def test_original_checkpoints_of_mamba_are_refused_by_name() -> None:
+    original = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"}}
+    with pytest.raises(ModelError, match=r"^config.json: this is an original .* ends in -hf, such"):
+        ModelConfig.from_hf(original)
 
 
 def test_yarn_sharpens_the_scores_of_latents() -> None:

@@ -80,5 +80,23 @@ def tiny_convolutions(**changes: object) -> ModelConfig:
     return tiny_model(num_layers=3, num_kv_heads=2, recurrent=recurrent, **changes)
 
 
+def tiny_mamba(model_type: str, **sizes: int) -> ModelConfig:
+    """Two layers of 8 without attention, with 16 channels of 3 numbers each and convolutions over 4
+    positions. Mamba makes steps of 2 numbers; Mamba-2 has four heads in two groups."""
+    values: dict[str, object] = {
+        "model_type": model_type,
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "state_size": 3,
+        "time_step_rank": 2,
+        "num_heads": 4,
+        "head_dim": 4,
+        "n_groups": 2,
+        "tie_word_embeddings": False,
+    }
+    return ModelConfig.from_hf(values | sizes)
+
+
 def qwen3_next() -> ModelConfig:
     return load_shape("qwen3-next-80b-a3b")

@@ -14,13 +14,14 @@ from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.counts import SCAN_CHUNK, ModelCounts, Operator, Precision, scan_pairs
 from nanoserve.costs.hardware import Efficiency, Machine, load_machine
 from nanoserve.costs.step_costs import DoesNotFit, StepCosts
+from nanoserve.errors import UsageError
 from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.mixer import make_states
 from nanoserve.scheduler.recurrent_state.recurrent_state import CHUNK as SNAPSHOT_CHUNK
 from nanoserve.scheduler.work import StepWork
-from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net
+from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net, tiny_mamba
 from triton_ops.recurrent import CHUNK
 
 # Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.
@@ -61,6 +62,69 @@ def test_a_step_of_gated_delta_nets_by_hand() -> None:
     assert found["state"].state_bytes == 2 * 3 * 2 * STATE
     assert found["state"].bytes == 2 * 3 * 2 * STATE + 2 * 2 * 5 * (40 + 24)
     assert all(one.kv_bytes == 0 for one in found.values())
+
+
+def test_a_step_of_mamba_by_hand() -> None:
+    found = in_recurrent_layers(tiny_mamba("mamba"), WORK)
+    expected = {
+        # 16 values and 16 gates
+        "inputs": (2 * 2 * 5 * 8 * 32, 2 * 2 * 8 * 32, 2 * 2 * 5 * (8 + 32)),
+        # of 16 values, two numbers of a step, three of a key and three of a query
+        "selection": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 2 * 2 * 5 * (16 + 8)),
+        "time_step": (2 * 2 * 5 * 2 * 16, 2 * 2 * 2 * 16, 2 * 2 * 5 * (2 + 16)),
+        "convolution": (2 * 2 * 5 * 16 * 4, 2 * 2 * 16 * 4, 2 * 2 * 5 * (16 + 16)),
+        "output": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 2 * 2 * 5 * (16 + 8)),
+        # values, steps and outputs; a key and a query
+        "state": (2 * 7 * 16 * 3 * 5, 0, 2 * 2 * 5 * (3 * 16 + 2 * 3)),
+    }
+    assert {
+        name: (one.flops, one.weight_bytes, one.activation_bytes) for name, one in found.items()
+    } == expected
+    # three inputs of 16 channels in 16 bits, and 16 x 3 numbers in 32
+    assert found["state"].state_bytes == 2 * 3 * 2 * (3 * 16 * 2 + 16 * 3 * 4)
+
+
+def test_a_step_of_mamba2_by_hand() -> None:
+    found = in_recurrent_layers(tiny_mamba("mamba2"), WORK)
+    channels = 16 + 2 * 2 * 3  # values, and keys and queries of two groups
+    rows = 16 + channels + 4  # gates, those, and a step of each head
+    expected = {
+        "inputs": (2 * 2 * 5 * 8 * rows, 2 * 2 * 8 * rows, 2 * 2 * 5 * (8 + rows)),
+        "convolution": (
+            2 * 2 * 5 * channels * 4,
+            2 * 2 * channels * 4,
+            2 * 2 * 5 * (channels + channels),
+        ),
+        "output": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 2 * 2 * 5 * (16 + 8)),
+        # a head's matrix has 12 numbers: two products for each token, and for the 3 x 3 pairs of
+        # the chunk products of 3 and of 4 numbers
+        "state": (2 * 4 * (4 * 12 * 5 + 2 * (3 + 4) * 9), 0, 2 * 2 * 5 * (channels + 16)),
+    }
+    assert {
+        name: (one.flops, one.weight_bytes, one.activation_bytes) for name, one in found.items()
+    } == expected
+    assert found["state"].state_bytes == 2 * 3 * 2 * (3 * channels * 2 + 4 * 3 * 4 * 4)
+
+
+def test_states_of_a_model_without_attention_get_all_that_weights_leave(machine: Machine) -> None:
+    memory = StepCosts(tiny_mamba("mamba2"), machine, efficiency=IDEAL).memory
+    weights = 2 * (2 * (8 * 48 + 28 * 4 + 16 * 8) + 2 * 8 * 32)
+    assert memory.kv_bytes(0) == 10_000 - weights
+    state = 2 * (3 * 28 * 2 + 4 * 3 * 4 * 4)
+    assert memory.states(100) == memory.sequences(7, 4) == (10_000 - weights) // state
+    # blocks hold nothing: as many as the longest sequence has
+    assert memory.kv_blocks(16) == memory.host_kv_blocks(0, 16) == 2**20 // 16
+    with pytest.raises(DoesNotFit, match="the states of 40 sequences leave no room"):
+        memory.kv_blocks(16, states=40)
+
+
+def test_ranks_sum_up_one_output_of_a_layer_without_a_feed_forward_part() -> None:
+    layout, machine = ParallelLayout(tensor_parallel=2), load_machine("h200")
+    # one behind the embedding
+    assert StepCosts(tiny_mamba("mamba2"), machine, layout).all_reduces(0) == 1 + 2
+    assert StepCosts(tiny_delta_net(), machine, layout).all_reduces(0) == 1 + 3 * 2
+    with pytest.raises(UsageError, match="of 3 does not divide 2 groups of heads of a state; use"):
+        ModelCounts(tiny_mamba("mamba2"), ParallelLayout(tensor_parallel=3))
 
 
 def test_a_step_of_short_convolutions_by_hand() -> None:

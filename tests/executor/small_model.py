@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanoserve.config.mixers import ShortConvolutionConfig
+from nanoserve.config.mixers import MixerConfig, ShortConvolutionConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import LayerDifferences, RecurrentConfig, RopeConfig
 from nanoserve.executor.async_scheduling.placeholder_tokens import PlaceholderTokens
@@ -56,6 +56,21 @@ def stateful_config() -> ModelConfig:
         kernel_bias=True,
     )
     return replace(small_config(), num_layers=4, recurrent=states, layers=LayerDifferences())
+
+
+def state_space_config(mixer: MixerConfig) -> ModelConfig:
+    """Two layers with this mixer, and nothing else."""
+    parts = mixer.most_parts
+    return replace(
+        small_config(),
+        intermediate_size=0,
+        num_heads=parts,
+        num_kv_heads=parts,
+        head_dim=0,
+        rope=RopeConfig(rotary_dim=0, kind="none"),
+        recurrent=RecurrentConfig(frozenset({0, 1}), mixer, kernel_size=3, kernel_bias=True),
+        layers=LayerDifferences(),
+    )
 
 
 def small_decoder(config: ModelConfig | None = None) -> Decoder:

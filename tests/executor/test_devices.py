@@ -109,6 +109,11 @@ def model_refusal(
     return refusals
 
 
+def test_a_model_without_attention_runs_with_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_refusal(monkeypatch, block_size=48), "attention has no program for such blocks"
+    assert not model_refusal(monkeypatch, head_dim=0, block_size=48)
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int) -> None:

@@ -57,6 +57,23 @@ def test_advice_on_memory_counts_recurrent_states(slot: int, enough: int) -> Non
     assert chosen(kv_cache_memory=enough) == CacheSize(16, 16)
 
 
+def test_without_attention_states_get_all_of_the_memory() -> None:
+    """Blocks take none of it: there are 65,536, or enough for the longest sequence."""
+    config = EngineConfig(block_size=16, max_num_seqs=4)
+
+    def chosen(**settings: int) -> CacheSize:
+        return choose_cache_size(0, 512, 400 * BLOCK, 2**20, replace(config, **settings))
+
+    assert chosen() == CacheSize(2**16, 16)
+    assert chosen(block_size=4) == CacheSize(2**18, 16)
+    assert chosen(block_size=4, max_model_len=4096) == CacheSize(2**16, 16)
+    assert chosen(kv_cache_memory=3 * 512) == CacheSize(2**16, 3)
+    with pytest.raises(
+        UsageError, match=r"^512 B of KV cache does not hold the .* 2 times 512 B; raise --kv-cache"
+    ):
+        chosen(kv_cache_memory=512)
+
+
 def test_what_steps_were_seen_to_need_is_kept_free() -> None:
     def chosen(reserved: int, **settings: int) -> int:
         config = EngineConfig(device="cuda", block_size=4, max_num_seqs=4, **settings)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanoserve.config.mixers import Mamba2Config, MambaConfig
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.start.gpu_start import run_largest_step
@@ -15,6 +16,7 @@ from tests.executor.small_model import (
     dense_greedy,
     local_executor,
     small_decoder,
+    state_space_config,
     stateful_config,
 )
 from triton_ops.cpu import cpu_operators
@@ -24,10 +26,18 @@ BLOCKS = tuple(range(20))
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
 
+MODELS = {
+    "convolutions": stateful_config(),
+    "mamba": state_space_config(MambaConfig(channels=48, state_size=5, time_step_rank=3)),
+    "mamba2": state_space_config(Mamba2Config(num_heads=6, head_dim=8, num_groups=2, state_size=7)),
+}
+
+
 def executor(
     compiled: Callable[[Decoder], LayerRunner | None] = lambda decoder: None,
+    model: str = "convolutions",
 ) -> LocalExecutor:
-    decoder = small_decoder(stateful_config()).requires_grad_(False)
+    decoder = small_decoder(MODELS[model]).requires_grad_(False)
     return local_executor(
         decoder, num_blocks=60, block_size=4, state_slots=5, layers=compiled(decoder)
     )
@@ -66,11 +76,12 @@ def decoded(running: LocalExecutor, first_step: int, sequence: int, tokens: list
 @pytest.mark.parametrize(
     "compiled", [lambda decoder: None, traced, pytest.param(ahead_of_time, marks=pytest.mark.slow)]
 )
+@pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_in_chunks_goes_on_in_its_slot(
-    compiled: Callable[[Decoder], LayerRunner | None],
+    compiled: Callable[[Decoder], LayerRunner | None], model: str
 ) -> None:
-    running = executor(compiled)
-    expected = dense_greedy(small_decoder(stateful_config()), PROMPT, 5)
+    running = executor(compiled, model)
+    expected = dense_greedy(small_decoder(MODELS[model]), PROMPT, 5)
     first = Row(7, 0, PROMPT[:41], False, BLOCKS)
     moved = StatePlan((StateRow(7, NO_STATE, 3),))
     answers(running, StepPlan(0, begin=(begun(7, PROMPT),), rows=(first,), state=moved))
@@ -139,8 +150,9 @@ def test_a_row_without_a_state_is_an_error() -> None:
         running.collect(None)
 
 
-def test_the_largest_step_of_a_gpu_has_states() -> None:
-    decoder = small_decoder(stateful_config())
+@pytest.mark.parametrize("model", MODELS)
+def test_the_largest_step_of_a_gpu_has_states(model: str) -> None:
+    decoder = small_decoder(MODELS[model])
     tokens = run_largest_step(
         decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4
     )

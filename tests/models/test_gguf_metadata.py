@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.config.mixers import GatedDeltaNetConfig
+from nanoserve.config.mixers import GatedDeltaNetConfig, Mamba2Config, MambaConfig
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
@@ -323,6 +323,53 @@ def test_qwen3_5_that_cannot_be_is_one_line(
     changed = {f"qwen35.{key}": value for key, value in changes.items()}
     with pytest.raises(ModelError, match=re.escape(complaint)):
         gguf_config(written(tmp_path, {**QWEN3_5, **changed}))
+
+
+MAMBA2: Mapping[str, Any] = {
+    "general.architecture": "mamba2",
+    "mamba2.block_count": 2,
+    "mamba2.context_length": 2**20,
+    "mamba2.embedding_length": 64,
+    "mamba2.feed_forward_length": 0,
+    "mamba2.attention.head_count": 0,
+    "mamba2.attention.layer_norm_rms_epsilon": 2.0**-17,
+    "mamba2.ssm.conv_kernel": 4,
+    "mamba2.ssm.inner_size": 128,
+    "mamba2.ssm.state_size": 16,
+    "mamba2.ssm.time_step_rank": 8,
+    "mamba2.ssm.group_count": 2,
+}
+
+
+def test_sizes_of_mamba(tmp_path: Path) -> None:
+    """Its time_step_rank is Mamba-2's number of heads."""
+    found = gguf_config(written(tmp_path, MAMBA2))
+    assert found.recurrent is not None and found.recurrent.kernel_size == 4
+    assert found.recurrent.mixer == Mamba2Config(8, 16, 2, 16)
+    assert found.norms.eps == 2.0**-17 and found.max_position_embeddings == 2**20
+    first = {key.replace("mamba2", "mamba"): value for key, value in MAMBA2.items()}
+    first["general.architecture"] = "mamba"
+    found = gguf_config(written(tmp_path, first))
+    assert found.recurrent is not None and found.recurrent.mixer == MambaConfig(128, 16, 8)
+    with pytest.raises(ModelError, match=r"mamba\.ssm\.dt_b_c_rms \(FalconMamba\) is not"):
+        gguf_config(written(tmp_path, {**first, "mamba.ssm.dt_b_c_rms": True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ssm.time_step_rank": 0}, "mamba2.ssm.time_step_rank 0 does not divide 128"),
+        ({"ssm.inner_size": 100}, "mamba2.ssm.time_step_rank 8 does not divide 100"),
+        ({"ssm.inner_size": 96}, "mamba2.embedding_length 64 does not divide 96"),
+        ({"ssm.group_count": 3}, "8 heads of a state are not a multiple of 3 groups"),
+    ],
+)
+def test_mamba2_that_cannot_be_is_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    changed = {f"mamba2.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        gguf_config(written(tmp_path, {**MAMBA2, **changed}))
 
 
 class Asked(dict[str, Any]):

@@ -313,6 +313,11 @@ def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
             "gptq",
         ),
         (
+            "mamba2",
+            "gptq",
+            "the layers of mamba2 with a recurrent state are not quantized here; round the model",
+        ),
+        (
             "lfm2",
             "awq",
             "--method awq does not scale the layers of lfm2 that have a recurrent state; choose "

@@ -12,9 +12,11 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.loading import load_model
+from nanoserve.models.weights import tensor_parts
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, randomize
 from tests.oracle.test_families import TOLERANCE, dense_logits, prompt, reference_logits
 
@@ -211,6 +213,16 @@ def test_layers_that_differ_are_refused_by_families_that_have_none() -> None:
         with pytest.raises(ModelError, match=f"per_layer_config is not supported for {model_type}"):
             ModelConfig.from_hf({**whole, "per_layer_config": {"1": {"intermediate_size": 8}}})
         assert ModelConfig.from_hf({**whole, "per_layer_config": {}}) == ModelConfig.from_hf(whole)
+
+
+@pytest.mark.parametrize("name", ["mamba-130m", "mamba-2.8b", "mamba2-130m", "mamba2-780m"])
+def test_published_shapes_of_mamba_have_the_weights_of_transformers(name: str) -> None:
+    shape = dict(published_shapes()[name])
+    theirs = transformers.AutoConfig.for_model(**shape)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    parts = {part.name: part.shape for part in tensor_parts(ModelConfig.from_hf(shape))}
+    assert parts == {key: tuple(one.shape) for key, one in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ TINY: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "full_attention_interval": 2,
     "shared_expert_intermediate_size": 24,
+    "num_heads": 8,
+    "state_size": 10,
+    "time_step_rank": 3,
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}

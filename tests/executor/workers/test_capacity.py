@@ -42,6 +42,16 @@ def test_no_more_than_requests_can_use() -> None:
     assert common_cache_size(workers, settings, longest=18).num_blocks == 3 * 5
 
 
+def test_without_attention_memory_is_for_states() -> None:
+    """The second memory holds 200 states of 300 bytes, the first one more."""
+    workers = [
+        Loaded(0, "host cuda:0", (0,), 50_000, state_bytes=100),
+        Loaded(1, "host cuda:1", (0,), 60_000, state_bytes=300),
+    ]
+    found = common_cache_size(workers, config(device="cuda"), longest=64)
+    assert (found.num_blocks, found.state_slots) == (2**16, int(200 * CUDA_SHARE))
+
+
 @pytest.mark.parametrize("machines", [1, 2])
 def test_memory_that_is_asked_for_is_that_of_all_workers_together(machines: int) -> None:
     workers = [

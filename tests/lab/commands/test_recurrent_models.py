@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import load_machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine.assembly import build_engine
@@ -126,6 +127,31 @@ def test_plan_shows_how_many_sequences_have_a_place(command: Run, tmp_path: Path
     found = json.loads(report.read_text())
     assert {(row["layout"], row["states"]) for row in found["rows"]} == {("P2", 20), ("T2", 20)}
     assert "states" in out and "stay on their devices" in out
+
+
+def test_without_attention_only_states_take_memory(command: Run, tmp_path: Path) -> None:
+    """Mamba-2 of 780 million: in 48 layers, 48 heads of 128 x 64 numbers in 32 bits and 3 inputs of
+    3,328 channels in 16."""
+    state = 48 * (48 * 128 * 64 * 4 + 3 * 3328 * 2)
+    model = ("-m", "mamba2-780m", "--hardware", "h200")
+    code, out, err = command("analyze", *model, "--lengths", "1008+16", "--batch-sizes", "1")
+    assert code == 0, err
+    assert f"{state / 2**20:.1f} MiB of state in a sequence" in out
+    report = tmp_path / "found.json"
+    small = ("--requests", "20", "--lengths", "60+6", "--policy", "sarathi", "--json", str(report))
+    code, out, err = command("simulate", *model, "--pp", "1", *small, "--max-num-seqs", "4000")
+    assert code == 0, err
+    memory = StepCosts(load_shape("mamba2-780m"), load_machine("h200")).memory
+    settings = json.loads(report.read_text())["settings"]
+    assert settings["states"] == min(4000, memory.kv_bytes(0, 2048) // state)
+    assert settings["kv_blocks"] == 2**16
+    code, out, err = command("plan", *model, "--gpus", "2", *small)
+    assert code == 0, err
+    layouts = {row["layout"]: row["states"] for row in json.loads(report.read_text())["rows"]}
+    assert layouts == {"D2": 20, "P2": 20, "T2": 20}
+    code, out, err = command("explain", "--simulate", *model, *small[:-2])
+    assert code == 0, err
+    assert "free_slots" in out
 
 
 @pytest.mark.parametrize(
