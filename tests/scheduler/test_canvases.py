@@ -14,7 +14,7 @@ from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
-from tests.scheduler.canvases import MASK
+from tests.scheduler.canvases import MASK, CanvasBench
 
 LENGTH = 4
 MASKS = (MASK,) * LENGTH
@@ -127,6 +127,24 @@ def test_cached_prefixes_end_at_spans(block_size: int, hit: int) -> None:
     scheduler.add(request("b", range(11)))
     (row,) = [row for row in planned(scheduler).rows if row.sequence == 1]
     assert row.start == hit
+
+
+def test_nothing_of_a_canvas_enters_the_prefix_cache() -> None:
+    """The first prompt leaves a block that was only ever part of a canvas. If that were cached, the
+    third would read it."""
+    bench = CanvasBench(
+        policy=ChunkedPrefill(64),
+        length=LENGTH,
+        budget=64,
+        num_blocks=32,
+        block_size=2,
+        max_model_len=64,
+    )
+    for name, length in [("a", 10), ("b", 14), ("c", 15)]:
+        bench.engine.add(request(name, range(length), max_tokens=1))
+        while bench.engine.has_work:
+            bench.engine.step()  # the executor compares what is read with the tokens
+    assert [plan.rows[0].start for plan in bench.executor.plans if plan.begin] == [0, 8, 12]
 
 
 def test_samples_share_the_whole_spans_of_a_prompt() -> None:
