@@ -1,6 +1,7 @@
 """Errors that a user may see: one clear line each, with the exit code of the command."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from subprocess import CalledProcessError, TimeoutExpired
 
 LONGEST_MESSAGE = 1000  # characters of an error's message; more than nanoserve's own words have
@@ -24,6 +25,15 @@ def shown(value: object, longest: int = LONGEST_VALUE) -> str:
     """A value from outside, as a message shows it: as Python writes it, on one line and
     shortened."""
     return one_line(repr(value), longest)
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """A guess at a misspelt word, or as many as `most`, in parentheses; nothing if it is like no
+    known word."""
+    close = get_close_matches(word.lower(), known, n=most, cutoff=0.5)
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(close)}?)"
 
 
 class NanoserveError(Exception):

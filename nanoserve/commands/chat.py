@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.chat_models import LocalModels, ModelSource
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps
 from nanoserve.commands.conversations import find, is_name, kept
 from nanoserve.commands.engine_options import (
     SamplingOptions,
@@ -32,7 +32,7 @@ from nanoserve.commands.terminal import (
     without_echo,
 )
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, UsageError, did_you_mean
 from nanoserve.text.answers.reader import Piece
 from nanoserve.utils.interrupts import prompt_interrupts
 from nanoserve.utils.waiting import Waiting

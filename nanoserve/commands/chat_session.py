@@ -1,10 +1,9 @@
 """A conversation with a model, without any terminal: turns, settings, and dropping old turns from a
 full context."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import msgspec
 from nanoserve.commands.answers import ChatAnswer, ContextFull
 from nanoserve.commands.conversations import Message, SavedTurns, new_log, read_lines
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, did_you_mean, shown
 from nanoserve.request import SamplingParams
 from nanoserve.text.answers.reader import Part, Piece
 from nanoserve.utils.files import read_text, replace_file, unwritable_as_failure
@@ -314,11 +313,3 @@ def _why_without_text(answer: ChatAnswer | None) -> str:
     if answer.finish_reason == "length" and answer.reasoning:
         return "the answer was cut off while the model reasoned"
     return "the answer has no text"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A guess at a misspelt word, in parentheses; nothing if it is like no known word."""
-    close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    if not close:
-        return ""
-    return f" (did you mean {close[0]}?)"

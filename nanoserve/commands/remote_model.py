@@ -15,9 +15,8 @@ from nanoserve.commands.answers import (
     Conversation,
     Settings,
 )
-from nanoserve.commands.chat_session import did_you_mean
 from nanoserve.commands.state_line import StateLine
-from nanoserve.errors import UsageError, shown
+from nanoserve.errors import UsageError, did_you_mean, shown
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.server.client.connection import (
     NO_SUCH_PATH,
