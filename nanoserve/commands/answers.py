@@ -193,9 +193,14 @@ class LocalModel:
         self._stage = Waiting("loading")
         self._is_closed = False
 
-    def start(self, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+    def start(
+        self,
+        failed: Callable[[BaseException], None] = lambda error: None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         """Begin to open the LLM, and then to compile what makes answers faster. Starting again does
-        nothing. If it cannot be opened, the thread calls ``failed``."""
+        nothing. The thread calls ``before`` first, as a second thread would take more of the time
+        in which keys are read; and ``failed``, if the LLM cannot be opened."""
         if self._opening is not None:
             return
         opening: Future[nanoserve.LLM] = Future()
@@ -208,10 +213,11 @@ class LocalModel:
 
         opening.add_done_callback(tell_failure)
         # A daemon, as nothing can end it in the midst of an import: see `nanoserve.commands.main`.
-        Thread(target=self._open_ahead, args=(opening,), daemon=True).start()
+        Thread(target=self._open_ahead, args=(opening, before), daemon=True).start()
 
-    def _open_ahead(self, opening: "Future[nanoserve.LLM]") -> None:
+    def _open_ahead(self, opening: "Future[nanoserve.LLM]", before: Callable[[], object]) -> None:
         try:
+            before()
             llm = self._open(self._note)
             llm.built.start_preparing()
         except BaseException as error:  # the thread that waits for it raises it again

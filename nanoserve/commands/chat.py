@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -203,7 +202,7 @@ class Conversation:
     def __init__(self, session: ChatSession, options: ChatOptions, source: ModelSource):
         self._session, self._options, self._source = session, options, source
         self._thinking = not options.hide_thinking and options.thinking != "off"
-        self._has_ended = self._loads_printers = False
+        self._has_ended = False
         self._entered = time.monotonic()  # when the line that is obeyed or answered was sent
         self._waited: float | None = None  # from then to the last answer's first token
         self._is_reading = False
@@ -296,12 +295,8 @@ class Conversation:
             self._answer(partial(self._session.send, line.strip()))
 
     def _prepare_answers(self, prompt: ChatPrompt) -> None:
-        """Load what an answer needs, while the user reads and types: in threads, so that keys are
-        taken."""
-        self._session.model.start(prompt.fail)
-        if not self._loads_printers:
-            self._loads_printers = True
-            threading.Thread(target=_printer_class, daemon=True).start()
+        """Load what an answer needs, while the user reads and types."""
+        self._session.model.start(prompt.fail, _printer_class)
 
     def _wait_for_model(self) -> None:
         model = self._session.model

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Drawn
     from rich.progress import TaskID
 
-LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
+_LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
 # of the time passed lies between two lines: long runs have no more lines than they need
-LINE_SHARE = 0.1
+_LINE_SHARE = 0.1
 _IN_BYTES = (DOWNLOADING, CHECKING)
 """Stages that also show how many bytes there are, and how many a second."""
 
@@ -100,7 +100,7 @@ def show_progress() -> Iterator[Progress]:
                 stage.shown = now
                 bars.refresh()
         elif not is_over and now - stage.shown >= max(
-            LINE_SECONDS, LINE_SHARE * (now - stage.began)
+            _LINE_SECONDS, _LINE_SHARE * (now - stage.began)
         ):
             stage.shown = now
             remark(f"{what}: {done / total:.0%}, {amount}about {left} left")

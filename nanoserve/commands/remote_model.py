@@ -88,8 +88,13 @@ class RemoteModel:
         self.thinking: bool | None = None  # None leaves it to the server whether the model reasons
         self._look_up(model)
 
-    def start(self, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+    def start(
+        self,
+        failed: Callable[[BaseException], None] = lambda error: None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         """The server has opened the model."""
+        before()
 
     @property
     def waiting(self) -> Waiting | None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
-from nanoserve.commands.progress import LINE_SECONDS, LINE_SHARE
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 from nanoserve.utils.waiting import Waiting
 
 _FIRST_SECONDS = 0.05  # what takes no longer is not shown: it would only flicker
+_LINE_SECONDS = 5.0  # between two lines where there is no terminal, or a share of the time so far
+_LINE_SHARE = 0.1
 
 
 class StateLine:
@@ -76,7 +77,7 @@ class StateLine:
 
     def _write_line(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._last_line < max(LINE_SECONDS, LINE_SHARE * (now - self._began)):
+        if now - self._last_line < max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)):
             return
         self._last_line = now
         with suppress(OSError):
