@@ -299,6 +299,17 @@ def test_a_damaged_download_is_removed(content: bytes, hub: LoopbackHub, tmp_pat
     assert hub.ranges[-1] == 0
 
 
+@pytest.mark.parametrize("wrong", ["commit", "model.safetensors"])
+def test_a_hub_cannot_name_files_outside_of_the_cache(
+    wrong: str, hub: LoopbackHub, tmp_path: Path
+) -> None:
+    stated = {wrong: "../../../outside"}
+    hub.repositories["owner/model"] = Repository(SAFETENSORS, stated=stated)
+    with pytest.raises(ModelError, match=r"the hub states '\.\./\.\./\.\./outside' as the "):
+        resolve_model("owner/model")
+    assert not (tmp_path / "hub").exists() and not list(tmp_path.glob("outside*"))
+
+
 def test_two_processes_do_not_write_one_file(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.repositories["owner/model"] = Repository(SAFETENSORS)
     blobs = tmp_path / "hub" / "models--owner--model" / "blobs"
