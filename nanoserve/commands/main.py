@@ -25,6 +25,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nanoserve import __version__
+from nanoserve.commands.completion import names_with_colons
 from nanoserve.commands.options import prepared
 from nanoserve.commands.terminal import say, silence_stdout
 from nanoserve.errors import NanoserveError
@@ -293,7 +294,10 @@ def _parse_and_act(words: list[str], early_handler: InterruptHandler | None) -> 
     if early_handler is not None and signal.getsignal(signal.SIGINT) is early_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on `guarded` says it
     try:
-        parsed: Any = application().main(args=words, prog_name="nanoserve", standalone_mode=False)
+        with names_with_colons(os.environ):
+            parsed: Any = application().main(
+                args=words, prog_name="nanoserve", standalone_mode=False
+            )
     except SystemExit as error:
         # the parser's answer to ``--help | head``; ours is another
         if isinstance(error.__context__, BrokenPipeError):

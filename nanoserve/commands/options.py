@@ -122,9 +122,11 @@ def argument(
     shell completes ``suggestions``, but other values are taken too."""
     metadata: dict[str, Any] = {"help": help, "metavar": metavar, "show_default": False}
     if suggestions is not None:
-        metadata["autocompletion"] = lambda incomplete: [
-            word for word in suggestions() if word.startswith(incomplete)
-        ]
+
+        def complete(incomplete: str) -> list[str]:
+            return [word for word in suggestions() if word.startswith(incomplete)]
+
+        metadata["autocompletion"] = complete
     if default is ...:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)

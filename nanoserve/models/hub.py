@@ -24,6 +24,7 @@ from nanoserve.models.hub_files import (
     HubReference,
     ProgressCallback,
     find_cached,
+    group_gguf,
     parse_reference,
     told_offline,
 )
@@ -33,6 +34,7 @@ from nanoserve.utils.files import (
     read_toml,
     unreadable_as_model_error,
 )
+from nanoserve.utils.sizes import available_host_memory, format_size
 
 __all__ = ["ProgressCallback"]  # who reports how far loading is imports it from here
 
@@ -147,10 +149,13 @@ def resolve_model(
     path = Path(name).expanduser()
     if name and path.exists():
         return _of_path(name, path)
-    named, reference = _of_hub(name)
-    title = str(reference)
-    if named != title:
-        title = f"{named} ({reference.repository})"
+    row = find_named_model(name)
+    if row is None:
+        reference = _reference(name)
+        named = title = str(reference)
+    else:
+        reference, named, title = row.reference, row.name, f"{row.name} ({row.repository})"
+        announce = _with_memory(announce, row)
     found = _find_or_download(
         reference,
         title,
@@ -209,15 +214,11 @@ def _of_gguf(name: str, path: Path) -> ResolvedModel:
     return ResolvedModel(name, directory, tokenizer_directory)
 
 
-def _of_hub(name: str) -> tuple[str, HubReference]:
-    """The full name of a named model or of a repository, and where it is. Raises ModelError for
-    what is neither."""
-    row = find_named_model(name)
-    if row is not None:
-        return row.name, row.reference
+def _reference(name: str) -> HubReference:
+    """The repository of a name that stands for nothing else. Raises ModelError if it is none."""
     reference = parse_reference(name)
     if reference is not None:
-        return str(reference), reference
+        return reference
     takes = "--model takes a directory, a .gguf file, a hub id (owner/name) or a name"
     if _PATH_LIKE.search(name):
         raise ModelError(f"no such directory: {shown(name, _LONGEST_PATH)}; {takes}")
@@ -225,6 +226,15 @@ def _of_hub(name: str) -> tuple[str, HubReference]:
     raise ModelError(
         f"no model is called {shown(name)}{guess}; {takes} that `nanoserve models` lists"
     )
+
+
+def _with_memory(announce: Announce | None, row: NamedModel) -> Announce | None:
+    """The same, but it also tells if the model is larger than the memory that is free."""
+    free = available_host_memory()
+    if announce is None or row.memory_bytes <= free:
+        return announce
+    needs = f"it takes {format_size(row.memory_bytes)} of memory, and {format_size(free)} are free"
+    return lambda text: announce(f"{text}; {needs}")
 
 
 def model_suggestions() -> list[str]:
@@ -287,14 +297,13 @@ def _cached_models(repo: Any) -> Iterator[tuple[str, int, str]]:
         whole = HubReference(repo.repo_id)
         yield rows.get(whole, str(whole)), repo.size_on_disk, "hub cache"
     for revision in sorted(repo.revisions, key=lambda revision: str(revision.commit_hash)):
-        for file in sorted(revision.files, key=lambda file: str(file.file_path)):
-            if not file.file_name.lower().endswith(".gguf"):
-                continue
-            reference = HubReference(repo.repo_id, file.file_name)
-            name = str(file.file_path)
+        sizes = {str(file.file_path): file.size_on_disk for file in revision.files}
+        for parts in group_gguf(sizes).values():
+            reference = HubReference(repo.repo_id, Path(parts[0]).name)
+            name = parts[0]
             if "main" in revision.refs:
                 name = rows.get(reference, str(reference))
-            yield name, file.size_on_disk, "hub cache"
+            yield name, sum(sizes[part] for part in parts), "hub cache"
 
 
 @unreadable_as_model_error()

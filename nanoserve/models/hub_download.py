@@ -6,6 +6,7 @@ huggingface_hub 2.4 itself begins an interrupted file anew. No torch here.
 
 import fcntl
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from nanoserve.models.hub_files import (
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.sizes import format_size
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SECONDS = 10.0
 """Limit for the hub to describe a repository."""
 _CHUNK = 1 << 20
@@ -78,6 +81,8 @@ class _Download:
 
         repository = self._reference.repository
         info = HfApi().model_info(repository, files_metadata=True, timeout=_SECONDS)
+        if _COMMIT.fullmatch(str(info.sha)) is None:
+            raise ModelError(f"the hub states {shown(info.sha)} as the commit of {repository}")
         files = {file.name: file for file in _files(info)}
         chosen = [files[name] for name in chosen_files(list(files), self._reference)]
         snapshot = self._storage / "snapshots" / str(info.sha)
@@ -224,10 +229,16 @@ def free_bytes(place: Path) -> int:
 
 
 def _files(info: Any) -> Iterator[HubFile]:
+    """The files of a repository. Raises ModelError for a hash that is none: it becomes the name of
+    a file."""
     for sibling in info.siblings or ():
         sha256 = None
         if sibling.lfs is not None:
             sha256 = sibling.lfs.sha256
+            if _SHA256.fullmatch(str(sha256)) is None:
+                raise ModelError(
+                    f"the hub states {shown(sha256)} as the SHA-256 of {shown(sibling.rfilename)}"
+                )
         yield HubFile(sibling.rfilename, sibling.size or 0, sha256)
 
 

@@ -63,14 +63,21 @@ def parse_reference(name: str) -> HubReference | None:
     return HubReference(found["repository"], found["selector"])
 
 
-def _chosen_gguf(names: Iterable[str], reference: HubReference) -> list[str]:
-    """The GGUF files that the reference means, all parts of a model that is split, in order. Empty
-    if there is no GGUF file. Raises ModelError, naming those that there are, if it is none of
-    them."""
+def group_gguf(names: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF files of each model, by the name that all its parts share. What has no weights of
+    a language model is left out."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _NO_WEIGHTS.search(name.rpartition("/")[2]):
             models.setdefault(_without_part(name), []).append(name)
+    return models
+
+
+def _chosen_gguf(names: Iterable[str], reference: HubReference) -> list[str]:
+    """The GGUF files that the reference means, all parts of a model that is split, in order. Empty
+    if there is no GGUF file. Raises ModelError, naming those that there are, if it is none of
+    them."""
+    models = group_gguf(names)
     if not models:
         return []
     selector = reference.selector

@@ -160,15 +160,29 @@ def test_a_first_start_names_the_model_that_fits_best(monkeypatch: pytest.Monkey
     assert chat._hint() == "Tells stories only."
 
 
-def test_the_shell_completes_names(tmp_path: Path) -> None:
+SMOLLM2 = ["smollm2:135m", "smollm2:360m", "smollm2:1.7b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["run", "sm"], ["smart", "smollm2", *SMOLLM2, "smollm3", "smollm3:3b"]),
+        # bash takes a colon for a word, and replaces only what comes after it
+        (["run", "smollm2", ":"], ["135m", "360m", "1.7b"]),
+        (["run", "smollm2", ":", "1"], ["135m", "1.7b"]),
+        (["chat", "-m", "smollm2", ":", "3"], ["360m"]),
+        (["chat", "-m", "smollm2:3"], ["smollm2:360m"]),
+    ],
+)
+def test_the_shell_completes_names(words: list[str], completed: list[str], tmp_path: Path) -> None:
     (tmp_path / "config" / "nanoserve").mkdir(parents=True)
     (tmp_path / "config" / "nanoserve" / "aliases.json").write_text('{"smart": "qwen3:8b"}')
-    completed = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", "from nanoserve.commands.main import run; run()"],
         env={
             "_NANOSERVE_COMPLETE": "complete_bash",
-            "COMP_WORDS": "nanoserve run sm",
-            "COMP_CWORD": "2",
+            "COMP_WORDS": " ".join(["nanoserve", *words]),
+            "COMP_CWORD": str(len(words)),
             "PYTHONPATH": str(ROOT),
             "HF_HOME": str(tmp_path),
             "XDG_CONFIG_HOME": str(tmp_path / "config"),
@@ -178,5 +192,4 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
         cwd=tmp_path,
         check=True,
     )
-    smollm = ["smollm2", "smollm2:135m", "smollm2:360m", "smollm2:1.7b", "smollm3", "smollm3:3b"]
-    assert completed.stdout.split() == ["smart", *smollm]
+    assert ran.stdout.split() == completed

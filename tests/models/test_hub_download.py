@@ -11,7 +11,7 @@ import pytest
 import nanoserve
 from nanoserve.errors import ModelError
 from nanoserve.models import hub_download
-from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
+from nanoserve.models.hub import ResolvedModel, known_models, named_models, resolve_model
 from tests.fakes.loopback_hub import LoopbackHub, Repository, loopback_hub
 
 WEIGHTS = bytes(range(256)) * 40
@@ -121,6 +121,22 @@ def test_the_license_and_the_size_are_told_before_a_download(hub: LoopbackHub) -
     assert "license lfm1.0, LICENSE (" in told[1] and "license not stated (" in told[2]
 
 
+def test_a_named_model_that_is_too_large_for_this_machine_is_told(
+    hub: LoopbackHub, ggufs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = named_models()["qwen3:8b"]
+    hub.repositories[row.repository] = Repository({str(row.file): WEIGHTS})
+    told: list[str] = []
+    monkeypatch.setattr("nanoserve.models.hub.available_host_memory", lambda: row.memory_bytes)
+    resolve_model("qwen3:8b", refresh=True, announce=told.append)
+    (line,) = told
+    assert line.startswith("downloading qwen3:8b (unsloth/Qwen3-8B-GGUF): ") and ";" not in line
+    hub.repositories[row.repository] = Repository({str(row.file): WEIGHTS[1:]})
+    monkeypatch.setattr("nanoserve.models.hub.available_host_memory", lambda: 2 << 30)
+    resolve_model("qwen3:8b", refresh=True, announce=told.append)
+    assert told[1].endswith("; it takes 5.9 GiB of memory, and 2.0 GiB are free")
+
+
 def test_progress_counts_bytes(hub: LoopbackHub) -> None:
     hub.repositories["owner/model"] = Repository(SAFETENSORS)
     reports: list[tuple[str, int, int]] = []
@@ -161,6 +177,10 @@ def test_a_gguf_file_is_found_by_its_quantization_or_its_name(
     assert names_in(snapshot) == sorted(files)
     asked = len(hub.requests)
     assert resolve_model(found.name) == found and len(hub.requests) == asked
+    told = f"owner/tiny-GGUF:{Path(files[0]).name}"
+    sizes = {name: size for name, size, place in known_models() if place == "hub cache"}
+    assert sizes == {told: sum(map(len, files))}  # each file holds its name
+    assert resolve_model(told).directory == found.directory
 
 
 def test_half_a_split_file_is_downloaded_again(hub: LoopbackHub, ggufs: list[Path]) -> None:
@@ -277,6 +297,17 @@ def test_a_damaged_download_is_removed(content: bytes, hub: LoopbackHub, tmp_pat
     assert directory is not None
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.ranges[-1] == 0
+
+
+@pytest.mark.parametrize("wrong", ["commit", "model.safetensors"])
+def test_a_hub_cannot_name_files_outside_of_the_cache(
+    wrong: str, hub: LoopbackHub, tmp_path: Path
+) -> None:
+    stated = {wrong: "../../../outside"}
+    hub.repositories["owner/model"] = Repository(SAFETENSORS, stated=stated)
+    with pytest.raises(ModelError, match=r"the hub states '\.\./\.\./\.\./outside' as the "):
+        resolve_model("owner/model")
+    assert not (tmp_path / "hub").exists() and not list(tmp_path.glob("outside*"))
 
 
 def test_two_processes_do_not_write_one_file(hub: LoopbackHub, tmp_path: Path) -> None:
