@@ -199,7 +199,7 @@ def _draw(filling: _Filling, generator: torch.Generator) -> None:
     """Fill regions with their parts of a tensor. The whole tensor is drawn, from random numbers of
     its own."""
     part, region = filling[0]
-    if len(part.shape) == 1:
+    if len(part.shape) == 1 or part.parameter.endswith(".log_decay"):
         value = 1.0  # norms, and rates of decay
         if part.name.endswith(".bias"):
             value = 0.0

@@ -55,7 +55,8 @@ def granite(file: GgufFile, architecture: str) -> dict[str, Any]:
     """Read the multipliers of Granite, and whether its layers rotate. llama.cpp takes 0 for a
     multiplier that is missing; then scores have the usual scale."""
     found: dict[str, Any] = {}
-    if is_array(file.metadata.get(f"{architecture}.attention.head_count_kv")):
+    is_listed = is_array(file.metadata.get(f"{architecture}.attention.head_count_kv"))
+    if is_listed or architecture == "granitehybrid":
         found = _attending_layers(file, architecture)
     for key, name in _MULTIPLIERS.items():
         multiplier = file.get(f"{architecture}.{name}", float, 0.0)

@@ -7,9 +7,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, JambaConfig, Qwen3NextConfig
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.model_parts import AttentionConfig, EmbeddingConfig, LogitConfig
+from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.counts import SCAN_CHUNK, ModelCounts, Operator, Precision, scan_pairs
 from nanoserve.costs.hardware import Efficiency, Machine, load_machine
@@ -22,6 +24,7 @@ from nanoserve.models.mixer import make_states
 from nanoserve.scheduler.recurrent_state.recurrent_state import CHUNK as SNAPSHOT_CHUNK
 from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import qwen3_next, tiny_convolutions, tiny_delta_net, tiny_mamba
+from tests.oracle.checkpoints import FAMILIES
 from triton_ops.recurrent import CHUNK
 
 # Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.
@@ -194,6 +197,56 @@ def test_qwen3_next_has_the_weights_of_transformers_model() -> None:
     around = 2 * 151936 * 2048
     layers = 12 * (sum(sizes) - around)
     assert ModelCounts(qwen3_next()).stage_weight_bytes(0) / 2 == layers + around
+
+
+def test_jamba_has_the_weights_of_transformers_model() -> None:
+    """Eight layers are a quarter of the model. Decays are float32, as it computes with them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(JambaConfig(num_hidden_layers=8))
+    matrices = {name: one.numel() for name, one in model.named_parameters() if one.dim() > 1}
+    around = 2 * 65536 * 4096
+    decays = sum(size for name, size in matrices.items() if name.endswith("A_log"))
+    layers = 4 * (2 * (sum(matrices.values()) - around) + 2 * decays)
+    assert ModelCounts(load_shape("jamba-v0.1")).stage_weight_bytes(0) == layers + 2 * around
+
+
+def test_granite_has_the_weights_of_transformers_model() -> None:
+    with torch.device("meta"):
+        shape = {**published_shapes()["granite-4.0-h-350m"]}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    counts = ModelCounts(load_shape("granite-4.0-h-350m"))
+    matrices = {name: one.numel() for name, one in model.named_parameters() if one.dim() > 1}
+    assert counts.stage_weight_bytes(0) == 2 * sum(matrices.values())
+    # four layers of attention with 4 key heads of 64; 48 heads of 32 x 128, and 3 inputs of the
+    # convolution over 48 * 32 + 2 * 128 channels
+    assert counts.kv_bytes_per_token(0) == 4 * 2 * 4 * 64 * 2
+    assert counts.state_bytes(0) == 28 * (48 * 32 * 128 * 4 + 3 * (48 * 32 + 2 * 128) * 2)
+
+
+def test_multipliers_cost_nothing() -> None:
+    plain = load_shape("granite-4.0-h-350m")
+    without = replace(
+        plain,
+        residual_multiplier=1.0,
+        embedding=EmbeddingConfig(),
+        logits=LogitConfig(),
+        attention=AttentionConfig(),
+    )
+    assert without != plain
+    assert ModelCounts(plain).operators(WORK, 0) == ModelCounts(without).operators(WORK, 0)
+
+
+def test_experts_of_granite_are_beside_a_shared_part() -> None:
+    """All that a token reaches beside attention or a mixer, by hand: 6 experts of 40 of which it is
+    sent to 3, and a shared part of 24, each with three matrices, and the router."""
+    model = ModelConfig.from_hf(FAMILIES["granitemoehybrid"]().to_dict())
+    found = Counter[str]()
+    for one in ModelCounts(model).operators(StepWork.of([3]), 0):
+        found[one.name] += int(one.flops)
+    hidden, layers = model.hidden_size, model.num_layers
+    assert found["experts"] == layers * 2 * 3 * hidden * 40 * 3
+    assert found["shared_gate_up"] + found["shared_down"] == layers * 2 * 3 * hidden * 24
+    assert found["router"] == layers * 2 * hidden * 6
 
 
 def test_qwen3_nexts_state_is_worth_3144_of_its_tokens() -> None:

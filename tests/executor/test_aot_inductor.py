@@ -232,7 +232,7 @@ def test_a_build_that_is_ended_while_a_class_is_made_is_no_failure_of_the_compil
     assert not job.failure.exists() and not job.interruption.exists()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_layer_that_is_compiled_has_the_dtypes_of_the_decoders(
     dtype: torch.dtype, family: str

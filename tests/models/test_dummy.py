@@ -139,6 +139,8 @@ def test_an_unknown_shape_lists_the_known_ones(tmp_path: Path) -> None:
         "lfm2",
         "qwen3_next-biased",
         "qwen3_5_text",
+        "jamba",
+        "granitemoehybrid-dense",
     ],
 )
 def test_a_written_dummy_is_the_one_that_is_made(

@@ -5,7 +5,7 @@ import math
 import re
 import struct
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,103 @@ def test_lfm2_that_cannot_be_is_one_line(
     changed = {f"lfm2moe.{key}": value for key, value in changes.items()}
     with pytest.raises(ModelError, match=re.escape(complaint)):
         gguf_config(written(tmp_path, {**LFM2_MOE, **changed}))
+
+
+JAMBA: Mapping[str, Any] = {
+    **{key.replace("llama", "jamba"): value for key, value in PLAIN.items()},
+    "general.architecture": "jamba",
+    "jamba.block_count": 4,
+    "jamba.attention.head_count": 4,
+    "jamba.attention.head_count_kv": [0, 2, 0, 2],
+    "jamba.expert_count": 4,
+    "jamba.expert_used_count": 2,
+    "jamba.ssm.conv_kernel": 3,
+    "jamba.ssm.inner_size": 128,
+    "jamba.ssm.state_size": 8,
+    "jamba.ssm.time_step_rank": 5,
+}
+
+
+def with_routers(directory: Path, layers: Sequence[int]) -> Path:
+    """A file of Jamba with tensors of routers in these layers."""
+    names = ["token_embd.weight", *(f"blk.{layer}.ffn_gate_inp.weight" for layer in layers)]
+    tensors = [tensor(name, (8, 64), offset=2048 * number) for number, name in enumerate(names)]
+    entries = [described(key, value) for key, value in JAMBA.items()]
+    path = directory / "model.gguf"
+    path.write_bytes(file(entries, tensors, 2048 * len(names)))
+    return path
+
+
+def test_layers_of_jamba_without_key_value_heads_have_a_state(tmp_path: Path) -> None:
+    found = gguf_config(with_routers(tmp_path, [1, 3]))
+    assert found.recurrent is not None and found.moe is not None
+    assert found.recurrent.recurrent_layers == {0, 2} and found.moe.sparse_layers == {1, 3}
+    assert found.recurrent.mixer == MambaConfig(128, 8, 5, has_norms=True)
+    assert found.recurrent.kernel_size == 3 and found.rope.kind == "none"
+    assert found.moe.intermediate_size == found.intermediate_size == 32
+    assert gguf_config(with_routers(tmp_path, [])).moe is None
+    with pytest.raises(
+        ModelError, match=r"experts in layers \[1, 2\] are not supported: they must"
+    ):
+        gguf_config(with_routers(tmp_path, [1, 2]))
+
+
+GRANITE: Mapping[str, Any] = {
+    **{key.replace("llama", "granitehybrid"): value for key, value in PLAIN.items()},
+    "general.architecture": "granitehybrid",
+    "granitehybrid.block_count": 4,
+    "granitehybrid.attention.head_count": 4,
+    "granitehybrid.attention.head_count_kv": [0, 2, 0, 2],
+    "granitehybrid.ssm.conv_kernel": 4,
+    "granitehybrid.ssm.inner_size": 128,
+    "granitehybrid.ssm.state_size": 8,
+    "granitehybrid.ssm.time_step_rank": 4,
+    "granitehybrid.ssm.group_count": 1,
+    "granitehybrid.rope.scaling.finetuned": False,
+    "granitehybrid.residual_scale": 0.25,
+    "granitehybrid.logit_scale": 4.0,
+}
+
+
+def test_multipliers_of_granite_that_are_left_out_leave_numbers_as_they_are(tmp_path: Path) -> None:
+    """llama.cpp then scales scores as usual, and not by 1, as transformers does."""
+    found = gguf_config(written(tmp_path, GRANITE))
+    assert (found.residual_multiplier, found.logits.scale, found.embedding.scale) == (0.25, 0.25, 1)
+    assert found.attention.scale == 16**-0.5 and found.rope.kind == "none"
+    assert found.recurrent is not None and found.recurrent.mixer == Mamba2Config(4, 32, 1, 8)
+    assert found.moe is None and found.intermediate_size == 32
+    shared = {"expert_shared_feed_forward_length": 24, "expert_count": 3, "expert_used_count": 2}
+    more = {f"granitehybrid.{key}": value for key, value in shared.items()}
+    moe = gguf_config(written(tmp_path, {**GRANITE, **more})).moe
+    assert moe is not None and (moe.shared_size, moe.intermediate_size) == (24, 32)
+    rotating = {"granitehybrid.rope.scaling.finetuned": True}
+    assert gguf_config(written(tmp_path, {**GRANITE, **rotating})).rope.kind == "default"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ssm.time_step_rank": 5}, "ssm.time_step_rank 5 does not divide 128"),
+        ({"ssm.inner_size": 100}, "ssm.inner_size 100 is not a multiple of the hidden size 64"),
+        ({"ssm.group_count": 3}, "4 heads of a state are not a multiple of 3 groups"),
+        ({"attention.head_count_kv": 2}, "head_count_kv is missing or not an array of 4 items"),
+        ({"logit_scale": -1.0}, "logits_scaling must be at least 1e-06"),
+        ({"attention.head_count_kv": [0, 2, 0, 4]}, "must be the same in all layers that attend"),
+    ],
+)
+def test_granite_that_cannot_be_is_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    changed = {f"granitehybrid.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        gguf_config(written(tmp_path, {**GRANITE, **changed}))
+
+
+def test_granite_with_attention_alone_that_does_not_rotate_is_refused(tmp_path: Path) -> None:
+    plain = {key.replace("llama", "granite"): value for key, value in PLAIN.items()}
+    still = {"general.architecture": "granite", "granite.rope.scaling.finetuned": False}
+    with pytest.raises(ModelError, match=r"granite\.rope\.scaling\.finetuned of false is not"):
+        gguf_config(written(tmp_path, {**plain, **still}))
 
 
 QWEN3_5: Mapping[str, Any] = {

@@ -86,6 +86,26 @@ def test_matrices_whose_rows_are_for_several_parameters(
     assert is_packed == [method != "fp8"] * decoder.config.num_layers
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "settings"),
+    [
+        ("jamba", "gptq", {"bits": 4, "group": 32}),
+        ("jamba", "fp8", {}),
+        ("granitemoehybrid-dense", "compressed-tensors", {"bits": 4, "group": 32}),
+        ("granitemoehybrid-dense", "awq", {"bits": 4, "group": 32}),
+    ],
+)
+def test_the_large_matrices_of_mamba(
+    family: str, method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those that make steps, keys and queries are small, and left as they are."""
+    modules = "(q|k|v|o|gate|up|down|in|out)_proj|shared_mlp.*_linear"
+    model = write_random(family, tmp_path, method, modules=modules, **settings)
+    decoder = assert_same_logits(model, tmp_path)
+    is_packed = [isinstance(layer.output, PackedLinear) for layer in decoder.layers]
+    assert is_packed == [method != "fp8"] * decoder.config.num_layers
+
+
 @pytest.mark.parametrize("is_old", [True, False])
 def test_files_of_autogptq(tmp_path: Path, *, is_old: bool) -> None:
     """They have settings and a name of their own, and a bias of zeros for every matrix."""
@@ -205,6 +225,8 @@ def write_random(
     if config.model_type.startswith(("qwen3_next", "qwen3_5")):
         config.moe_intermediate_size = config.shared_expert_intermediate_size = inner // 2
         config.linear_value_head_dim = 32
+    if config.model_type in ("jamba", "granitemoehybrid"):
+        config.hidden_size, config.shared_intermediate_size, config.mamba_d_head = 64, inner, 16
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

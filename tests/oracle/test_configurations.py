@@ -287,6 +287,44 @@ def test_layers_with_a_state_that_cannot_be_are_refused(
         ModelConfig.from_hf({**whole_default("lfm2"), **sizes})
 
 
+def test_older_words_for_layers_of_mamba() -> None:
+    """Published checkpoints of Granite say mamba and attention; the first ones of Jamba, and those of
+    other tools, list them as layers_block_type."""
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    for name in ("granitemoehybrid", "granitemoehybrid-dense", "jamba"):
+        whole = json.loads(FAMILIES[name]().to_json_string(use_diff=False))
+        expected = ModelConfig.from_hf(whole)
+        assert expected.recurrent is not None
+        kinds = FAMILIES[name]().layer_types
+        older = [words[kind] for kind in kinds]
+        assert expected.recurrent.recurrent_layers == {
+            layer for layer, kind in enumerate(older) if kind == "mamba"
+        }
+        assert ModelConfig.from_hf({**whole, "layer_types": older}) == expected
+        assert ModelConfig.from_hf({**whole, "layers_block_type": older}) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset must be a layer of a period of 3"),
+        ("jamba", {"expert_layer_offset": -1}, "expert_layer_offset must be a layer of a period"),
+        ("jamba", {"mamba_dt_rank": "some"}, "mamba_dt_rank must be a positive integer"),
+        ("jamba", {"num_experts": 2}, "num_experts_per_tok is 3, more than the 2 experts"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "7 heads of 18 are not the 144 numbers of"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 heads of a state are not a multiple of 3"),
+        ("granitemoehybrid", {"layer_types": ["conv"] * 4}, "layer_types names 'conv'; known are"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be at least 1e-06"),
+        ("granite", {"residual_multiplier": "x"}, "residual_multiplier must be a number"),
+    ],
+)
+def test_jamba_and_granite_that_cannot_be_are_refused(
+    name: str, changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        ModelConfig.from_hf({**FAMILIES[name]().to_dict(), **changes})
+
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 5e5,
