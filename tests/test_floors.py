@@ -116,7 +116,7 @@ OFFLINE = {*LOOP, "layout", "config", "engine_config", "text", "models", "execut
 CLOSURES = {
     "nanoserve.scheduler.scheduler": (DECIDING, 31),
     "nanoserve.engine.engine": (LOOP, 35),
-    "nanoserve.llm": (OFFLINE, 105),
+    "nanoserve.llm": (OFFLINE, 106),
 }
 """The rooms that importing a module may load, and the most modules: deciding needs no cost model,
 the loop none either, and an engine that predicts nothing does without the laboratory."""
