@@ -188,9 +188,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config[key] = file.need(f"{architecture}.{name}", int)
     recurrent = _RECURRENT.get(architecture)
     for key, name in _OTHER_SIZES.items():
-        # an array says which layers attend
-        if key != "num_key_value_heads" or not is_array(file.metadata.get(f"{architecture}.{name}")):
-            config[key] = file.find(f"{architecture}.{name}", int)
+        stored = f"{architecture}.{name}"
+        is_listed = is_array(file.metadata.get(stored))  # says which layers attend
+        if key != "num_key_value_heads" or not is_listed:
+            config[key] = file.find(stored, int)
     if config["head_dim"] is None:
         del config["head_dim"]
     num_experts = file.get(f"{architecture}.expert_count", int, 0)
@@ -223,9 +224,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _model_type(
-    architecture: str, *, has_experts: bool, has_window: bool, has_shared: bool
-) -> str:
+def _model_type(architecture: str, *, has_experts: bool, has_window: bool, has_shared: bool) -> str:
     """The family of config.json; GGUF calls Mixtral and Mistral llama."""
     if architecture == "llama" and has_experts:
         return "mixtral"

@@ -291,7 +291,9 @@ def test_layers_of_jamba_without_key_value_heads_have_a_state(tmp_path: Path) ->
     assert found.recurrent.kernel_size == 3 and found.rope.kind == "none"
     assert found.moe.intermediate_size == found.intermediate_size == 32
     assert gguf_config(with_routers(tmp_path, [])).moe is None
-    with pytest.raises(ModelError, match=r"experts in layers \[1, 2\] are not supported: they must"):
+    with pytest.raises(
+        ModelError, match=r"experts in layers \[1, 2\] are not supported: they must"
+    ):
         gguf_config(with_routers(tmp_path, [1, 2]))
 
 

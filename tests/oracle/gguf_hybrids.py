@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import gguf
-import torch
 from torch import Tensor
 
 ARCHITECTURES = {

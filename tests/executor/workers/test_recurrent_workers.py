@@ -1,6 +1,7 @@
 """Workers keep recurrent states as one process does: stages those of their layers, ranks those of
 their heads."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -74,15 +75,28 @@ def answers(
     return found
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_stages_and_ranks_answer_what_one_process_answers(family: str, tmp_path: Path) -> None:
+LAYOUTS = ({"pipeline_parallel": 2}, {"tensor_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("lfm2", LAYOUTS),
+        ("qwen3_5_text", LAYOUTS),
+        # ranks sum the product that makes its steps, keys and queries
+        ("jamba", LAYOUTS[1:]),
+    ],
+)
+def test_stages_and_ranks_answer_what_one_process_answers(
+    family: str, layouts: Sequence[dict[str, int]], tmp_path: Path
+) -> None:
     write_checkpoint(family, tmp_path)
     decoder, config = load_model(tmp_path, "float32")
     alone = local_executor(decoder, num_blocks=BLOCKS, block_size=BLOCK_SIZE, state_slots=SLOTS)
     expected = answers(alone, config.vocab_size, SLOTS, 1)
     alone.close()
     assert expected["longer", 0][1] == expected["again", 0][1] + 64 == 128
-    for layout in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}):
+    for layout in layouts:
         settings = EngineConfig(
             dtype="float32",
             eager=True,
