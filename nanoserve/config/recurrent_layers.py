@@ -191,9 +191,13 @@ def time_step_limits(fields: ConfigFields) -> tuple[float, float]:
         least, largest = limits
         if largest == {"__float__": "Infinity"}:
             largest = NO_LIMIT
-        if isinstance(least, int | float) and isinstance(largest, int | float):
-            return float(least), float(largest)
-    raise ModelError(f"{fields.source}: time_step_limit must be two numbers, not {shown(limits)}")
+        is_number = isinstance(least, int | float) and isinstance(largest, int | float)
+        if is_number and 0 <= least <= largest:
+            return min(float(least), NO_LIMIT), min(float(largest), NO_LIMIT)
+    raise ModelError(
+        f"{fields.source}: time_step_limit must be the least and the largest step, "
+        f"not {shown(limits)}"
+    )
 
 
 def check_groups(fields: ConfigFields, heads: Mamba2Config) -> None:
