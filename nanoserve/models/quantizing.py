@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from nanoserve.config.checkpoint_names import checkpoint_names
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import CALIBRATING, Quantization
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -204,6 +205,11 @@ def _check(
     if config.moe is not None and config.moe.style == "gpt_oss":
         raise UsageError(
             f"the experts of {config.family} are not quantized here; take its checkpoint in MXFP4"
+        )
+    if config.moe is not None and len(checkpoint_names(config).layer.expert_gate_up) == 1:
+        raise UsageError(
+            f"the experts of {config.family}, which are one tensor, are not quantized here; round "
+            "the model as it is loaded, by --quantization"
         )
     if config.moe is not None and recipe.method in CALIBRATING:
         raise UsageError(

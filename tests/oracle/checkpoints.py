@@ -502,8 +502,7 @@ _SLOW += (
     "deepseek_v3-halves",
 )
 _SLOW += ("glm4_moe_lite", "gemma4_text-equal", "qwen3_next-biased", "qwen3_5_text-biased")
-_SLOW += ("nemotron_h",)
-_SLOW += ("jamba-dense", "granitemoehybrid-dense", "granitemoe")
+_SLOW += ("nemotron_h", "jamba-dense", "granitemoehybrid-dense")
 
 
 def families(*quick: str) -> list[Any]:

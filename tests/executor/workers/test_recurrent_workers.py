@@ -86,6 +86,8 @@ LAYOUTS = ({"pipeline_parallel": 2}, {"tensor_parallel": 2})
         # without attention, blocks take no memory
         ("mamba", LAYOUTS[:1]),
         ("mamba2-single-group", LAYOUTS[1:]),
+        # ranks sum the product that makes its steps, keys and queries
+        ("jamba", LAYOUTS[1:]),
     ],
 )
 def test_stages_and_ranks_answer_what_one_process_answers(
