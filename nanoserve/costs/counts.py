@@ -430,7 +430,10 @@ class ModelCounts:
     ) -> Iterator[Matrix]:
         """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
         hidden, channels = self.model.hidden_size, recurrent.mixer.channels
-        for name, columns, rows, is_rounded in recurrent.mixer.matrices(hidden):
+        for name, columns, blocks, is_rounded, is_fused in recurrent.mixer.matrices(hidden):
+            rows = blocks
+            if is_fused and self.layout.tensor_parallel == 1:
+                rows = (sum(blocks),)
             if is_rounded:
                 yield matrix(name, columns, *rows)
             else:

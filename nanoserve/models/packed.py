@@ -22,6 +22,7 @@ from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_e
 from triton_ops.packed import ROWS, SIX_BITS
 
 _UNROUNDED = ("router.weight", "shared.gate.weight", "rates.weight", "kernel", "_bias")
+_UNROUNDED += ("selection.weight", "time_step.weight", "log_decay")
 """Ends of the names of parameters of two dimensions that `--quantization` leaves as they are."""
 
 
