@@ -100,7 +100,7 @@ class ShortConvolutionConfig(_Sizes, frozen=True):
 
     def matrices(self, hidden_size: int) -> Sequence[MixerMatrix]:
         """The inputs of the convolution, and the gates before and after it."""
-        return (MixerMatrix("inputs", hidden_size, (3 * self.channels,)),)
+        return (MixerMatrix("inputs", hidden_size, (self.channels,) * 3),)
 
     def scan_flops(self, tokens: int, pairs: int) -> float:
         return 0.0
@@ -234,7 +234,8 @@ class Mamba2Config(_Sizes, frozen=True):
 
     def matrices(self, hidden_size: int) -> Sequence[MixerMatrix]:
         """Gates of the output, values, keys and queries, and a step of each head."""
-        rows = self.inner_size, self.channels, self.num_heads
+        inner, group = self.inner_size, self.group_size
+        rows = (inner, inner, group, group, self.num_heads)
         return (MixerMatrix("inputs", hidden_size, rows),)
 
     def scan_flops(self, tokens: int, pairs: int) -> float:
@@ -289,7 +290,7 @@ class MambaConfig(_Sizes, frozen=True):
     def matrices(self, hidden_size: int) -> Sequence[MixerMatrix]:
         """Values and gates; what is made of convolved values; and their steps."""
         return (
-            MixerMatrix("inputs", hidden_size, (self.channels, self.channels)),
+            MixerMatrix("inputs", hidden_size, (self.channels,) * 2),
             MixerMatrix("selection", self.channels, self.selection_sizes, is_rounded=False),
             MixerMatrix("time_step", self.time_step_rank, (self.channels,), is_rounded=False),
         )

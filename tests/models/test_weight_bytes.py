@@ -34,12 +34,13 @@ DELTA_NET_MODULES = "(q|k|v|o|qkvz|out|gate|up|down)_proj|in_proj_(qkv|z)"
 
 def matrix_bytes(decoder: Decoder) -> int:
     """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do
-    not count, nor do the biases of all experts."""
+    not count, nor do the biases of all experts, nor the decays of Mamba."""
+    left_out = ("_bias", "log_decay")
     return sum(
         parameter.nbytes
         for name, parameter in decoder.named_parameters()
         if parameter.dtype == torch.uint8
-        or (parameter.is_floating_point() and parameter.dim() > 1 and not name.endswith("_bias"))
+        or (parameter.is_floating_point() and parameter.dim() > 1 and not name.endswith(left_out))
     )
 
 
@@ -59,6 +60,28 @@ def check_bytes(
         )
         assert loaded == config
         assert counts.stage_weight_bytes(shard.stage) == matrix_bytes(decoder)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4:32"])
+def test_only_inputs_and_outputs_of_mamba_are_rounded(quantization: str, tmp_path: Path) -> None:
+    """Its decays have 32 columns here, which a group could divide; steps, keys and queries are made
+    by matrices of few rows."""
+    write_checkpoint("mamba", tmp_path, hidden_size=64, intermediate_size=128, state_size=32)
+    decoder, _ = load_model(tmp_path, "bfloat16", quantization=quantization)
+    kinds = {
+        name.removeprefix("layers.0."): parameter.dtype
+        for name, parameter in decoder.layers[0].named_parameters(prefix="layers.0")
+        if parameter.dim() > 1
+    }
+    rounded = {name.partition(".weight")[0] for name, kind in kinds.items() if kind == torch.uint8}
+    assert rounded == {"mixer.inputs", "output"}
+    plain = {name: kind for name, kind in kinds.items() if kind != torch.uint8}
+    assert plain == {
+        "mixer.kernel": torch.bfloat16,
+        "mixer.selection.weight": torch.bfloat16,
+        "mixer.time_step.weight": torch.bfloat16,
+        "mixer.log_decay": torch.float32,
+    }
 
 
 def test_a_step_of_the_benchmarks_floor_reads_what_is_loaded(tmp_path: Path) -> None:
@@ -96,6 +119,8 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         config.head_dim, config.shared_expert_intermediate_size = 32, 64
         config.linear_num_key_heads, config.linear_num_value_heads = 2, 4
         config.linear_key_head_dim = config.linear_value_head_dim = 32
+    if config.model_type.startswith("mamba"):
+        config.hidden_size, config.num_heads, config.head_dim = 64, 8, 16
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if method is None:
         model.save_pretrained(directory)
@@ -128,6 +153,10 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("granitemoehybrid", "int8", (1, 2)),
         ("granitemoehybrid-dense", "int4", (2, 1)),
         ("granite", "int4", (1, 2)),
+        ("mamba", "int8", (1, 1)),
+        ("mamba", None, (2, 2)),
+        ("mamba2", "int4", (1, 2)),
+        ("mamba2-single-group", "int8", (2, 2)),
     ],
 )
 def test_rounded_weights(
@@ -178,6 +207,7 @@ def test_quantized_checkpoints(
         ("lfm2_moe", "Q4_1", (1, 1)),
         ("jamba", "Q8_0", (1, 1)),
         ("granitemoehybrid", "Q4_1", (2, 1)),
+        ("mamba2", "Q8_0", (2, 1)),
     ],
 )
 def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_path: Path) -> None:
