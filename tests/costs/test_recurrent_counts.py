@@ -76,6 +76,8 @@ def test_a_step_of_mamba_by_hand() -> None:
         "selection": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 2 * 2 * 5 * (16 + 8)),
         "time_step": (2 * 2 * 5 * 2 * 16, 2 * 2 * 2 * 16, 2 * 2 * 5 * (2 + 16)),
         "convolution": (2 * 2 * 5 * 16 * 4, 2 * 2 * 16 * 4, 2 * 2 * 5 * (16 + 16)),
+        # a rate of 32 bits for each number of a state
+        "decay": (0, 2 * 16 * 3 * 4, 0),
         "output": (2 * 2 * 5 * 16 * 8, 2 * 2 * 16 * 8, 2 * 2 * 5 * (16 + 8)),
         # values, steps and outputs; a key and a query
         "state": (2 * 7 * 16 * 3 * 5, 0, 2 * 2 * 5 * (3 * 16 + 2 * 3)),
