@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-_LEAVING_SECONDS = 0.5  # longest wait for a model that is being loaded when it is closed
+_LEAVING_SECONDS = 0.3  # longest wait for a model that is being loaded when it is closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,9 +149,9 @@ def test_reasoning_that_is_hidden_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     ("arguments", "steps", "code"),
     [
         (["chat", "-m", "endless"], [">>>", "\x04"], 0),
-        (["chat", "-m", "endless"], [">>>", "hi\r", "loading 0 s", "\x03", "interrupted"], 130),
-        (["chat", "-m", "endless", "hi"], ["loading 0 s", "\x03", "interrupted"], 130),
-        (["generate", "-m", "endless", "hi"], ["loading 0 s", "\x03", "interrupted"], 130),
+        (["chat", "-m", "endless"], [">>>", "hi\r", "loading ", "\x03", "interrupted"], 130),
+        (["chat", "-m", "endless", "hi"], ["loading ", "\x03", "interrupted"], 130),
+        (["generate", "-m", "endless", "hi"], ["loading ", "\x03", "interrupted"], 130),
     ],
 )
 def test_nothing_is_waited_for_when_a_command_is_left(

@@ -58,7 +58,7 @@ def answer(*, core: int | None = None, **environment: str | None) -> tuple[str, 
     )
     assert done.returncode == 0, done.stderr
     # said where loading takes long, which is no fault
-    how_far = re.compile(r": \d+%, about \S+ left$")
+    how_far = re.compile(r"^(loading|prompt) .*\d+ s$")
     return done.stdout.removesuffix("\n"), [
         line for line in done.stderr.splitlines() if not how_far.search(line)
     ]
