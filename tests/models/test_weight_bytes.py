@@ -34,12 +34,13 @@ DELTA_NET_MODULES = "(q|k|v|o|qkvz|out|gate|up|down)_proj|in_proj_(qkv|z)"
 
 def matrix_bytes(decoder: Decoder) -> int:
     """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do
-    not count, nor do the biases of all experts."""
+    not count, nor do the biases of all experts, nor the decays of Mamba."""
+    left_out = ("_bias", "log_decay")
     return sum(
         parameter.nbytes
         for name, parameter in decoder.named_parameters()
         if parameter.dtype == torch.uint8
-        or (parameter.is_floating_point() and parameter.dim() > 1 and not name.endswith("_bias"))
+        or (parameter.is_floating_point() and parameter.dim() > 1 and not name.endswith(left_out))
     )
 
 
