@@ -25,6 +25,9 @@ class MixerMatrix(NamedTuple):
     """Rows of each of its blocks."""
     is_rounded: bool = True
     """Whether quantization rounds it; otherwise its weights stay numbers."""
+    is_fused: bool = False
+    """Whether all blocks are one tensor of a checkpoint, and packed as one if no ranks divide
+    them."""
 
 
 class _Sizes(msgspec.Struct, frozen=True, tag=True):
@@ -70,12 +73,6 @@ class _Sizes(msgspec.Struct, frozen=True, tag=True):
         """Numbers that the operator over the state reads and writes for a token."""
         raise NotImplementedError
 
-    @property
-    def decay_numbers(self) -> int:
-        """Parameters, in float32, that say how fast each number of the state decays; 0 where a head
-        or a token decides for many of them."""
-        return 0
-
 
 class ShortConvolutionConfig(_Sizes, frozen=True):
     """A short convolution between two gates (LFM2, arXiv 2511.23404), which has no other state."""
@@ -100,7 +97,7 @@ class ShortConvolutionConfig(_Sizes, frozen=True):
 
     def matrices(self, hidden_size: int) -> Sequence[MixerMatrix]:
         """The inputs of the convolution, and the gates before and after it."""
-        return (MixerMatrix("inputs", hidden_size, (self.channels,) * 3),)
+        return (MixerMatrix("inputs", hidden_size, (self.channels,) * 3, is_fused=True),)
 
     def scan_flops(self, tokens: int, pairs: int) -> float:
         return 0.0
@@ -236,7 +233,7 @@ class Mamba2Config(_Sizes, frozen=True):
         """Gates of the output, values, keys and queries, and a step of each head."""
         inner, group = self.inner_size, self.group_size
         rows = (inner, inner, group, group, self.num_heads)
-        return (MixerMatrix("inputs", hidden_size, rows),)
+        return (MixerMatrix("inputs", hidden_size, rows, is_fused=True),)
 
     def scan_flops(self, tokens: int, pairs: int) -> float:
         """A product of key and value is added to the state, and each token's query reads it."""
@@ -290,7 +287,7 @@ class MambaConfig(_Sizes, frozen=True):
     def matrices(self, hidden_size: int) -> Sequence[MixerMatrix]:
         """Values and gates; what is made of convolved values; and their steps."""
         return (
-            MixerMatrix("inputs", hidden_size, (self.channels,) * 2),
+            MixerMatrix("inputs", hidden_size, (self.channels,) * 2, is_fused=True),
             MixerMatrix("selection", self.channels, self.selection_sizes, is_rounded=False),
             MixerMatrix("time_step", self.time_step_rank, (self.channels,), is_rounded=False),
         )
@@ -302,10 +299,6 @@ class MambaConfig(_Sizes, frozen=True):
     @property
     def scan_numbers(self) -> int:
         return 3 * self.channels + 2 * self.state_size
-
-    @property
-    def decay_numbers(self) -> int:
-        return prod(self.matrix_shape)
 
     def part(self, degree: int) -> "MambaConfig":
         return replace(self, channels=self.channels // degree)

@@ -44,7 +44,6 @@ _SUMMED = frozenset({"output", "down", "experts"})
 """Matrices whose outputs are sums over the ranks."""
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "recurrence", "look-up"]
-_FLOAT32 = 4.0
 SCAN_CHUNK = 64
 """Positions of a prompt that a scan over recurrent states computes together."""
 
@@ -437,19 +436,18 @@ class ModelCounts:
     ) -> Iterator[Matrix]:
         """The matrices of a recurrent layer up to its output; ``matrix`` makes one."""
         hidden, channels = self.model.hidden_size, recurrent.mixer.channels
-        for name, columns, rows, is_rounded in recurrent.mixer.matrices(hidden):
+        for name, columns, blocks, is_rounded, is_fused in recurrent.mixer.matrices(hidden):
+            rows = blocks
+            if is_fused and self.layout.tensor_parallel == 1:
+                rows = (sum(blocks),)
             own_bits = bits.get(name, NUMBERS)
             number_bytes = self.precision.other_bytes
             if is_rounded:
                 number_bytes = self.precision.weight_bytes
-            if len(own_bits) == 1 and self.layout.tensor_parallel == 1:
-                rows = (sum(rows),)  # of one tensor, which is padded at its end
             yield self._matrix(name, columns, rows, own_bits, number_bytes)
         kernel = channels * recurrent.kernel_size
         kernel_bytes = kernel * self.precision.other_bytes
         yield Matrix("convolution", kernel, 2 * channels, kernel_bytes)
-        if recurrent.mixer.decay_numbers:  # nothing is multiplied with them as a matrix
-            yield Matrix("decay", 0, 0, _FLOAT32 * recurrent.mixer.decay_numbers)
         yield matrix("output", recurrent.mixer.output_size, hidden)
 
     def _expert_matrices(
