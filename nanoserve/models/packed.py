@@ -21,8 +21,16 @@ from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
 
-_UNROUNDED = ("router.weight", "shared.gate.weight", "rates.weight", "kernel", "_bias")
-_UNROUNDED += ("selection.weight", "time_step.weight", "log_decay")
+_UNROUNDED = (
+    "router.weight",
+    "shared.gate.weight",
+    "rates.weight",
+    "selection.weight",
+    "time_step.weight",
+    "log_decay",
+    "kernel",
+    "_bias",
+)
 """Ends of the names of parameters of two dimensions that `--quantization` leaves as they are."""
 
 
