@@ -1,9 +1,9 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-paging, few bits, speculative sampling.
+what models recall, paging, few bits, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
-Perplexity and what drafters foresee are measured.
+Perplexity and what drafters foresee are measured; small models that recall were trained once.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.lab.papers.ratio_test import acceptance_probability
+from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
 from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
 from nanoserve.lab.simulator.workload import length_tables
 from nanoserve.record.metrics import Spread
@@ -520,6 +521,13 @@ PAPER = Paper(
             title="bytes of a sequence against its length: states beside keys and values",
             make=state,
             columns=STATE_COLUMNS,
+        ),
+        PaperFigure(
+            number="recall",
+            title="associative recall of small models: answers that are right",
+            counted=RECALL_COUNTED,
+            make=recall,
+            columns=RECALL_COLUMNS,
         ),
         PaperFigure(
             number="paging",

@@ -69,7 +69,7 @@ class S4D(nn.Module):
     def kernel(self, length: int) -> Tensor:
         """The kernel of the convolution, float32 [channels, length]."""
         kept, taken, output = self.discretized()
-        powers = kept[..., None] ** torch.arange(length)
+        powers = (kept.log()[..., None] * torch.arange(length)).exp()
         return torch.einsum("cn,cnl->cl", output * taken, powers).real
 
     def convolve(self, inputs: Tensor) -> Tensor:
