@@ -125,8 +125,8 @@ def test_the_editor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_prompt_appears_before_what_it_does_not_need() -> None:
-    """Modules that draw answers, read weights, speak with servers and know published models are
-    loaded later."""
+    """Modules that draw answers, read weights and speak with servers are loaded later. The table of
+    named models is read before, for the line that names one."""
     program = (
         "import sys\n"
         "from nanoserve.commands import main, prompt\n"
@@ -151,6 +151,6 @@ def test_the_prompt_appears_before_what_it_does_not_need() -> None:
     os.close(terminal)
     loaded = set(ran.stdout.split())
     assert {"nanoserve.commands.chat", "prompt_toolkit"} <= loaded
-    late = {"torch", "numpy", "tokenizers", "huggingface_hub", "rich", "http.client", "tomllib"}
+    late = {"torch", "numpy", "tokenizers", "huggingface_hub", "rich", "http.client"}
     late |= {"nanoserve.llm", "nanoserve.commands.printers", "nanoserve.text.answers.forms"}
     assert not late & loaded
