@@ -88,6 +88,8 @@ _OTHER_SIZES = {
     "head_dim": "attention.key_length",
     "sliding_window": "attention.sliding_window",
 }
+_BY_LAYER = ("feed_forward_length", "attention.head_count_kv")
+"""Sizes for which hybrid models have an array, with a number for each layer."""
 _AS_LARGE_EXPERTS = ("llama", "jamba", *GRANITES)
 """Architectures whose experts have the inner size of the file's feed-forward part."""
 _EXPERT_SIZES = {
@@ -204,7 +206,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
     recurrent = _RECURRENT.get(architecture)
     for key, name in (_NEEDED_SIZES | _OTHER_SIZES).items():
         stored = f"{architecture}.{name}"
-        if is_array(file.metadata.get(stored)):  # it says of what kind each layer is
+        # an array says of what kind each layer is
+        if name in _BY_LAYER and is_array(file.metadata.get(stored)):
             continue
         if key in _NEEDED_SIZES:
             config[key] = file.need(stored, int)

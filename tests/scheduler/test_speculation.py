@@ -246,4 +246,4 @@ def test_draft_tokens_are_told_as_draft_tokens(tmp_path: Path) -> None:
     assert sum(bar["args"]["draft_tokens"] for bar in bars) == checked
     assert all(f"+ {bar['args']['draft_tokens']} draft tokens" in bar["name"] for bar in bars)
     assert answer.usage.steps == 40 - accepted
-    assert f"{40 / (40 - accepted):.2f} tokens a step" in answer.line(None)
+    assert f"{40 / (40 - accepted):.2f} tokens a step" in answer.details(None, None)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import LayerDifferences, RopeConfig
 from nanoserve.lab.papers.s4d import S4D
-from nanoserve.lab.papers.selective_scan import Mamba
+from nanoserve.lab.papers.selective_scan import TrainableMamba
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import DecoderLayer, FeedForward, RMSNorm, RotaryEmbedding
 
@@ -189,7 +189,7 @@ def _mamba(width: int, layers: int, state_size: int) -> list[nn.Module]:
     """Heads of 32 channels, twice as many channels as the model is wide."""
     found: list[nn.Module] = []
     for _ in range(layers):
-        mixer = Mamba(width, channels=2 * width, heads=width // 16, state_size=state_size)
+        mixer = TrainableMamba(width, channels=2 * width, heads=width // 16, state_size=state_size)
         found.append(Residual(width, mixer))
     return found
 

@@ -40,7 +40,7 @@ def selective_scan(
     return (scores @ arriving).transpose(1, 2)
 
 
-class Mamba(nn.Module):
+class TrainableMamba(nn.Module):
     """The mixer of Mamba: a short causal convolution, the selective scan, and a gate. Steps and
     decays begin as in the papers."""
 

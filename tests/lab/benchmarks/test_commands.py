@@ -576,7 +576,7 @@ def test_operators_beside_stock_torch(
     sizes = ("--cells", "2x32", "--prompts", "8", "--rows", "1,5")
     code, out, err = bench("operators", *sizes, "--rounds", 2, "--json", report)
     assert code == 0
-    assert out.splitlines()[-1].endswith("; 34 of 34 rounds count.")
+    assert out.splitlines()[-1].endswith("; 46 of 46 rounds count.")
     assert "times as fast as stock torch" in out.splitlines()[-1]
     assert "measuring down 32 x 64, 5 rows" in err
     found = json.loads(report.read_text())

@@ -19,7 +19,7 @@ from nanoserve.lab.papers.associative_recall import (
 )
 from nanoserve.lab.papers.framework import Finding, Scale, load_paper
 from nanoserve.lab.papers.recall_accuracy import RANGES, accuracy, shipped_answers
-from nanoserve.lab.papers.selective_scan import Mamba, selective_scan
+from nanoserve.lab.papers.selective_scan import TrainableMamba, selective_scan
 
 
 @pytest.mark.parametrize("pairs", PAIRS)
@@ -98,7 +98,7 @@ def test_the_scan_is_the_recurrence() -> None:
 
 
 def test_the_mixer_convolves_the_last_four_inputs() -> None:
-    mixer = Mamba(8, channels=16, heads=2, state_size=4)
+    mixer = TrainableMamba(8, channels=16, heads=2, state_size=4)
     inputs = torch.randn(2, 9, 16)
     reference = torch.nn.Conv1d(16, 16, 4, groups=16, bias=False, padding=3)
     with torch.no_grad():
