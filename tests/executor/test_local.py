@@ -59,7 +59,6 @@ def test_a_plan_runs_when_it_is_collected() -> None:
 
 
 KEEPS_MEMORY = """
-import resource
 from pathlib import Path
 
 import torch
@@ -67,34 +66,29 @@ import torch
 from tests.executor.test_local import make_executor
 
 
-def page_faults_of_a_step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
 def resident_pages():
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 executor = make_executor()
-print(min(page_faults_of_a_step() for _ in range(5)))
-kept = resident_pages()
+begun = resident_pages()
+torch.ones(2**24)
+freed = resident_pages()
 executor.close()
-print(kept - resident_pages())
+print(freed - begun, freed - resident_pages())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries differ")
 def test_memory_of_a_step_is_kept_until_the_executor_is_closed() -> None:
     """In a process of its own: an allocation that failed, as in other tests, gives a thread another
-    heap."""
+    heap. Page faults are not counted: the system may take pages away at any time."""
     printed = subprocess.run(
         [sys.executable, "-c", KEEPS_MEMORY], capture_output=True, text=True, check=True
     ).stdout
-    faults, returned = map(int, printed.split())
-    # 64 MiB are 32 pages of the largest size or 16,384; the interpreter may need some of its own
-    assert faults < 16
+    kept, returned = map(int, printed.split())
+    # a tensor of 64 MiB that was freed
+    assert kept > 2**25 // resource.getpagesize()
     assert returned > 2**25 // resource.getpagesize()
 
 
