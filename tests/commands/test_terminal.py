@@ -1,5 +1,6 @@
 """The whole chat on a terminal: a pseudo-terminal with a process behind it."""
 
+import codecs
 import errno
 import logging
 import os
@@ -39,6 +40,8 @@ class Terminal:
         columns: int = 80,
     ) -> None:
         self.shown = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        """Waits for the rest of a character whose bytes come in two reads."""
         words = [sys.executable, "-m", module, *arguments]
         self.process, self.descriptor = pty.fork()
         if self.process == 0:
@@ -82,7 +85,7 @@ class Terminal:
     def _read(self) -> None:
         if select.select([self.descriptor], [], [], 0.1)[0]:
             try:
-                self.shown += os.read(self.descriptor, 65536).decode()
+                self.shown += self._decoder.decode(os.read(self.descriptor, 65536))
             except OSError as error:  # how Linux says that the other side is closed
                 assert error.errno == errno.EIO
                 time.sleep(0.05)
@@ -336,7 +339,8 @@ def test_the_last_conversation_goes_on(tmp_path: Path) -> None:
     terminal = Terminal("chat", "--continue", "three", state=tmp_path)  # one answer, logged as well
     assert terminal.exit_code() == 0
     os.close(terminal.descriptor)
-    newest = max((tmp_path / "nanoserve" / "conversations").iterdir()).read_text()
+    logs = (tmp_path / "nanoserve" / "conversations").iterdir()
+    newest = max(logs, key=lambda path: path.stem).read_text()
     assert all(f"You said: {word}" in newest for word in ("one", "two", "three"))
 
 
