@@ -62,7 +62,7 @@ def size_problems(row: NamedModel) -> Iterator[str]:
 
 
 def hub_problems(row: NamedModel) -> Iterator[str]:
-    """What the hub says otherwise than a row. Raises ConnectionError if there is no network."""
+    """List what the hub says otherwise than a row. Raises ConnectionError without a network."""
     from huggingface_hub import HfApi, errors
 
     try:

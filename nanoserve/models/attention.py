@@ -118,7 +118,7 @@ class AttentionBatch:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What every batch has, in order."""
+        """The tensors that every batch has, in order."""
         return self.block_tables, self.query_starts, self.context_lengths, self.slot_mapping
 
     def pick(self, rows: Tensor) -> "AttentionBatch":

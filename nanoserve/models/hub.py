@@ -70,7 +70,7 @@ class NamedModel:
     shape: str
     """Its name in published_shapes.toml."""
     license: str
-    """As the hub spells it."""
+    """The name in the hub's spelling."""
     page: str
     """A public page that names the repository and the file."""
     file_bytes: int
@@ -229,7 +229,7 @@ def _reference(name: str) -> HubReference:
 
 
 def _with_memory(announce: Announce | None, row: NamedModel) -> Announce | None:
-    """The same, but it also tells if the model is larger than the memory that is free."""
+    """Have an announcement also tell if the model is larger than the memory that is free."""
     free = available_host_memory()
     if announce is None or row.memory_bytes <= free:
         return announce
@@ -238,7 +238,7 @@ def _with_memory(announce: Announce | None, row: NamedModel) -> Announce | None:
 
 
 def model_suggestions() -> list[str]:
-    """What the shell completes for `--model`: names, and models on this machine."""
+    """List what the shell completes for `--model`: names, and models on this machine."""
     found = [*name_suggestions(), *(name for name, *_ in known_models())]
     return list(dict.fromkeys(found))
 

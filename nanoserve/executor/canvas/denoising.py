@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 
 SettledLogprobs = dict[int, dict[int, TokenLogprob]]
-"""Of sequences that want log probabilities, those of the settled tokens, by place in the canvas."""
+"""The log probabilities of settled tokens by place in the canvas, of sequences that want them."""
 _STEP_STRIDE = 1 << 32
 """Positions that lie between two denoising steps in the counter of random numbers: each step draws
 new ones."""
@@ -93,7 +93,7 @@ class CanvasRows(SampledRows):
     mask_token: int = -1
     sampler: CanvasSampler = field(default_factory=lambda: make_canvas_sampler(Denoising()))
     settled_logprobs: SettledLogprobs = field(default_factory=dict)
-    """What is kept from one step of a canvas to the next."""
+    """Is kept from one step of a canvas to the next."""
     canvases: list[Canvas] = field(default_factory=list)
     measured: Tensor | None = None
     """float32 [N], on the host: what the canvas sampler measures at each position."""

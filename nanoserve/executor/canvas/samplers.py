@@ -48,8 +48,8 @@ class Confidence:
 
 
 class Static:
-    """As many tokens as the step's share, the most probable ones (low_confidence_static in SDAR's
-    generate.py)."""
+    """Settles the step's share of the tokens, the most probable ones (low_confidence_static in
+    SDAR's generate.py)."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -33,7 +33,7 @@ class Canvases(Extension):
     def __init__(self, *, length: int, mask_token: int, token_budget: int) -> None:
         self._length, self._mask_token, self._token_budget = length, mask_token, token_budget
         self._unsettled: dict[int, tuple[tuple[int, ...], int]] = {}
-        """Of sequences: the canvas after its last step, and the number of its steps."""
+        """The canvas of each sequence after its last step, and the number of its steps."""
         self._decodes: list[Sequence] = []  # of the plan that is being made
 
     def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> CanvasBlocks:
