@@ -1,6 +1,7 @@
 """Write a decoder as a Hugging Face checkpoint, which other software can read."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,24 @@ def save_hf(
             f"{config.family}/{config.rope.kind}"
         )
     dtype = dtype or decoder.dtype
+    save_checkpoint(decoder, config, llama_config(config, dtype), directory, dtype=dtype)
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    config: ModelConfig,
+    fields: Mapping[str, Any],
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write config.json with these fields, of which the model's config was read, and
+    model.safetensors; `dtype` converts, None keeps the model's."""
     parameters = dict(decoder.named_parameters())
     tensors = {
         part.name: part.region(parameters[part.parameter])
         .detach()
-        .to("cpu", dtype)
+        .to("cpu", dtype or decoder.dtype)
         .contiguous()
         .clone()
         for part in tensor_parts(config)
@@ -45,7 +59,7 @@ def save_hf(
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(llama_config(config, dtype), indent=2, sort_keys=True)
+    text = json.dumps(fields, indent=2, sort_keys=True)
     (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 

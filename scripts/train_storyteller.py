@@ -225,8 +225,10 @@ def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tenso
     ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
     dense = DenseCausalAttention(decoder.config, batch, length)
 
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.dropout(dense(layer, query, key, value), dropout)
+    def attention(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        return functional.dropout(dense(layer, query, key, value, sinks), dropout)
 
     positions = torch.arange(length, device=rows.device).repeat(batch)
     hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
