@@ -8,14 +8,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.utils.children import run_module
+
+if TYPE_CHECKING:
+    from nanoserve.request import RequestOutput
 
 _TOKENS = ("first token", "second token", "third token")
 STAGES = (
@@ -89,6 +92,17 @@ def library_directories() -> list[Path]:
     ]
 
 
+def mark_tokens(outputs: "Iterable[RequestOutput]", mark: Callable[[str], None]) -> None:
+    """Mark the stage of each token as it comes. A token that ends amid a character comes with a
+    later one."""
+    known = 0
+    for output in outputs:
+        new = sum(len(completion.token_ids) for completion in output.outputs)
+        for name in _TOKENS[known : known + new]:
+            mark(name)
+        known += new
+
+
 def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the
     ends of the stages."""
@@ -108,8 +122,7 @@ def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> di
     with LLM(model, **settings) as llm:
         mark("load")
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=len(_TOKENS))
-        for name, _ in zip(_TOKENS, llm.stream(_PROMPT, params), strict=True):
-            mark(name)
+        mark_tokens(llm.stream(_PROMPT, params), mark)
         answered = time.monotonic() - began
         llm.built.prepare(lambda stage, *_: mark(_PREPARATIONS[stage]))
         for name in _PREPARATIONS.values():  # one that took no time was not spoken of

@@ -1,5 +1,5 @@
-"""One shape with four kinds of attention, from multi-head to latent (the lecture, sections 2.1.1 and
-2.1.2): equal parameters, different caches.
+"""One shape with four kinds of attention, from multi-head to latent, with equal parameters and
+different caches (the lecture, sections 2.1.1 and 2.1.2).
 
 The shape is the bundled storyteller's. What a smaller key and value part saves, the feed-forward
 part gets, so that the models have as many parameters each.
@@ -82,7 +82,8 @@ def checkpoint_config(kind: str) -> dict[str, Any]:
         "qk_nope_head_dim": HEAD_DIM,
         "qk_rope_head_dim": ROTATED,
         "v_head_dim": HEAD_DIM,
-        "first_k_dense_replace": LAYERS,  # no layer has experts; their sizes are needed all the same
+        # no layer has experts; their sizes are needed all the same
+        "first_k_dense_replace": LAYERS,
         "n_routed_experts": 1,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,

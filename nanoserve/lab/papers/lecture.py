@@ -1,9 +1,10 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-what models recall, paging, few bits, speculative sampling.
+what smaller caches cost, what models recall, paging, few bits, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
-Perplexity and what drafters foresee are measured; small models that recall were trained once.
+Perplexity and what drafters foresee are measured. Small models that recall, and those with smaller
+caches, were trained once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from nanoserve.costs.step_costs import StepCosts
 from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.lab.papers.kv_quality import KV_QUALITY_COLUMNS, KV_QUALITY_COUNTED, kv_quality
 from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
 from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
@@ -515,6 +517,13 @@ PAPER = Paper(
             title="keys and values of a sequence against its length, in 16 bits",
             make=kv,
             columns=KV_COLUMNS,
+        ),
+        PaperFigure(
+            number="kv-quality",
+            title="validation loss of small models, by the keys and values that they keep",
+            counted=KV_QUALITY_COUNTED,
+            make=kv_quality,
+            columns=KV_QUALITY_COLUMNS,
         ),
         PaperFigure(
             number="state",

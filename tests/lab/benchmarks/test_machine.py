@@ -11,7 +11,13 @@ import torch
 from nanoserve.lab.benchmarks import roofline
 from nanoserve.lab.benchmarks.machine import ForeignLoad, command_line, installed_versions
 from nanoserve.lab.benchmarks.roofline import BandwidthProbe, machine_limits
-from nanoserve.lab.benchmarks.starting import STAGES, drop_from_page_cache, stage_lengths
+from nanoserve.lab.benchmarks.starting import (
+    STAGES,
+    drop_from_page_cache,
+    mark_tokens,
+    stage_lengths,
+)
+from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput
 
 SIZES = roofline._PRODUCT_SIZES
 
@@ -183,6 +189,23 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
 def test_stages_are_differences() -> None:
     marks = {name: float(place * place) for place, name in enumerate(STAGES, start=1)}
     assert list(stage_lengths(marks).values()) == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0, 17.0]
+
+
+def output_of(*token_ids: int) -> RequestOutput:
+    metrics = RequestMetrics(arrival_time=0.0)
+    completion = CompletionOutput(0, "", token_ids, None, None, None, metrics)
+    return RequestOutput("request", None, (1, 2), [completion], finished=False)
+
+
+@pytest.mark.parametrize(
+    "parts", [((5,), (6,), (7,)), ((5,), (6, 7)), ((5, 6, 7),), ((), (5, 6, 7))]
+)
+def test_every_token_has_its_stage_also_where_two_come_together(
+    parts: tuple[tuple[int, ...], ...],
+) -> None:
+    marked = list[str]()
+    mark_tokens((output_of(*part) for part in parts), marked.append)
+    assert marked == ["first token", "second token", "third token"]
 
 
 def test_dropping_files_counts_them(tmp_path: Path) -> None:
