@@ -192,7 +192,7 @@ def test_stages_are_differences() -> None:
 
 
 def output_of(*token_ids: int) -> RequestOutput:
-    metrics = RequestMetrics(arrival_time=0.0)
+    metrics = RequestMetrics(0.0, None, None, None, None, len(token_ids))
     completion = CompletionOutput(0, "", token_ids, None, None, None, metrics)
     return RequestOutput("request", None, (1, 2), [completion], finished=False)
 
