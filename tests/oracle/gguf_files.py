@@ -99,6 +99,8 @@ _MAMBA_NAMES = {
 }
 _FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
 """Matrices that the converter leaves in float32."""
+_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,)}
+"""Places of a block's numbers of 16 bits, where these are not the first two."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
 
@@ -427,14 +429,13 @@ def _add(
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
-    # the library only reads K-quants: any bytes with sane scales are a matrix
+    # the library only reads K-quants and IQ4_NL: any bytes with sane scales are a matrix
     except NotImplementedError:
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         generator = np.random.default_rng(values.shape[0])
         shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
         blocks = generator.integers(0, 256, shape, dtype=np.uint8)
-        places = (208,) if kind == GGMLQuantizationType.Q6_K else (0, 2)
-        for place, scale in zip(places, (3e-4, 3e-3), strict=False):
+        for place, scale in zip(_HALVES.get(kind.name, (0, 2)), (3e-4, 3e-3), strict=False):
             numbers = (generator.random((*shape[:-1], 1)) * scale).astype(np.float16)
             blocks[..., place : place + 2] = numbers.view(np.uint8)
         return blocks.reshape(*values.shape[:-1], -1)
