@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.gguf_blocks import decode_blocks
-from nanoserve.models.gguf_directory import ROPE_FACTORS
-from nanoserve.models.gguf_file import GgufFile, GgufTensor, is_array, open_gguf
+from nanoserve.models.gguf_directory import GATE_UP_EXPERTS
+from nanoserve.models.gguf_file import ROPE_FACTORS, GgufFile, GgufTensor, is_array, open_gguf
 from nanoserve.models.gguf_hybrid import GRANITES
 from nanoserve.models.gguf_recurrent import TiledHeads, num_drafting_layers, tiled_heads
 from nanoserve.models.packed import MatrixForm
@@ -41,9 +41,14 @@ class GgufSlice:
     """Whether the numbers are -exp of those that safetensors have."""
     is_vector: bool = False
     """Whether safetensors have its rows one after another."""
+    in_turn_with: GgufTensor | None = None
+    """A tensor of the same form whose rows lie between those of an expert of this one, or whose
+    numbers lie between those of its biases."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
+        if self.in_turn_with is not None:
+            shape[1] *= 2
         if self.is_vector:
             return [prod(shape)]
         if self.is_kernel and len(shape) == 2:
@@ -114,8 +119,20 @@ class GgufSlice:
         return first_of_head + 2 * row_of_half + is_second_half
 
     def _stored_rows(self) -> Tensor:
+        """uint8 [N, bytes of a row], in the mapped file or, where two tensors take turns, of
+        both."""
+        stored = self._bytes_of(self.tensor)
+        if self.in_turn_with is None:
+            return stored
+        size = self.tensor.row_bytes
+        if self.expert is None:  # one number of each
+            size = self.tensor.type.num_bytes
+        others = self._bytes_of(self.in_turn_with)
+        pairs = torch.stack((stored.view(-1, size), others.view(-1, size)), dim=1)
+        return pairs.view(self.get_shape()[0], -1)
+
+    def _bytes_of(self, tensor: GgufTensor) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
-        tensor = self.tensor
         stored = torch.frombuffer(
             tensor.data, dtype=torch.uint8, offset=tensor.offset, count=tensor.num_bytes
         )
@@ -151,14 +168,24 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
     heads = _heads_in_turn(file)
     value_heads = tiled_heads(file)
     drafting = _drafting_layers(file)
+    takes_turns = file.get("general.architecture", str, "") == "gpt-oss"
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
         matrix = stem.rpartition(".")[2]
         if name == ROPE_FACTORS or name.startswith(drafting):
             continue  # these are part of the config, and those are not used
+        other = None
+        if takes_turns and matrix == "ffn_up_exps":
+            continue  # it is read with the gate
+        if takes_turns and matrix == "ffn_gate_exps":
+            stem, other = _gate_and_up(file, name, tensor)
         if matrix.endswith("_exps") and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
-                yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
+                found = GgufSlice(tensor, expert, in_turn_with=other)
+                yield f"{stem}.{expert}.{ending}", found
+            continue
+        if other is not None:
+            yield f"{stem}.{ending}", GgufSlice(tensor, in_turn_with=other)
             continue
         is_vector = (ending in ("ssm_a", "ssm_d") and tensor.shape[-1] == 1) or matrix == "ssm_norm"
         found = GgufSlice(
@@ -175,6 +202,16 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
         elif heads.get(matrix, 0) > 0:
             found = replace(found, head_size=tensor.shape[0] // heads[matrix])
         yield name, found
+
+
+def _gate_and_up(file: GgufFile, name: str, gate: GgufTensor) -> tuple[str, GgufTensor]:
+    """The name of both together without its ending, and the tensor of up. Rows of both take turns
+    in gpt-oss."""
+    up_name = name.replace("ffn_gate_exps", "ffn_up_exps")
+    up = file.tensors.get(up_name)
+    if up is None or up.shape != gate.shape or up.type != gate.type or len(gate.shape) < 2:
+        raise file.fail(f"tensors {name} and {up_name} must have the same shape and type")
+    return name.rpartition(".")[0].replace("ffn_gate_exps", GATE_UP_EXPERTS), up
 
 
 def _heads_in_turn(file: GgufFile) -> dict[str, int]:
