@@ -58,6 +58,11 @@ class LayerNames:
         "mamba.c_layernorm",
     )
 
+    @property
+    def shared_parts(self) -> tuple[str, ...]:
+        """What a layer does not need that shares the keys and values of another."""
+        return (*self.qkv[1:], self.key_norm)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
@@ -332,6 +337,32 @@ _GGUF_NEMOTRON_H = replace(
 )
 """The norm of each block, of whatever kind, has the name of that of attention."""
 
+_GGUF_GEMMA4 = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        scale="layer_output_scale.weight",
+        input_gate="inp_gate",
+        input_up="proj",
+        input_norm="post_norm",
+    ),
+    per_layer_embeddings=(
+        "per_layer_token_embd.weight",
+        "per_layer_model_proj.weight",
+        "per_layer_proj_norm.weight",
+    ),
+)
+_GGUF_GPT_OSS = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        feed_forward_norm="post_attention_norm",
+        sinks="attn_sinks.weight",
+        expert_gate_up=("ffn_gate_up_exps.{}",),
+        expert_biases=("ffn_gate_up_exps.bias", "ffn_down_exps.bias"),
+    ),
+)
+
 
 _FAMILIES = {
     "glm": _GLM,
@@ -364,6 +395,8 @@ _GGUF_FAMILIES = {
     "jamba": _GGUF_JAMBA,
     "granitemoehybrid": _GGUF_GRANITE_HYBRID,
     "nemotron_h": _GGUF_NEMOTRON_H,
+    "gemma4_text": _GGUF_GEMMA4,
+    "gpt_oss": _GGUF_GPT_OSS,
     "qwen3_next": _GGUF_QWEN3_NEXT,
     "qwen3_5_text": _GGUF_QWEN3_5,
     "qwen3_5_moe_text": _GGUF_QWEN3_5,

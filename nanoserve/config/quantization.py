@@ -17,7 +17,7 @@ class BlockType:
     size: int
     num_bytes: int
     added_bytes: int = 0
-    """More bytes in memory: scales of 6 bits take 8 there."""
+    """More bytes in memory, which has scales of 8 bits or more and codes of 4, 5, 6 or 8 bits."""
 
     @property
     def loaded_bits(self) -> float:
@@ -31,10 +31,15 @@ _BLOCK_TYPES = [
     BlockType("Q4_0", 32, 18),
     BlockType("Q4_1", 32, 20),
     BlockType("Q5_0", 32, 22),
+    BlockType("Q5_1", 32, 24),
     BlockType("Q8_0", 32, 34),
+    BlockType("Q2_K", 256, 84, 144),
+    BlockType("Q3_K", 256, 110, 100),
     BlockType("Q4_K", 256, 144, 4),
     BlockType("Q5_K", 256, 176, 4),
     BlockType("Q6_K", 256, 210),
+    BlockType("IQ4_NL", 32, 18, 16),
+    BlockType("MXFP4", 32, 17, 5),
     BlockType("BF16", 1, 2),
 ]
 BLOCK_TYPES = {block_type.name: block_type for block_type in _BLOCK_TYPES}

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoserve.config.quantization import BlockType
-from nanoserve.models.gguf_directory import ROPE_FACTORS
-from nanoserve.models.gguf_file import GgufFile, GgufTensor, is_array, open_gguf
+from nanoserve.models.gguf_blocks import decode_blocks
+from nanoserve.models.gguf_directory import GATE_UP_EXPERTS
+from nanoserve.models.gguf_file import ROPE_FACTORS, GgufFile, GgufTensor, is_array, open_gguf
 from nanoserve.models.gguf_hybrid import GRANITES
 from nanoserve.models.gguf_recurrent import TiledHeads, num_drafting_layers, tiled_heads
 from nanoserve.models.packed import MatrixForm
@@ -41,9 +41,14 @@ class GgufSlice:
     """Whether the numbers are -exp of those that safetensors have."""
     is_vector: bool = False
     """Whether safetensors have its rows one after another."""
+    in_turn_with: GgufTensor | None = None
+    """A tensor of the same form whose rows lie between those of an expert of this one, or whose
+    numbers lie between those of its biases."""
 
     def get_shape(self) -> list[int]:
         shape = list(self.tensor.shape)
+        if self.in_turn_with is not None:
+            shape[1] *= 2
         if self.is_vector:
             return [prod(shape)]
         if self.is_kernel and len(shape) == 2:
@@ -114,8 +119,20 @@ class GgufSlice:
         return first_of_head + 2 * row_of_half + is_second_half
 
     def _stored_rows(self) -> Tensor:
+        """uint8 [N, bytes of a row], in the mapped file or, where two tensors take turns, of
+        both."""
+        stored = self._bytes_of(self.tensor)
+        if self.in_turn_with is None:
+            return stored
+        size = self.tensor.row_bytes
+        if self.expert is None:  # one number of each
+            size = self.tensor.type.num_bytes
+        others = self._bytes_of(self.in_turn_with)
+        pairs = torch.stack((stored.view(-1, size), others.view(-1, size)), dim=1)
+        return pairs.view(self.get_shape()[0], -1)
+
+    def _bytes_of(self, tensor: GgufTensor) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
-        tensor = self.tensor
         stored = torch.frombuffer(
             tensor.data, dtype=torch.uint8, offset=tensor.offset, count=tensor.num_bytes
         )
@@ -151,14 +168,24 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
     heads = _heads_in_turn(file)
     value_heads = tiled_heads(file)
     drafting = _drafting_layers(file)
+    takes_turns = file.get("general.architecture", str, "") == "gpt-oss"
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
         matrix = stem.rpartition(".")[2]
         if name == ROPE_FACTORS or name.startswith(drafting):
             continue  # these are part of the config, and those are not used
+        other = None
+        if takes_turns and matrix == "ffn_up_exps":
+            continue  # it is read with the gate
+        if takes_turns and matrix == "ffn_gate_exps":
+            stem, other = _gate_and_up(file, name, tensor)
         if matrix.endswith("_exps") and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
-                yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
+                found = GgufSlice(tensor, expert, in_turn_with=other)
+                yield f"{stem}.{expert}.{ending}", found
+            continue
+        if other is not None:
+            yield f"{stem}.{ending}", GgufSlice(tensor, in_turn_with=other)
             continue
         is_vector = (ending in ("ssm_a", "ssm_d") and tensor.shape[-1] == 1) or matrix == "ssm_norm"
         found = GgufSlice(
@@ -175,6 +202,16 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
         elif heads.get(matrix, 0) > 0:
             found = replace(found, head_size=tensor.shape[0] // heads[matrix])
         yield name, found
+
+
+def _gate_and_up(file: GgufFile, name: str, gate: GgufTensor) -> tuple[str, GgufTensor]:
+    """The name of both together without its ending, and the tensor of up. Rows of both take turns
+    in gpt-oss."""
+    up_name = name.replace("ffn_gate_exps", "ffn_up_exps")
+    up = file.tensors.get(up_name)
+    if up is None or up.shape != gate.shape or up.type != gate.type or len(gate.shape) < 2:
+        raise file.fail(f"tensors {name} and {up_name} must have the same shape and type")
+    return name.rpartition(".")[0].replace("ffn_gate_exps", GATE_UP_EXPERTS), up
 
 
 def _heads_in_turn(file: GgufFile) -> dict[str, int]:
@@ -197,107 +234,3 @@ def _drafting_layers(file: GgufFile) -> tuple[str, ...]:
     count = file.get(f"{architecture}.block_count", int, 0)
     drafting = num_drafting_layers(file, architecture)
     return tuple(f"blk.{layer}." for layer in range(count - drafting, count))
-
-
-# ------------------------------------------------------------------------------------ Blocks of
-# values
-
-
-def decode_blocks(stored: Tensor, block_type: BlockType) -> GroupQuantized:
-    """Rows of a quantized GGUF tensor, uint8 [N, bytes of a row], as integers and scales."""
-    rows = len(stored)
-    blocks = stored.reshape(-1, block_type.num_bytes)
-    numbers = {"scales": _half(blocks, 0)}
-    zero = 0
-    match block_type.name:
-        case "Q8_0":
-            bits = 8
-            codes = blocks[:, 2:].contiguous().view(torch.int8)
-        case "Q4_0":
-            bits = 4
-            codes = _nibbles(blocks[:, 2:])
-            zero = 8
-        case "Q4_1":
-            bits = 4
-            codes = _nibbles(blocks[:, 4:])
-            numbers["minimums"] = -_half(blocks, 2)
-        case "Q5_0":
-            bits = 5
-            codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6, None])
-            zero = 16
-        case "Q4_K":
-            bits = 4
-            codes = _k_nibbles(blocks[:, 16:])
-            numbers = _k_numbers(blocks)
-        case "Q5_K":
-            bits = 5
-            codes = _k_nibbles(blocks[:, 48:]) | _fifth_bits(blocks[:, None, 16:48])
-            numbers = _k_numbers(blocks)
-        case "Q6_K":
-            bits = 6
-            codes = _six_bits(blocks)
-            zero = 32
-            scales = blocks[:, 192:208].contiguous().view(torch.int8)
-            numbers = {"super_scales": _half(blocks, 208), "scales": scales}
-    parts = {name: part.reshape(rows, -1) for name, part in numbers.items()}
-    return GroupQuantized(codes.reshape(rows, -1), bits, zero=zero, **parts)
-
-
-def _half(blocks: Tensor, first: int) -> Tensor:
-    """The number at that byte of every block, float16 [B, 1]."""
-    return blocks[:, first : first + 2].contiguous().view(torch.float16)
-
-
-def _nibbles(stored: Tensor) -> Tensor:
-    """uint8 [B, n] -> [B, 2 * n]: the low halves of all bytes, then the high halves."""
-    low = stored & 15
-    high = stored >> 4
-    return torch.cat((low, high), dim=1)
-
-
-def _fifth_bits(stored: Tensor) -> Tensor:
-    """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a
-    nibble."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    if stored.shape[2] > 1:
-        shifts = shifts[:, None]
-    bits = stored >> shifts & 1
-    return bits.flatten(1) << 4
-
-
-def _k_numbers(blocks: Tensor) -> dict[str, Tensor]:
-    """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which
-    lie in 12 bytes and are multiplied by the two numbers of the block.
-
-    The first four groups have the low 6 bits of the first 4 and the next 4 bytes. The last four
-    have 4 bits in the last 4 bytes, scales in the low halves and minimums in the high ones, and 2
-    more bits at the top of the other bytes.
-    """
-    first, middle, last = torch.split(blocks[:, 4:16], 4, dim=1)
-    upper_scales = (last & 15) | (first >> 2 & 48)
-    upper_minimums = (last >> 4) | (middle >> 2 & 48)
-    scales = torch.cat((first & 63, upper_scales), dim=1)
-    minimums = torch.cat((middle & 63, upper_minimums), dim=1)
-    return {
-        "super_scales": _half(blocks, 0),
-        "scales": scales.to(torch.int8),
-        "super_minimums": _half(blocks, 2),
-        "minimums": minimums,
-    }
-
-
-def _k_nibbles(stored: Tensor) -> Tensor:
-    """uint8 [B, 128] -> [B, 256]: every 32 bytes hold two groups."""
-    pairs = _nibbles(stored.reshape(-1, 32))
-    return pairs.view(len(stored), -1)
-
-
-def _six_bits(blocks: Tensor) -> Tensor:
-    """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of
-    bits."""
-    count = len(blocks)
-    low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(count, -1)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    pairs = blocks[:, 128:192].reshape(-1, 1, 32) >> shifts[:, None] & 3
-    high = pairs.view(count, -1) << 4
-    return low | high

@@ -17,6 +17,7 @@ import msgspec
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, is_array, open_gguf
+from nanoserve.models.gguf_gemma import gemma2, gemma3, gemma4, gpt_oss
 from nanoserve.models.gguf_hybrid import (
     GRANITES,
     granite,
@@ -38,8 +39,8 @@ from nanoserve.models.hub import LINK_NAME
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of numbers that Llama 3's rotary frequencies are divided by."""
+GATE_UP_EXPERTS = "ffn_gate_up_exps"
+"""The name of the first matrices of gpt-oss's experts, which files have apart."""
 
 _FAMILIES = {
     "llama": "llama",
@@ -60,6 +61,10 @@ _FAMILIES = {
     "granitehybrid": "granitemoehybrid",
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
 }
 _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "lfm2": short_convolutions,
@@ -75,6 +80,13 @@ _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "nemotron_h_moe": nemotron_h,
 }
 """Readers of the keys of layers with a recurrent state, by the architecture's name."""
+_DIFFERING: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
+}
+"""Readers of the keys of layers that attend in different ways, by the architecture's name."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
 _NEEDED_SIZES = {
     "hidden_size": "embedding_length",
@@ -138,6 +150,13 @@ _QWEN3_5_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
@@ -151,11 +170,14 @@ _WORDS = {
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
     "qwen35": _QWEN3_5_WORDS,
+    "gpt-4o": _GPT4O_WORDS,
 }
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
 _AS_LLAMA3 = ("llama-bpe", "lfm2")
 """Pre-tokenizers that leave a word which is a token whole, and add BOS."""
+_WHOLE_WORDS = (*_AS_LLAMA3, "gpt-4o")
+"""Pre-tokenizers that leave a word which is a token whole."""
 
 
 def gguf_config(path: Path) -> ModelConfig:
@@ -245,6 +267,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config |= granite(file, architecture)
     if recurrent is not None:
         config |= recurrent(file, architecture)
+    if architecture in _DIFFERING:
+        config |= _DIFFERING[architecture](file, architecture)
     return config
 
 
@@ -263,9 +287,13 @@ def _quantization(file: GgufFile) -> dict[str, Any] | None:
     """The `quantization_config` of config.json: the type of each quantized tensor; None if there
     are none."""
     types = {}
+    takes_turns = file.get("general.architecture", str, "") == "gpt-oss"
     for name, tensor in file.tensors.items():
         if tensor.type.size > 1:
-            types[name.removesuffix(".weight")] = tensor.type.name
+            module = name.removesuffix(".weight")
+            if takes_turns:
+                module = module.replace("ffn_gate_exps", GATE_UP_EXPERTS)
+            types[module] = tensor.type.name
     if not types:
         return None
     return {"quant_method": "gguf", "tensor_types": types}
@@ -294,14 +322,9 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     rope["partial_rotary_factor"] = 1.0
     if head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
-    factors = file.tensors.get(ROPE_FACTORS)
-    if factors is not None:
-        if factors.type.name != "F32":
-            raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
-        count = factors.num_bytes // 4
-        rope["frequency_factors"] = list(
-            struct.unpack_from(f"<{count}f", factors.data, factors.offset)
-        )
+    factors = file.rope_factors()
+    if factors:
+        rope["frequency_factors"] = factors
     return rope
 
 
@@ -311,6 +334,8 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     known = _ROPE_KEYS
     if prefix.startswith("qwen35"):  # sections are for images; a text's positions are all the same
         known |= {"dimension_sections"}
+    if prefix.startswith("gemma"):  # of layers with a window
+        known |= {"freq_base_swa", "dimension_count_swa"}
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in known:
             raise file.fail(f"{key:.80} is not supported")
@@ -336,6 +361,8 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
         found["attention_factor"] = file.get(f"{scaling}attn_factor", float, 1.0) * magnitude
         found["beta_fast"] = file.find(f"{scaling}yarn_beta_fast", float)
         found["beta_slow"] = file.find(f"{scaling}yarn_beta_slow", float)
+        # a file does not say that the borders of gpt-oss are not rounded
+        found["truncate"] = not prefix.startswith("gpt-oss.")
     return found
 
 
@@ -377,7 +404,9 @@ def _sampling(file: GgufFile) -> dict[str, Any]:
 
 def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path) -> None:
     settings = _tokenizer_settings(file, vocabulary)
-    if vocabulary.kind == "gpt2":
+    if _merges_characters(file, vocabulary):
+        replace_file(directory / "tokenizer.json", _character_tokenizer(file, vocabulary, settings))
+    elif vocabulary.kind == "gpt2":
         replace_file(
             directory / "tokenizer.json", _byte_level_tokenizer(file, vocabulary.tokens, settings)
         )
@@ -389,6 +418,12 @@ def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path
             raise file.fail(f"the tokenizer's scores or types are damaged ({error})") from error
         replace_file(directory / "tokenizer.model", model)
     replace_file(directory / "tokenizer_config.json", json.dumps(settings))
+
+
+def _merges_characters(file: GgufFile, vocabulary: GgufVocabulary) -> bool:
+    """Whether pairs of characters are merged, not of bytes: in Gemma 4, and in Gemma 3 where it was
+    converted without a sentencepiece model."""
+    return vocabulary.kind == "gemma4" or file.find("tokenizer.ggml.pre", str) == "gemma4"
 
 
 def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str, Any]:
@@ -406,6 +441,7 @@ def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str,
     settings["added_tokens_decoder"] = added
     pre_tokenizer = file.find("tokenizer.ggml.pre", str)
     adds_bos = vocabulary.kind == "llama" or pre_tokenizer in _AS_LLAMA3  # as llama.cpp assumes
+    adds_bos = adds_bos or _merges_characters(file, vocabulary)
     settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
     settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
     template = file.get("tokenizer.chat_template", str, "")
@@ -414,21 +450,14 @@ def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str,
     return settings
 
 
+_SPACE = "▁"  # as sentencepiece writes it
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> bytes:
     """tokenizer.json of a byte-level BPE vocabulary. The library writes only the parts around the
     vocabulary, since it takes long to build one."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if "tokenizer.ggml.pre" not in file.metadata:
         told = (
@@ -445,7 +474,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(file, vocabulary)
-    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in _AS_LLAMA3))
+    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in _WHOLE_WORDS))
     steps: list[Any] = []
     if words in ("smollm", "refact"):
         steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -455,6 +484,36 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     tokenizer.decoder = decoders.ByteLevel()
     if words in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
+    _add_tokens(file, tokenizer, vocabulary, settings)
+    return _with_vocabulary(tokenizer.to_str(), vocabulary, merges)
+
+
+def _character_tokenizer(
+    file: GgufFile, vocabulary: GgufVocabulary, settings: Mapping[str, Any]
+) -> bytes:
+    """tokenizer.json of a vocabulary of characters, in which spaces are written as sentencepiece
+    does, and unknown characters as bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    merges = _merges(file, ids)
+    unknown = settings.get("unk_token")
+    model = models.BPE({}, [], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    _add_tokens(file, tokenizer, ids, settings)
+    return _with_vocabulary(tokenizer.to_str(), ids, merges)
+
+
+def _add_tokens(
+    file: GgufFile, tokenizer: Any, vocabulary: Mapping[str, int], settings: Mapping[str, Any]
+) -> None:
+    """Give a tokenizer the tokens that are no words, and what surrounds a text."""
+    from tokenizers import AddedToken
+
     special, ordinary = [], []
     for entry in settings["added_tokens_decoder"].values():
         token = AddedToken(entry["content"], normalized=False)
@@ -465,7 +524,6 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(ordinary)
     tokenizer.post_processor = _surrounding(file, vocabulary, settings)
-    return _with_vocabulary(tokenizer.to_str(), vocabulary, merges)
 
 
 def _with_vocabulary(

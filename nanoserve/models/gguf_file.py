@@ -23,6 +23,9 @@ from nanoserve.utils.files import unusable_file
 Item = TypeVar("Item")
 
 MAGIC = b"GGUF"
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of numbers that rotary frequencies are divided by: those of Llama 3, and those of
+Gemma 4's layers without a window."""
 _VERSIONS = (2, 3)
 _MAX_ENTRIES = 65_536
 """Most metadata keys, and most tensors: ten times what real models have."""
@@ -211,6 +214,16 @@ class GgufFile:
             if set(map(type, items)) <= {kind}:
                 return items
         raise self.fail(f"{key} is missing or not an array of {count} items of {kind.__name__}")
+
+    def rope_factors(self) -> list[float]:
+        """The numbers that rotary frequencies are divided by; empty if there are none."""
+        tensor = self.tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return []
+        if tensor.type.name != "F32":
+            raise self.fail(f"tensor {ROPE_FACTORS} is {tensor.type.name}, not F32")
+        count = tensor.num_bytes // 4
+        return list(struct.unpack_from(f"<{count}f", tensor.data, tensor.offset))
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")

@@ -12,10 +12,11 @@ from nanoserve.models.gguf_file import GgufFile, Item, is_array
 # Token types of GGUF, which are those of sentencepiece.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
-_KINDS = ("gpt2", "llama")
+_KINDS = ("gpt2", "llama", "gemma4")
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "gpt2": {},
+    "gemma4": {},
 }
 """Ids of named tokens where a file has no keys for them. llama.cpp has some for gpt2 too, which no
 vocabulary fits."""
@@ -72,7 +73,7 @@ class GgufVocabulary:
     """The tokens by their ids, with types, and scores where the file has or needs some."""
 
     kind: str
-    """gpt2 for byte-level BPE, llama for sentencepiece's BPE."""
+    """gpt2 for byte-level BPE, llama for sentencepiece's BPE, gemma4 for merges of characters."""
     tokens: list[str]
     types: list[int]
     scores: list[float]

@@ -311,14 +311,22 @@ def _decode_mxfp4(
         taken = (expert, taken)
     blocks = read(f"{stem}_blocks")[taken]
     exponents = read(f"{stem}_scales")[taken]
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    return GroupQuantized(mxfp4_codes(nibbles), 5, mxfp4_scales(exponents), zero=16)
+
+
+def mxfp4_codes(nibbles: Tensor) -> Tensor:
+    """Twice the numbers that these stand for, and 16, so that no code is negative."""
     positive = [16 + size for size in _E2M1]
     negative = [16 - size for size in _E2M1]
     table = torch.tensor(positive + negative, dtype=torch.uint8)
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-    codes = table[nibbles.int()]
+    return table[nibbles.int()]
+
+
+def mxfp4_scales(exponents: Tensor) -> Tensor:
+    """Half of the scales that these bytes stand for, in bfloat16."""
     scales = 2.0 ** (exponents.double() - 128)
-    scales = scales.where(exponents < 255, torch.nan)
-    return GroupQuantized(codes, 5, scales.bfloat16(), zero=16)
+    return scales.where(exponents < 255, torch.nan).bfloat16()
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

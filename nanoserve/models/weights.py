@@ -109,8 +109,8 @@ def may_be_ignored(name: str, config: ModelConfig) -> bool:
     if config.tensor_names == "multimodal" and not name.startswith(("model.layers.", "lm_head.")):
         return True
     for layer, shape in enumerate(config.layers.shapes):
-        attention = f"model.layers.{layer}.self_attn."
-        if not shape.has_kv and name.startswith((attention + "k_", attention + "v_")):
+        shared = [f"{names.layer_prefix.format(layer)}{part}." for part in names.layer.shared_parts]
+        if not shape.has_kv and name.startswith(tuple(shared)):
             return True
     return config.tie_word_embeddings and name == names.lm_head
 

@@ -32,6 +32,11 @@ CASES = [
     ("llama-llama3", "Q4_0"),
     ("llama-yarn", "Q5_0"),
     ("mistral", "Q8_0"),
+    ("llama", "Q5_1"),
+    ("llama", "Q2_K"),
+    ("qwen3", "Q3_K"),
+    ("mixtral", "IQ4_NL"),
+    ("mistral", "MXFP4"),
     ("qwen2", "F16"),
     ("qwen3", "Q4_K"),
     ("qwen3", "Q5_K"),
@@ -54,6 +59,13 @@ CASES = [
     ("granitemoehybrid-dense", "F16"),
     ("nemotron_h", "Q8_0"),
     ("nemotron_h-experts", "F16"),
+    ("gemma2", "Q4_K"),
+    ("gemma3_text", "Q8_0"),
+    ("gemma3_text-scaled", "Q3_K"),
+    ("gemma4_text", "Q5_1"),
+    ("gemma4_text-equal", "Q8_0"),
+    ("gpt_oss", "MXFP4"),
+    ("gpt_oss", "F16"),
 ]
 
 
@@ -130,6 +142,7 @@ def make_model(
     torch.manual_seed(3)
     config = FAMILIES[family]()
     for name, size in {
+        "query_pre_attn_scalar": head_dim,  # of Gemma; files have no key for it
         "hidden_size": 256,
         "intermediate_size": inner,
         "moe_intermediate_size": inner,
@@ -144,16 +157,26 @@ def make_model(
         "moe_shared_expert_intermediate_size": inner,
         "mamba_dt_rank": 32,
         "time_step_limit": (0.0, float("inf")),  # files have no key for another
+        "hidden_size_per_layer_input": inner,
     }.items():
-        if hasattr(config, name):
+        if getattr(config, name, None):
             setattr(config, name, size)
-    config.head_dim, config.mlp_bias, config.mlp_only_layers = head_dim, False, []
+    if config.model_type == "gemma3_text":  # files of other patterns do not say so
+        config.num_hidden_layers = 6
+        config.layer_types = ["sliding_attention"] * 5 + ["full_attention"]
+    if config.model_type != "gemma4_text":  # whose layers have heads of two sizes
+        config.head_dim = head_dim
+    config.mlp_bias, config.mlp_only_layers = False, []
     config.block_multiple_of = 256  # of LFM2
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
-        for name, parameter in (*model.named_parameters(), *biases):
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+        buffers = []
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_bias", "layer_scalar")):
+                buffers.append((name, buffer))
+        for name, parameter in (*model.named_parameters(), *buffers):
+            is_factor = "norm" in name or name.endswith("layer_scalar")
+            parameter.normal_(1.0 if is_factor else 0.0, 0.1)
     write_gguf(model, directory / "model.gguf", block_type)
     return model, gguf_directory(directory / "model.gguf")
 

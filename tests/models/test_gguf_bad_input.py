@@ -22,7 +22,7 @@ from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.gguf_files import write_gguf
 
 # The numbers of GGUF for types of tensors, and of metadata.
-F32, Q4_0, Q2_K, Q3_K, IQ4_XS = 0, 2, 10, 11, 23
+F32, Q4_0, IQ2_XXS, IQ3_S, IQ4_XS = 0, 2, 16, 21, 23
 UINT16, UINT32, STRING, ARRAY, UINT64 = 2, 4, 8, 9, 10
 
 
@@ -113,11 +113,11 @@ BAD = {
     "a huge tensor": (with_tensor((1 << 62, 1 << 62)), "does not fit into the file"),
     "an empty tensor": (with_tensor((0, 16)), "does not fit into the file"),
     "five dimensions": (with_tensor((1, 1, 1, 1, 1)), "has 5 dimensions; 1 to 4 are read"),
-    "Q2_K": (
-        with_tensor(kind=Q2_K),
-        "has type Q2_K, which is not read; use a file of F32, F16, Q4_0",
+    "IQ2_XXS": (
+        with_tensor(kind=IQ2_XXS),
+        "has type IQ2_XXS, which is not read; use a file of F32, F16, Q4_0",
     ),
-    "Q3_K": (with_tensor(kind=Q3_K), "has type Q3_K, which is not read"),
+    "IQ3_S": (with_tensor(kind=IQ3_S), "has type IQ3_S, which is not read"),
     "IQ4_XS": (with_tensor(kind=IQ4_XS), "has type IQ4_XS, which is not read"),
     "an unknown type": (with_tensor(kind=99), "has type number 99"),
     "half a block": (with_tensor(kind=Q4_0), "rows of 16 are not whole blocks of 32"),

@@ -14,7 +14,7 @@ from nanoserve.costs.weight_bits import ROWS
 from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.gguf_checkpoint import decode_blocks
+from nanoserve.models.gguf_blocks import decode_blocks
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import num_weights

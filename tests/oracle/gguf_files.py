@@ -11,18 +11,22 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-from tests.oracle import gguf_hybrids
+from tests.oracle import gguf_gemma, gguf_hybrids
 
-ARCHITECTURES = gguf_hybrids.ARCHITECTURES | {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "lfm2_moe": "lfm2moe",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-}
+ARCHITECTURES = (
+    gguf_hybrids.ARCHITECTURES
+    | gguf_gemma.ARCHITECTURES
+    | {
+        "llama": "llama",
+        "mistral": "llama",
+        "mixtral": "llama",
+        "qwen3_moe": "qwen3moe",
+        "lfm2_moe": "lfm2moe",
+        "qwen3_next": "qwen3next",
+        "qwen3_5_text": "qwen35",
+        "qwen3_5_moe_text": "qwen35moe",
+    }
+)
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -97,8 +101,18 @@ _MAMBA_NAMES = {
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
 }
-_FLOATS = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
+_FLOATS = (
+    "_exps.bias",
+    "ffn_gate_inp",
+    "shortconv.conv",
+    "ssm_conv1d",
+    "ssm_norm",
+    "ssm_a",
+    "ssm_d",
+)
 """Matrices that the converter leaves in float32."""
+_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,)}
+"""Places of a block's numbers of 16 bits, where these are not the first two."""
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
 
@@ -175,6 +189,10 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         gguf_hybrids.add_hybrid(writer, config)
         _finish(writer, model, block_type)
         return
+    if config.model_type in gguf_gemma.ARCHITECTURES:
+        gguf_gemma.add_keys(writer, config)
+        _finish(writer, model, block_type)
+        return
     writer.add_head_count(config.num_attention_heads)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -212,8 +230,11 @@ def _finish(writer: gguf.GGUFWriter, model: PreTrainedModel, block_type: str) ->
     config = model.config
     _add_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
-        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("_bias")]
-        for name, parameter in (*model.named_parameters(), *biases):
+        buffers = []
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_bias", "layer_scalar")):
+                buffers.append((name, buffer))
+        for name, parameter in (*model.named_parameters(), *buffers):
             _add_parameter(writer, name, parameter, config, block_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -363,8 +384,12 @@ def _add_parameter(
     if config.model_type in ("mamba", "mamba2"):
         _add_mamba_parameter(writer, name, parameter, config, block_type)
         return
-    if config.model_type in gguf_hybrids.ARCHITECTURES:
-        for stored_name, values, heads in gguf_hybrids.stored_tensors(name, parameter, config):
+    record = None
+    for other in (gguf_hybrids, gguf_gemma):
+        if config.model_type in other.ARCHITECTURES:
+            record = other
+    if record is not None:
+        for stored_name, values, heads in record.stored_tensors(name, parameter, config):
             few_columns = values.shape[-1] % 32 != 0  # not whole blocks
             _add(writer, stored_name, values, heads, "F16" if few_columns else block_type)
         return
@@ -427,14 +452,13 @@ def _add(
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
-    # the library only reads K-quants: any bytes with sane scales are a matrix
+    # the library only reads K-quants and IQ4_NL: any bytes with sane scales are a matrix
     except NotImplementedError:
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         generator = np.random.default_rng(values.shape[0])
         shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
         blocks = generator.integers(0, 256, shape, dtype=np.uint8)
-        places = (208,) if kind == GGMLQuantizationType.Q6_K else (0, 2)
-        for place, scale in zip(places, (3e-4, 3e-3), strict=False):
+        for place, scale in zip(_HALVES.get(kind.name, (0, 2)), (3e-4, 3e-3), strict=False):
             numbers = (generator.random((*shape[:-1], 1)) * scale).astype(np.float16)
             blocks[..., place : place + 2] = numbers.view(np.uint8)
         return blocks.reshape(*values.shape[:-1], -1)

@@ -20,17 +20,17 @@ COLUMNS = 512
 def matrix(
     bits: int, group: int, offset: str, rows: int, dtype: torch.dtype = torch.float16
 ) -> GroupQuantized:
-    """Random codes of all values, with numbers of that kind: "zero", "zeros", "minimums" or
-    "super"."""
+    """Random codes of all values, with numbers of that kind: "zero", "zeros", "minimums", "super
+    zero" or "super"."""
     generator = torch.Generator().manual_seed(bits * group + rows)
     codes = torch.randint(0, 1 << bits, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
     codes = codes.view(torch.int8) if bits == 8 else codes
     groups = (rows, COLUMNS // group)
     small = lambda *size: (torch.rand(size, generator=generator) * 0.1 + 0.01).half()  # noqa: E731
-    if offset == "super":
+    if offset.startswith("super"):
         sub = torch.randint(-32, 32, groups, generator=generator, dtype=torch.int8)
         supers = small(rows, COLUMNS // 256)
-        if group == 16:
+        if offset == "super zero":
             return GroupQuantized(codes, bits, sub, super_scales=supers, zero=32)
         low = torch.randint(0, 64, groups, generator=generator, dtype=torch.uint8)
         return GroupQuantized(
@@ -52,7 +52,8 @@ CASES = {
     "Q8_0": (8, 32, "zero"),
     "Q4_K": (4, 32, "super"),
     "Q5_K": (5, 32, "super"),
-    "Q6_K": (6, 16, "super"),
+    "Q6_K": (6, 16, "super zero"),
+    "Q2_K": (6, 16, "super"),
     "int4 g128": (4, 128, "zeros"),
     "int8 g64": (8, 64, "zero"),
 }

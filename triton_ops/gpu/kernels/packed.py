@@ -23,8 +23,8 @@ def _load_step(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Load the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the
-    scales of both halves of 32 columns, what is subtracted from weights, and what is subtracted
-    from codes."""
+    scales of both halves of 32 columns, what is subtracted from weights in both, and what is
+    subtracted from codes."""
     lines: tl.constexpr = 8 if BITS == 8 else 4
     is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
     span: tl.constexpr = 256 if is_super else GROUP
@@ -67,7 +67,7 @@ def _load_step(
     if GROUP == 16:
         second = tl.load(scales + (at + ROWS), mask=loaded, other=0).to(tl.float32) * super_scale
     zero = ZERO + (128.0 if BITS == 8 else 0.0) + _BASE
-    minimum = scale
+    minimum, second_minimum = scale, scale
     of_group = numbers + base + offsets_at + group[None, :] * ROWS + lane[:, None]
     if OFFSET == 1:
         zero = tl.load(of_group, mask=loaded, other=0).to(tl.float32) + _BASE
@@ -75,14 +75,21 @@ def _load_step(
         minimum = tl.load(
             halves + (base + offsets_at) // 2 + lane[:, None], mask=loaded, other=0
         ).to(tl.float32)
+        second_minimum = minimum
     if OFFSET == 3:
+        super_minimum = minimum
         minimum *= tl.load(of_group + 2 * ROWS, mask=loaded, other=0).to(tl.float32)
-    return found, more, last, scale, second, minimum, zero
+        second_minimum = minimum
+        if GROUP == 16:
+            following = tl.load(of_group + 3 * ROWS, mask=loaded, other=0).to(tl.float32)
+            second_minimum = super_minimum * following
+    return found, more, last, scale, second, minimum, second_minimum, zero
 
 
 @triton.jit
 def _weights(
-    word, more, last, place, scale, second, minimum, zero, byte: tl.constexpr, half: tl.constexpr,
+    word, more, last, place, scale, second, minimum, second_minimum, zero,
+    byte: tl.constexpr, half: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """The weights of one byte of each word, or of half of it, in float32; without their scales
@@ -98,7 +105,7 @@ def _weights(
     # An integer below 2^23 plus 2^23 as float32 is cheaper than a conversion.
     number = (code ^ _BASE_BITS).to(tl.float32, bitcast=True) - zero
     if OFFSET >= 2:
-        return number * (second if half else scale) - minimum
+        return number * (second if half else scale) - (second_minimum if half else minimum)
     if IS_SCALED:
         return number * (second if half else scale)
     return number
@@ -134,7 +141,7 @@ def multiply_row(
         part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))
     ):
         begin = step * STEP
-        word, more, last, scale, second, minimum, zero = _load_step(
+        word, more, last, scale, second, minimum, second_minimum, zero = _load_step(
             words, scales, halves, numbers, block, lane, stored, begin, num_columns,
             BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
         )  # fmt: skip
@@ -153,6 +160,7 @@ def multiply_row(
                     scale,
                     second,
                     minimum,
+                    second_minimum,
                     zero,
                     byte,
                     half,
@@ -196,7 +204,7 @@ def multiply_packed(
         part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))
     ):
         begin = step * STEP
-        word, more, last, scale, second, minimum, zero = _load_step(
+        word, more, last, scale, second, minimum, second_minimum, zero = _load_step(
             words, scales, halves, numbers, block, lane, stored, begin, num_columns,
             BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
         )  # fmt: skip
@@ -213,6 +221,7 @@ def multiply_packed(
                     scale,
                     second,
                     minimum,
+                    second_minimum,
                     zero,
                     byte,
                     half,
@@ -244,7 +253,7 @@ def unpack_matrix(
     stored = output < num_outputs
     lines: tl.constexpr = 8 if BITS == 8 else 4
     place = tl.arange(0, STEP // 32 * lines)
-    word, more, last, scale, second, minimum, zero = _load_step(
+    word, more, last, scale, second, minimum, second_minimum, zero = _load_step(
         words, scales, halves, numbers, block, lane, stored, begin, num_columns,
         BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
     )  # fmt: skip
@@ -253,16 +262,68 @@ def unpack_matrix(
     for half in tl.static_range(1 if BITS == 8 else 2):
         column = begin + (quad if BITS == 8 else quad // 16 * 32 + quad % 16 + half * 16)
         first = _weights(
-            word, more, last, place, scale, second, minimum, zero, 0, half, BITS, OFFSET, True
+            word,
+            more,
+            last,
+            place,
+            scale,
+            second,
+            minimum,
+            second_minimum,
+            zero,
+            0,
+            half,
+            BITS,
+            OFFSET,
+            True,
         )
         after = _weights(
-            word, more, last, place, scale, second, minimum, zero, 1, half, BITS, OFFSET, True
+            word,
+            more,
+            last,
+            place,
+            scale,
+            second,
+            minimum,
+            second_minimum,
+            zero,
+            1,
+            half,
+            BITS,
+            OFFSET,
+            True,
         )
         third = _weights(
-            word, more, last, place, scale, second, minimum, zero, 2, half, BITS, OFFSET, True
+            word,
+            more,
+            last,
+            place,
+            scale,
+            second,
+            minimum,
+            second_minimum,
+            zero,
+            2,
+            half,
+            BITS,
+            OFFSET,
+            True,
         )
         fourth = _weights(
-            word, more, last, place, scale, second, minimum, zero, 3, half, BITS, OFFSET, True
+            word,
+            more,
+            last,
+            place,
+            scale,
+            second,
+            minimum,
+            second_minimum,
+            zero,
+            3,
+            half,
+            BITS,
+            OFFSET,
+            True,
         )
         # Side by side, the four columns of a word are stored together.
         weights = tl.reshape(
