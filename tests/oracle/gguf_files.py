@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-from tests.oracle import gguf_hybrids
+from tests.oracle import gguf_hybrids, gguf_layers
 
-ARCHITECTURES = gguf_hybrids.ARCHITECTURES | {
+ARCHITECTURES = gguf_hybrids.ARCHITECTURES | gguf_layers.ARCHITECTURES | {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -173,6 +173,10 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         return
     if config.model_type in gguf_hybrids.ARCHITECTURES:
         gguf_hybrids.add_hybrid(writer, config)
+        _finish(writer, model, block_type)
+        return
+    if config.model_type in gguf_layers.ARCHITECTURES:
+        gguf_layers.add_layers(writer, config)
         _finish(writer, model, block_type)
         return
     writer.add_head_count(config.num_attention_heads)
@@ -367,6 +371,10 @@ def _add_parameter(
         for stored_name, values, heads in gguf_hybrids.stored_tensors(name, parameter, config):
             few_columns = values.shape[-1] % 32 != 0  # not whole blocks
             _add(writer, stored_name, values, heads, "F16" if few_columns else block_type)
+        return
+    if config.model_type in gguf_layers.ARCHITECTURES:
+        for stored_name, values, heads in gguf_layers.stored_tensors(name, parameter, config):
+            _add(writer, stored_name, values, heads, block_type)
         return
     if ".linear_attn." in name:
         _add_mixer(writer, name, parameter, config, block_type)
