@@ -336,6 +336,20 @@ _GGUF_NEMOTRON_H = replace(
     ),
 )
 """The norm of each block, of whatever kind, has the name of that of attention."""
+_GGUF_LATENT = replace(
+    _GGUF,
+    layer=replace(
+        _GGUF.layer,
+        qkv=("attn_q_a", "attn_kv_a_mqa"),
+        latent_query_norm="attn_q_a_norm",
+        latent_query_up="attn_q_b",
+        latent_norm="attn_kv_a_norm",
+        latent_up="attn_kv_b",
+        shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+        shared_down="ffn_down_shexp",
+    ),
+)
+"""A file has the matrix `latent_up` in two parts, which `GgufCheckpoint` puts together."""
 
 _GGUF_GEMMA4 = replace(
     _GGUF,
@@ -407,9 +421,15 @@ def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     """The names that this checkpoint uses."""
     if config.tensor_names == "chatglm":
         return _CHATGLM
-    if config.tensor_names == "gguf":
-        return _GGUF_FAMILIES.get(config.family, _GGUF)
     mla = config.attention.mla
+    if config.tensor_names == "gguf":
+        if mla is None:
+            return _GGUF_FAMILIES.get(config.family, _GGUF)
+        if mla.q_lora_rank:
+            return _GGUF_LATENT
+        return replace(
+            _GGUF_LATENT, layer=replace(_GGUF_LATENT.layer, qkv=("attn_q", "attn_kv_a_mqa"))
+        )
     if mla is not None:
         query = "self_attn.q_proj"
         if mla.q_lora_rank:

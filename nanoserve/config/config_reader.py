@@ -423,12 +423,13 @@ def _quantization(fields: ConfigFields, mla: MlaConfig | None) -> Quantization |
     section = fields.section("quantization_config") or fields.section("compression_config")
     if section is None or (section.get("kv_cache_scheme") and not section.get("config_groups")):
         return None  # where only the cache was quantized, the weights are as in any other file
-    if mla is not None:
+    quantization = Quantization.from_hf(section, fields.source)
+    if mla is not None and quantization.method != "gguf":
         raise ModelError(
-            f"{fields.source}: quantized weights of latent attention are not supported; take a "
-            "16-bit model"
+            f"{fields.source}: quantized weights of latent attention are not supported but in "
+            "GGUF files; take one, or a 16-bit model"
         )
-    return Quantization.from_hf(section, fields.source)
+    return quantization
 
 
 def _sampling_defaults(generation: ConfigFields) -> SamplingDefaults:

@@ -22,7 +22,7 @@ ROWS = 16
 """Rows that are packed together, the last ones padded."""
 _KEPT = {"rounding": ("router", "selection", "time_step"), "compressed-tensors": ("embedding",)}
 """Matrices that a method leaves as numbers; others leave these three: embedding, head, router."""
-_MIXING = frozenset({"qkv", "output", "output_gate", "inputs"})
+_MIXING = frozenset({"qkv", "query_up", "output", "output_gate", "inputs"})
 """Matrices of attention, and of mixers; all others of a layer are of its feed-forward part."""
 
 
@@ -74,6 +74,9 @@ def _layer_matrices(model: ModelConfig, layer: int) -> dict[str, tuple[int, Sequ
         "qkv": (model.hidden_size, query_key_value),
         "output": (model.num_heads * model.head_dim, [names.output]),
     }
+    mla = model.attention.mla
+    if mla is not None and mla.q_lora_rank:
+        matrices["query_up"] = mla.q_lora_rank, [names.latent_query_up]
     if model.attention.output_gate:
         matrices["output_gate"] = model.hidden_size, names.qkv[:1]
     if model.recurrent is not None and model.is_recurrent(layer):

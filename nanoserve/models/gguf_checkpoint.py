@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -142,6 +143,41 @@ class GgufSlice:
         return by_expert[self.expert]
 
 
+@dataclass(frozen=True, slots=True)
+class LatentMatrix:
+    """The matrix that makes keys and values of latents, as safetensors have it: the rows of a
+    head's keys, then those of its values. A file has the parts of each head apart, that of keys
+    transposed. It is not packed, since its numbers are needed both ways."""
+
+    keys: GgufTensor
+    """[heads, kv_lora_rank, qk_nope_head_dim]"""
+    values: GgufTensor
+    """[heads, v_head_dim, kv_lora_rank]"""
+    form: ClassVar[None] = None
+
+    def get_shape(self) -> list[int]:
+        heads, size, _ = self.values.shape
+        return [heads * (size + self.keys.shape[2]), self.values.shape[2]]
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
+        """The selected part as float32."""
+        num_rows, _ = self.get_shape()
+        rows = range(num_rows)[taken[0]]
+        of_head = num_rows // self.values.shape[0]
+        whole = (slice(None), slice(None))
+        found = []
+        for head in range(rows.start // of_head, -(-rows.stop // of_head)):
+            keys = GgufSlice(self.keys, head)[whole].float()
+            values = GgufSlice(self.values, head)[whole].float()
+            first = head * of_head
+            matrix = torch.cat((keys.T, values))
+            found.append(matrix[max(0, rows.start - first) : rows.stop - first])
+        return torch.cat(found)[:, taken[1]]
+
+
 class GgufCheckpoint:
     """A GGUF file whose tensors have the names of `checkpoint_names`. Raises ModelError as
     `GgufFile` does."""
@@ -160,11 +196,11 @@ class GgufCheckpoint:
     def keys(self) -> Iterator[str]:
         return iter(self._slices)
 
-    def get_slice(self, name: str) -> GgufSlice:
+    def get_slice(self, name: str) -> GgufSlice | LatentMatrix:
         return self._slices[name]
 
 
-def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
+def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice | LatentMatrix]]:
     heads = _heads_in_turn(file)
     value_heads = tiled_heads(file)
     drafting = _drafting_layers(file)
@@ -179,6 +215,15 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             continue  # it is read with the gate
         if takes_turns and matrix == "ffn_gate_exps":
             stem, other = _gate_and_up(file, name, tensor)
+        if matrix == "attn_k_b" and len(tensor.shape) == 3:
+            values = file.tensors.get(name.replace("attn_k_b", "attn_v_b"))
+            heads_and_rank = tensor.shape[:2]
+            if values is None or (values.shape[0], values.shape[-1]) != heads_and_rank:
+                raise file.fail(f"tensor {name} has no attn_v_b of the same heads and latents")
+            yield name.replace("attn_k_b", "attn_kv_b"), LatentMatrix(tensor, values)
+            continue
+        if matrix == "attn_v_b":
+            continue  # this is a part of that matrix
         if matrix.endswith("_exps") and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 found = GgufSlice(tensor, expert, in_turn_with=other)
@@ -216,9 +261,9 @@ def _gate_and_up(file: GgufFile, name: str, gate: GgufTensor) -> tuple[str, Gguf
 
 def _heads_in_turn(file: GgufFile) -> dict[str, int]:
     """The numbers of heads whose halves are stored in turn, by the names of their matrices: those
-    of Llama and Granite alone."""
+    of Llama and of what is converted like it."""
     architecture = file.get("general.architecture", str, "")
-    if architecture != "llama" and architecture not in GRANITES:
+    if architecture not in ("llama", "smollm3", "mistral3", *GRANITES):
         return {}
     num_heads = file.get(f"{architecture}.attention.head_count", int, 0)
     key = f"{architecture}.attention.head_count_kv"

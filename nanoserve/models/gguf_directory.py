@@ -26,6 +26,7 @@ from nanoserve.models.gguf_hybrid import (
     jamba,
     nemotron_h,
 )
+from nanoserve.models.gguf_layers import cohere, latent_attention, ministral, olmo
 from nanoserve.models.gguf_recurrent import gated_delta_net, mamba, mamba2, short_convolutions
 from nanoserve.models.gguf_vocabulary import (
     BYTE,
@@ -35,6 +36,7 @@ from nanoserve.models.gguf_vocabulary import (
     listed,
     read_vocabulary,
 )
+from nanoserve.models.gguf_words import MORE_WORDS, SAME_WORDS, WHOLE_WORDS, WITH_BOS
 from nanoserve.models.hub import LINK_NAME
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
@@ -65,6 +67,11 @@ _FAMILIES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gpt-oss": "gpt_oss",
+    "smollm3": "smollm3",
+    "olmo2": "olmo3",
+    "cohere2": "cohere2",
+    "mistral3": "ministral3",
+    "deepseek2": "deepseek_v2",
 }
 _RECURRENT: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "lfm2": short_convolutions,
@@ -87,6 +94,15 @@ _DIFFERING: Mapping[str, Callable[[GgufFile, str], dict[str, Any]]] = {
     "gpt-oss": gpt_oss,
 }
 """Readers of the keys of layers that attend in different ways, by the architecture's name."""
+_LAYERS: Mapping[str, Callable[[GgufFile, str, Mapping[str, Any]], dict[str, Any]]] = {
+    "olmo2": olmo,
+    "cohere2": cohere,
+    "mistral3": ministral,
+    "deepseek2": latent_attention,
+}
+"""Readers of other keys about layers, given the rope that most architectures have."""
+_OTHER_NORMS = ("nemotron_h", "nemotron_h_moe", "cohere2")
+"""Architectures that have another key for what their norms add to the variance."""
 # Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
 _NEEDED_SIZES = {
     "hidden_size": "embedding_length",
@@ -129,6 +145,8 @@ _ROPE_KEYS = frozenset(
 )
 """Keys behind the architecture's name and `rope.` that are known; another one would change the
 angles of positions."""
+_WITH_MULTIPLIER = ("mistral3.", "deepseek2.")
+"""Architectures whose yarn_log_multiplier is followed, by the beginnings of their keys."""
 
 _SAMPLING_KEYS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temperature": ("temp", float),
@@ -174,10 +192,8 @@ _WORDS = {
 }
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
-_AS_LLAMA3 = ("llama-bpe", "lfm2")
-"""Pre-tokenizers that leave a word which is a token whole, and add BOS."""
-_WHOLE_WORDS = (*_AS_LLAMA3, "gpt-4o")
-"""Pre-tokenizers that leave a word which is a token whole."""
+_NORMALIZED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "tiny_aya")
+"""Pre-tokenizers of models whose tokenizers normalize text (NFC)."""
 
 
 def gguf_config(path: Path) -> ModelConfig:
@@ -251,7 +267,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     )
     config["tensor_names"] = "gguf"
     config["vocab_size"] = embedding.shape[0]
-    if recurrent is not nemotron_h:  # it calls them norms of another kind
+    if architecture not in _OTHER_NORMS:
         config["rms_norm_eps"] = file.need(
             f"{architecture}.attention.layer_norm_rms_epsilon", float
         )
@@ -269,6 +285,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config |= recurrent(file, architecture)
     if architecture in _DIFFERING:
         config |= _DIFFERING[architecture](file, architecture)
+    if architecture in _LAYERS:
+        config |= _LAYERS[architecture](file, architecture, config["rope_parameters"])
     return config
 
 
@@ -336,6 +354,8 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
         known |= {"dimension_sections"}
     if prefix.startswith("gemma"):  # of layers with a window
         known |= {"freq_base_swa", "dimension_count_swa"}
+    if prefix.startswith("olmo2."):
+        known |= {"freq_base_swa"}
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in known:
             raise file.fail(f"{key:.80} is not supported")
@@ -349,12 +369,12 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     if kind == "none":
         kind = "default"
         factor = 1.0
-    _refuse_rope_numbers(file, scaling, kind)
+    magnitude = 1.0
+    if kind == "yarn" and factor > 0:
+        magnitude += 0.1 * math.log(factor)
+    _refuse_rope_numbers(file, scaling, kind, magnitude)
     found: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        magnitude = 1.0
-        if factor > 0:
-            magnitude += 0.1 * math.log(factor)
         found["original_max_position_embeddings"] = file.find(
             f"{scaling}original_context_length", int
         )
@@ -366,14 +386,13 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
+def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str, magnitude: float) -> None:
     """Raise ModelError for numbers that would change the result and cannot be followed. Versions of
-    llama.cpp do not agree on what yarn_attn_factor and yarn_log_multiplier do to these
-    architectures."""
-    followed: dict[str, tuple[float, ...]] = {
-        "yarn_attn_factor": (1.0,),
-        "yarn_log_multiplier": (0.0,),
-    }
+    llama.cpp do not agree on what yarn_attn_factor and yarn_log_multiplier do to most
+    architectures. A yarn_attn_factor that is YaRN's usual magnitude changes nothing."""
+    followed: dict[str, tuple[float, ...]] = {"yarn_attn_factor": (1.0, magnitude)}
+    if not prefix.startswith(_WITH_MULTIPLIER):
+        followed["yarn_log_multiplier"] = (0.0,)
     if kind == "yarn":
         followed["yarn_ext_factor"] = (1.0, -1.0)
     else:
@@ -381,7 +400,7 @@ def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
         followed["attn_factor"] = (1.0,)
     for name, numbers in followed.items():
         found = file.get(f"{prefix}{name}", float, numbers[0])
-        if found not in numbers:
+        if not any(math.isclose(found, number, rel_tol=1e-6) for number in numbers):
             raise file.fail(
                 f"{prefix}{name} of {found:g} is not supported with rope scaling of type {kind}"
             )
@@ -440,7 +459,8 @@ def _tokenizer_settings(file: GgufFile, vocabulary: GgufVocabulary) -> dict[str,
             added[str(number)] = {"content": token, "special": token_type == CONTROL}
     settings["added_tokens_decoder"] = added
     pre_tokenizer = file.find("tokenizer.ggml.pre", str)
-    adds_bos = vocabulary.kind == "llama" or pre_tokenizer in _AS_LLAMA3  # as llama.cpp assumes
+    adds_bos = vocabulary.kind == "llama" or pre_tokenizer in WITH_BOS
+    # both as llama.cpp assumes
     adds_bos = adds_bos or _merges_characters(file, vocabulary)
     settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
     settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
@@ -468,21 +488,19 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
             "nanoserve: %s: %s: convert the model again", file.path, told
         )
     words = file.get("tokenizer.ggml.pre", str, "gpt-2")
-    if words not in _WORDS:
-        raise file.fail(
-            f"pre-tokenizer {shown(words)} is not supported; supported: {', '.join(_WORDS)}"
-        )
+    expressions = _expressions(file, words)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(file, vocabulary)
-    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in _WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE({}, [], ignore_merges=words in WHOLE_WORDS))
     steps: list[Any] = []
-    if words in ("smollm", "refact"):
+    if words in ("smollm", "refact", "command-r"):
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
+    for expression in expressions:
+        steps.append(pre_tokenizers.Split(Regex(expression), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    if words in ("qwen2", "qwen35"):
+    if words in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     _add_tokens(file, tokenizer, vocabulary, settings)
     return _with_vocabulary(tokenizer.to_str(), vocabulary, merges)
@@ -524,6 +542,17 @@ def _add_tokens(
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(ordinary)
     tokenizer.post_processor = _surrounding(file, vocabulary, settings)
+
+
+def _expressions(file: GgufFile, words: str) -> tuple[str, ...]:
+    """The expressions of a pre-tokenizer; each divides what those before it have left."""
+    if words in MORE_WORDS:
+        return MORE_WORDS[words]
+    alike = SAME_WORDS.get(words, words)
+    if alike in _WORDS:
+        return (_WORDS[alike],)
+    supported = ", ".join(_WORDS | SAME_WORDS | MORE_WORDS)
+    raise file.fail(f"pre-tokenizer {shown(words)} is not supported; supported: {supported}")
 
 
 def _with_vocabulary(

@@ -11,11 +11,12 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-from tests.oracle import gguf_gemma, gguf_hybrids
+from tests.oracle import gguf_gemma, gguf_hybrids, gguf_layers
 
 ARCHITECTURES = (
     gguf_hybrids.ARCHITECTURES
     | gguf_gemma.ARCHITECTURES
+    | gguf_layers.ARCHITECTURES
     | {
         "llama": "llama",
         "mistral": "llama",
@@ -191,6 +192,10 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int =
         return
     if config.model_type in gguf_gemma.ARCHITECTURES:
         gguf_gemma.add_keys(writer, config)
+        _finish(writer, model, block_type)
+        return
+    if config.model_type in gguf_layers.ARCHITECTURES:
+        gguf_layers.add_layers(writer, config)
         _finish(writer, model, block_type)
         return
     writer.add_head_count(config.num_attention_heads)
@@ -392,6 +397,10 @@ def _add_parameter(
         for stored_name, values, heads in record.stored_tensors(name, parameter, config):
             few_columns = values.shape[-1] % 32 != 0  # not whole blocks
             _add(writer, stored_name, values, heads, "F16" if few_columns else block_type)
+        return
+    if config.model_type in gguf_layers.ARCHITECTURES:
+        for stored_name, values, heads in gguf_layers.stored_tensors(name, parameter, config):
+            _add(writer, stored_name, values, heads, block_type)
         return
     if ".linear_attn." in name:
         _add_mixer(writer, name, parameter, config, block_type)

@@ -10,10 +10,12 @@ from nanoserve.commands.main import main
 from nanoserve.lab.papers.framework import load_paper
 
 PAGE = Path(__file__).parents[3] / "docs/papers.md"
-SECTIONS = """
-    1.1 1.2 1.3 1.4 1.5 1.6 1.7 2.1.1 2.1.2 2.1.3 2.1.4 2.2.1 2.2.2 2.2.3 2.3.1 2.3.2 2.3.3 2.4.1 2.4.2
-    3.1.1 3.1.2 3.1.3 3.1.4 3.1.5 4.1 4.2
-""".split()
+SECTIONS = [
+    *("1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.7"),
+    *("2.1.1", "2.1.2", "2.1.3", "2.1.4", "2.2.1", "2.2.2", "2.2.3"),
+    *("2.3.1", "2.3.2", "2.3.3", "2.4.1", "2.4.2"),
+    *("3.1.1", "3.1.2", "3.1.3", "3.1.4", "3.1.5", "4.1", "4.2"),
+]
 """The sections of the lecture that have no sections of their own."""
 MEASURED = {figure.number for figure in load_paper("lecture").figures if figure.measured}
 """Figures that take long: they run a model."""
