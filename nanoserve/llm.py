@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from nanoserve.engine.assembly import build_engine
 from nanoserve.engine.engine import Engine
-from nanoserve.engine.outputs import RequestTracker
+from nanoserve.engine.outputs import Canvas, RequestTracker
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.models.hub import ResolvedModel, resolve_model
@@ -159,23 +159,33 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         template_arguments: Mapping[str, Any] | None = None,
+        drafts: bool = False,
     ) -> Generator[RequestOutput, None, None]:
         """Yield new output as it comes; closing the generator aborts the request.
         ``template_arguments`` are those of `Tokenizer.encode_chat`, for the messages of a
-        conversation. Raises UsageError at once, if the prompt can never run here."""
-        stream = self._stream(self._add(prompt, params, template_arguments=template_arguments))
+        conversation. With ``drafts``, a model that writes canvases also has its draft yielded after
+        each denoising step: see `RequestOutput.draft`. Raises UsageError at once, if the prompt can
+        never run here."""
+        tracker = self._add(prompt, params, template_arguments=template_arguments)
+        stream = self._stream(tracker, drafts=drafts)
         next(stream)  # closing a generator that has not started would not run its `finally`
         return stream
 
-    def _stream(self, tracker: RequestTracker) -> Generator[RequestOutput, None, None]:
+    def _stream(
+        self, tracker: RequestTracker, *, drafts: bool
+    ) -> Generator[RequestOutput, None, None]:
         """Yield new output; the first item is empty and comes before any step."""
         try:
             yield tracker.delta()
             while tracker.has_news or not tracker.finished:
                 if tracker.has_news:  # perhaps from a step for another stream
                     yield tracker.delta()
-                else:
-                    self._step()
+                    continue
+                self._step()
+                if drafts and not tracker.has_news:
+                    canvases = self._canvases(tracker.request.request_id)
+                    if canvases:
+                        yield tracker.draft(canvases)
         finally:
             self._forget(tracker)
 
@@ -256,6 +266,17 @@ class LLM:
                 self._forget(tracker)
 
     # ---- engine ----------------------------------------------------------------------------------
+
+    def _canvases(self, request_id: str) -> dict[int, Canvas]:
+        """The canvases that the samples of a request write now, by their indices."""
+        found = dict[int, Canvas]()
+        for engine in self._engine.engines:
+            canvases = engine.scheduler.extensions.canvases
+            if canvases is not None:
+                for sequence in engine.scheduler.table.requests.get(request_id, ()):
+                    if canvas := canvases.draft(sequence):
+                        found[sequence.index] = canvas
+        return found
 
     def _add(
         self,

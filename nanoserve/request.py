@@ -590,3 +590,6 @@ class RequestOutput:
     """Prompt tokens that came from the prefix cache."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """None at the first position, as nothing predicts it."""
+    draft: bool = False
+    """Whether the texts may still change (text diffusion): they take the place of the last draft,
+    and the next output takes theirs."""

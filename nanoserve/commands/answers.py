@@ -94,6 +94,7 @@ class ChatAnswer:
     usage: AnswerUsage  # until now
     finish_reason: str | None  # None while it goes on, and when it was interrupted
     marks: tuple[tuple[int, int], ...] = ()  # see `CompletionOutput`
+    draft: bool = False  # see `RequestOutput`
 
     def line(self, waited: float | None) -> str:
         """The figures in one short line; ``waited`` are the seconds from Enter to the first
@@ -177,6 +178,7 @@ class LocalModel:
 
     ``open_llm`` opens it, with a function for the progress. The seeds of answers are drawn from the
     user's ``seed``. ``notify`` gets what the LLM has chosen, and its notice, once it is open.
+    ``drafts`` says whether answers have the drafts of text diffusion among their pieces.
     """
 
     def __init__(
@@ -185,8 +187,11 @@ class LocalModel:
         open_llm: "Callable[[Callable[[str, int, int], None]], nanoserve.LLM]",
         notify: Callable[[str], None],
         seed: int | None,
+        *,
+        drafts: bool = False,
     ) -> None:
         self.name, self.seed, self._open, self._notify = name, seed, open_llm, notify
+        self._drafts = drafts
         # None leaves it to the model's chat template whether it reasons
         self.thinking: bool | None = None
         self._opening: Future[nanoserve.LLM] | None = None
@@ -292,7 +297,7 @@ class LocalModel:
 
     def again(self) -> "LocalModel":
         """The model, closed, to be opened once more."""
-        model = LocalModel(self.name, self._open, self._notify, self.seed)
+        model = LocalModel(self.name, self._open, self._notify, self.seed, drafts=self._drafts)
         model.thinking = self.thinking
         return model
 
@@ -323,7 +328,9 @@ class LocalModel:
         )
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        return stream_answer(self.llm, conversation, settings, self._template_arguments())
+        return stream_answer(
+            self.llm, conversation, settings, self._template_arguments(), drafts=self._drafts
+        )
 
 
 def _close_opened(opening: "Future[nanoserve.LLM]") -> None:
@@ -336,11 +343,15 @@ def stream_answer(
     prompt: str | Conversation,
     settings: Settings,
     template_arguments: Mapping[str, Any] | None = None,
+    *,
+    drafts: bool = False,
 ) -> Answers:
-    """Answer. Raises NanoserveError if there is no answer, or none any more."""
+    """Answer, with the drafts of text diffusion if asked for them. Raises NanoserveError if there
+    is no answer, or none any more."""
     tokens = steps = 0
     params = sampling_params(llm.default_sampling_params(), settings)
-    with closing(llm.stream(prompt, params, template_arguments=template_arguments)) as stream:
+    stream = llm.stream(prompt, params, template_arguments=template_arguments, drafts=drafts)
+    with closing(stream):
         for output in stream:
             sample = output.outputs[0]
             if sample.error is not None:
@@ -349,4 +360,6 @@ def stream_answer(
             if sample.token_ids and llm.built.config.speculate:
                 steps += 1
             usage = AnswerUsage.of(output, tokens, steps or None)
-            yield ChatAnswer(sample.text, "", usage, sample.finish_reason, sample.marks)
+            yield ChatAnswer(
+                sample.text, "", usage, sample.finish_reason, sample.marks, output.draft
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.commands.chat_models import LocalModels, ModelSource
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Draft, Steps
 from nanoserve.commands.conversations import find, is_name, kept
 from nanoserve.commands.engine_options import (
     SamplingOptions,
@@ -496,7 +496,7 @@ class Conversation:
     def _exit(self, _: str) -> None:
         self._has_ended = True
 
-    def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
+    def _answer(self, ask: Callable[[Steps], Iterator[Piece | Draft]]) -> None:
         """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing
         else."""
         printer = _printer(plain=self._options.plain, hide_thinking=not self._thinking)
@@ -572,10 +572,14 @@ def _printer(*, plain: bool, hide_thinking: bool) -> "AnswerPrinter":
 
 
 def _show_answer(
-    session: ChatSession, pieces: Iterator[Piece], printer: "AnswerPrinter", line: StateLine
+    session: ChatSession,
+    pieces: Iterator[Piece | Draft],
+    printer: "AnswerPrinter",
+    line: StateLine,
 ) -> float | None:
     """Show an answer as it comes, and take the state line away before; returns the time of its
-    first piece. A notice ends the text above it: the printer may not find its lines again."""
+    first piece that is no draft. A notice ends the text above it: the printer may not find its
+    lines again."""
     tell, began = session.notify, None
 
     def notify(text: str) -> None:
@@ -585,7 +589,13 @@ def _show_answer(
     session.notify = notify
     shows = {"answer": printer.answer, "thinking": printer.thinking}
     try:
-        for part, text in pieces:
+        for piece in pieces:
+            if isinstance(piece, Draft):
+                if piece.answer or (piece.thinking and printer.shows_thoughts):
+                    line.end()
+                printer.draft(*piece)
+                continue
+            part, text = piece
             if began is None:
                 began = time.monotonic()
             if part == "thinking" and not printer.shows_thoughts:

@@ -1,11 +1,13 @@
 """The models of a chat: those of this machine, or of a server."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from nanoserve.commands.answers import LocalModel
+from nanoserve.commands.terminal import is_terminal
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import known_models
 from nanoserve.utils.sizes import format_size
@@ -43,7 +45,13 @@ class LocalModels:
         # wrong settings are refused before anything is downloaded
         EngineConfig(**options.settings())
         found = options.find_model()
-        return LocalModel(found.name, partial(options.open_llm, found), self._notify, options.seed)
+        return LocalModel(
+            found.name,
+            partial(options.open_llm, found),
+            self._notify,
+            options.seed,
+            drafts=is_terminal(sys.stdout) and not options.json,
+        )
 
     def listed(self) -> Iterable[tuple[str, str]]:
         for name, size, place in known_models():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,7 @@ from nanoserve.utils.sizes import format_size
 if TYPE_CHECKING:
     from nanoserve.commands.answers import LocalModel
     from nanoserve.commands.remote_model import RemoteModel
+    from nanoserve.text.answers.forms import AnswerParser
 
 # the oldest turns make room until a quarter of the context is left for the answer
 _ANSWER_SHARE = 4
@@ -32,6 +33,14 @@ _MOST_FILE_BYTES = 16 << 20
 """Largest file of a message; no context holds a larger one."""
 
 Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
+
+
+class Draft(NamedTuple):
+    """Text that may still change, of the reasoning and of the answer. It takes the place of the
+    last draft, and the next piece takes its own."""
+
+    thinking: str
+    answer: str
 
 
 @dataclass(slots=True)
@@ -55,14 +64,14 @@ class ChatSession:
     _log: Path | None = field(default=None, init=False)  # the file of this conversation
     _dropped: int = field(default=0, init=False)  # turns that the log has before ours
 
-    def send(self, text: str, steps: Steps = iter) -> Iterator[Piece]:
+    def send(self, text: str, steps: Steps = iter) -> Iterator[Piece | Draft]:
         """Ask with the text and the files that were added; they stay if there is no answer."""
         before = self.answers
         yield from self.ask("\n\n".join([text, *self.files.values()]), steps)
         if self.answers > before:
             self.files.clear()
 
-    def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
+    def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece | Draft]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
         ``steps`` goes through the model's steps and may end early: what there is of the answer is
@@ -81,37 +90,31 @@ class ChatSession:
                 self._drop(2)
                 self.notify("the server's context is full: the oldest turn was dropped")
 
-    def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
+    def _answer(self, message: Message, steps: Steps) -> Iterator[Piece | Draft]:
         conversation = self._for_model(self.turns + [message])
-        parser = self.model.answer_parser(conversation)
-        texts: dict[Part, str] = {"answer": "", "thinking": ""}
-
-        def collected(pieces: list[Piece]) -> list[Piece]:
-            for part, text in pieces:
-                texts[part] += text
-            return pieces
-
+        parsed = _ParsedAnswer(self.model.answer_parser(conversation))
         last = failure = None
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
-                for last in steps(stream):
-                    if last.reasoning:
-                        yield from collected([("thinking", last.reasoning)])
-                    yield from collected(parser.push(last.text, last.marks))
+                for piece in steps(stream):
+                    if piece.draft:
+                        yield parsed.draft(piece)
+                        continue
+                    last = piece
+                    yield from parsed.push(piece)
         except NanoserveError as error:
-            if last is None or not texts["answer"]:
+            if last is None or not parsed.texts["answer"]:
                 raise
             failure = error
-        yield from collected(parser.push("", ended=True))
+        yield from parsed.end()
         if last is not None:
-            last = self.last_answer = replace(
-                last, text=texts["answer"], reasoning=texts["thinking"]
-            )
+            answer, thinking = parsed.texts["answer"], parsed.texts["thinking"]
+            last = self.last_answer = replace(last, text=answer, reasoning=thinking)
         self._conclude(message, last)
         if failure is not None:
             raise failure
 
-    def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
+    def regenerate(self, steps: Steps = iter) -> Iterator[Piece | Draft]:
         """Ask for the last answer again; the old one stays if there is no new one. Raises
         UsageError without one."""
         old = self.turns[-2:]
@@ -313,3 +316,38 @@ def _why_without_text(answer: ChatAnswer | None) -> str:
     if answer.finish_reason == "length" and answer.reasoning:
         return "the answer was cut off while the model reasoned"
     return "the answer has no text"
+
+
+class _ParsedAnswer:
+    """The pieces of an answer, and all of their text so far."""
+
+    def __init__(self, parser: "AnswerParser") -> None:
+        self._parser = parser
+        self._read: list[ChatAnswer] = []
+        self.texts: dict[Part, str] = {"answer": "", "thinking": ""}
+
+    def push(self, answer: ChatAnswer) -> Iterator[Piece]:
+        self._read.append(answer)
+        if answer.reasoning:
+            yield from self._collected([("thinking", answer.reasoning)])
+        yield from self._collected(self._parser.push(answer.text, answer.marks))
+
+    def end(self) -> Iterator[Piece]:
+        yield from self._collected(self._parser.push("", ended=True))
+
+    def draft(self, draft: ChatAnswer) -> Draft:
+        """Return what a draft would add to the text so far if the answer ended with it. It is read
+        by a parser of its own, from the answer's beginning."""
+        parser, texts = self._parser.anew(), dict[Part, str]()
+        pieces = [piece for one in self._read for piece in parser.push(one.text, one.marks)]
+        for part, text in pieces + parser.push(draft.text, draft.marks, ended=True):
+            texts[part] = texts.get(part, "") + text
+        return Draft(
+            texts.get("thinking", "")[len(self.texts["thinking"]) :],
+            texts.get("answer", "")[len(self.texts["answer"]) :],
+        )
+
+    def _collected(self, pieces: list[Piece]) -> list[Piece]:
+        for part, text in pieces:
+            self.texts[part] += text
+        return pieces

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nanoserve.commands.terminal import is_terminal, visible
 
+_HEADING_OF_THOUGHTS = "Thinking…\n"
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
 _HEADING, _PARAGRAPH, _TEXT = "heading_open", "paragraph_open", "text"
 _OVER_AT_ONCE = (_HEADING, "hr")
@@ -101,7 +102,7 @@ class _ThoughtSplitter(BlockSplitter):
     """Reasoning under its heading, of which one line stays when it has ended."""
 
     def push(self, text: str) -> list[Block]:
-        self.pending = (self.pending or "Thinking…\n") + text
+        self.pending = (self.pending or _HEADING_OF_THOUGHTS) + text
         return []
 
     def cut(self, *, ended: bool = False) -> list[Block]:
@@ -137,7 +138,24 @@ class AnswerPrinter:
 
     def thinking(self, text: str) -> None:
         if self._thoughts is not None:
+            if self._answer is not None:
+                self._answer.draft("")
             self._thoughts.write(text)
+
+    def draft(self, thinking: str, answer: str) -> None:
+        """Show text that may still change in faint type, in the place of the last draft. Nothing
+        shows it where nobody watches."""
+        thoughts = self._thoughts
+        if thoughts is not None and (thinking or thoughts.written):
+            if self._answer is not None:
+                self._answer.draft("")
+            heading = "" if thoughts.written else _HEADING_OF_THOUGHTS
+            thoughts.draft(heading + "\n\n".join(part for part in (thinking, answer) if part))
+            return
+        if thoughts is not None:
+            thoughts.draft("")
+        if self._answer is not None:
+            self._answer.draft(answer)
 
     def answer(self, text: str) -> None:
         self._end_thoughts()
@@ -166,14 +184,19 @@ class AnswerPrinter:
                 shown.lost = True
 
     def _end_thoughts(self) -> None:
-        if self._thoughts is not None and self._thoughts.written:
-            self._thoughts.finish()
-            if self._markdown:
-                self._file.write("\n")
+        if self._thoughts is None:
+            return
+        if not self._thoughts.written:
+            self._thoughts.draft("")
+            return
+        self._thoughts.finish()
+        if self._markdown:
+            self._file.write("\n")
 
 
 class _Redrawn:
-    """Text on a terminal: finished blocks stay, and what is pending is drawn again in its place."""
+    """Text on a terminal: finished blocks stay, and what is pending is drawn again in its place,
+    with a draft after it."""
 
     def __init__(self, console: Console, splitter: BlockSplitter, style: str = "") -> None:
         self._console, self._splitter, self._style, self._size = (
@@ -187,13 +210,16 @@ class _Redrawn:
     def _begin(self) -> None:
         self._region, self._rows, self._last_row = LiveRender(""), 0, ""
         self._left = 0  # pending characters that stay as they are, above the region
+        self._draft = ""
         self.written = self.lost = False  # lost: something else has written to the terminal
 
     def write(self, text: str) -> None:
         text = visible(text)
+        goes_on = self.written and not self._draft and "\n" not in text
         erased, row = self._erased(), self._last_row + text
+        self._draft = ""
         blocks = self._splitter.push(text)
-        if self._rows and "\n" not in text and cell_len(row) <= self._size.width:  # much cheaper
+        if self._rows and goes_on and cell_len(row) <= self._size.width:  # much cheaper
             self._last_row = row
             self._console.file.write(self._ansi(Text(text, self._style)))
             self._console.file.flush()
@@ -201,18 +227,30 @@ class _Redrawn:
             self._draw(erased, blocks)
         self.written = True
 
+    def draft(self, text: str) -> None:
+        """Show this behind the text in faint type until the next text or draft; an empty one takes
+        the last one away."""
+        text = visible(text)
+        if text != self._draft:
+            erased = self._erased()
+            self._draft = text
+            self._draw(erased, [])
+
     def finish(self) -> None:
-        self._draw(self._erased(), self._splitter.cut(ended=True))
+        erased = self._erased()
+        self._draft = ""
+        self._draw(erased, self._splitter.cut(ended=True))
         self._begin()
 
     def _draw(self, output: str, blocks: list[Block]) -> None:
-        """Write the finished blocks, and the end of what is pending below them."""
+        """Write the finished blocks, and below them the end of what is pending and the draft."""
         for block in blocks:
             output += self._rendered(block)
             self._left = 0
         height = self._size.height
         lines = self._splitter.pending[self._left :].split("\n")[-height:]
-        rows = self._wrapped("\n".join(lines))[-height:]
+        text = Text("\n".join(lines), self._style).append(self._draft, "dim")
+        rows = text.wrap(self._console, self._size.width)[-height:]
         self._region.set_renderable(Text("\n").join(rows))
         self._rows, self._last_row = len(rows), rows[-1].plain
         self._console.file.write(output + self._ansi(self._region))
@@ -227,11 +265,11 @@ class _Redrawn:
         self._size = self._console.size
         if not self.lost and (fills_window or not was_resized):
             return self._ansi(self._region.position_cursor())
-        pending, was_lost = self._splitter.pending, self.lost
+        pending, draft, was_lost = self._splitter.pending, self._draft, self.lost
         self._begin()
         if not fills_window:
             self._left = len(pending)
-        if was_lost or not pending:
+        if was_lost or not (pending or draft):
             return ""
         return "\n"
 

@@ -5,8 +5,10 @@ It runs beside the engine (LLM) or in another process (a server), never inside a
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -23,6 +25,10 @@ from nanoserve.request import (
 
 # deltas of a sample that may wait for their reader. Later updates are merged into the last one
 MAX_DELTAS = 64
+MASK = " _"
+"""Stands in a draft for a token that is not settled. Lines may break before it."""
+Canvas = SequenceOf[int | None]
+"""New tokens of a canvas, None for each that is not settled."""
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_WINDOW = 6
@@ -61,6 +67,12 @@ class Detokenizer:
         self._known_ids = len(self._window)
         # Half a character at the end of the prompt is completed by the output.
         self._emitted = len(tokenizer.decode(self._window).rstrip(_REPLACEMENT))
+
+    def copy(self) -> "Detokenizer":
+        """Return one that goes on from here, and leaves this one as it is."""
+        copied = copy(self)
+        copied._window = list(self._window)
+        return copied
 
     def push(self, token_ids: SequenceOf[int]) -> str:
         """Return the text that these ids complete; empty while a character is incomplete."""
@@ -162,6 +174,12 @@ class StopStrings:
         self._held = ""
         self._stopped: str | None = None
 
+    def copy(self) -> "StopStrings":
+        """Return one that goes on from here, and leaves this one as it is."""
+        copied = copy(self)
+        copied._matched = list(self._matched)
+        return copied
+
     def push(self, text: str) -> tuple[str, str | None]:
         """Return (text that is safe to show, the stop string that was met or None). After a match
         all text is dropped."""
@@ -262,6 +280,37 @@ class _Sample:
             self._text.append(self._stops.flush())
             self._marks.append((len(self._text), token))
 
+    def draft(self, canvas: Canvas) -> CompletionOutput:
+        """Return the text that a canvas would add as it is now, with MASK for each token that is
+        not settled. The sample itself stays as it is."""
+        sequence = self.sequence
+        assert sequence is not None, "an update tells of every denoising step"
+        ahead = copy(self)
+        ahead._detokenizer, ahead._stops = self._detokenizer.copy(), self._stops.copy()
+        ahead._tokens = self._tokens + [token for token in canvas if token is not None]
+        ahead._text, ahead._marks = [], []
+        for token in canvas[: sequence.max_length - len(sequence.tokens)]:
+            if token in sequence.stop_tokens:
+                break
+            if token is None:
+                ahead._end_whole_characters(MASK)
+            elif token in self._markers:
+                ahead._mark(token)
+            else:
+                ahead._show(ahead._detokenizer.push([token]))
+            if ahead.stop_string is not None:
+                break
+        ahead._end_whole_characters("")
+        known = len(self._tokens)
+        nothing = _Extent(0, known, ended=False)
+        return ahead._output(nothing, _Extent(len(ahead._text), known, ended=False))
+
+    def _end_whole_characters(self, mask: str) -> None:
+        """Add the text of a draft that is still held, but for half a character, and a mask."""
+        self._show(self._detokenizer.cut().rstrip(_REPLACEMENT))
+        if self.stop_string is None:
+            self._text.append(self._stops.flush() + mask)
+
     def delta(self) -> CompletionOutput:
         """Return the oldest update that no delta has returned yet."""
         before = self._shown
@@ -344,6 +393,11 @@ class RequestTracker:
         """Return the oldest unread update of each sample that has one."""
         outputs = [sample.delta() for sample in self._samples if sample.unread]
         return self._output(outputs, finished=self.finished and not self.has_news)
+
+    def draft(self, canvases: Mapping[int, Canvas]) -> RequestOutput:
+        """Return the texts of the samples' canvases as they are now, by the samples' indices."""
+        drafts = [self._samples[index].draft(canvas) for index, canvas in canvases.items()]
+        return replace(self._output(drafts, finished=False), draft=True)
 
     def whole(self) -> RequestOutput:
         """Return the whole output so far."""

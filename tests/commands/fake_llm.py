@@ -147,7 +147,7 @@ class FakeLLM:
         # called before an answer, and before each of its steps
         self.before_answer: Callable[[], None] = lambda: None
         self.before_step: Callable[[int], None] = lambda step: None
-        self.closed = False
+        self.asked_for_drafts = self.closed = False
 
     def __enter__(self) -> "FakeLLM":
         return self
@@ -179,7 +179,12 @@ class FakeLLM:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
     def stream(
-        self, prompt: Any, params: SamplingParams, template_arguments: Any = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        template_arguments: Any = None,
+        *,
+        drafts: bool = False,
     ) -> Iterator[RequestOutput]:
         text, ids = self._tokenize(prompt)
         if len(ids) >= self.built.max_model_len:
@@ -189,6 +194,7 @@ class FakeLLM:
         self.prompts.append(prompt)
         self.params.append(params)
         self.template_arguments.append(template_arguments)
+        self.asked_for_drafts = drafts
         return self._stream(text, ids, params)
 
     def generate_as_completed(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import ChatSession, Steps
+from nanoserve.commands.chat_session import ChatSession, Draft, Steps
 from nanoserve.commands.conversations import Message, find
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
@@ -100,6 +100,56 @@ def test_an_interrupted_answer_is_kept_and_marked() -> None:
     answer(session, "go on")
     assert fake(session).prompts[-1][1] == {"role": "assistant", "content": "You said: a "}
     assert notices == []
+
+
+def drafting(*texts: tuple[str, bool]) -> Any:
+    """A stream with these texts in place of the fake's, each of which may be a draft."""
+
+    def stream(*_: object, **__: object) -> Iterator[RequestOutput]:
+        for place, (text, is_draft) in enumerate(texts, 1):
+            reason = "stop" if place == len(texts) else None
+            metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5, None, 1)
+            tokens = () if is_draft else (place,)
+            sample = CompletionOutput(0, text, tokens, None, reason, None, metrics)
+            yield RequestOutput("fake", None, (1,), (sample,), finished=False, draft=is_draft)
+
+    return stream
+
+
+DRAFTED = [
+    ("<think> _ _", True),
+    ("<think>so be</th", False),
+    ("ink> _", True),
+    ("ink>", False),
+    (" _ <b> _", True),
+    ("Yes <b", False),
+    ("> _", True),
+    (">!", False),
+]
+
+
+def test_drafts_are_parsed_as_the_answer_would_be_and_change_nothing() -> None:
+    """Tags may be cut by canvases, and are no part of a draft."""
+    session, _ = make_session()
+    fake(session).stream = drafting(*DRAFTED)  # type: ignore[method-assign]
+    pieces = list(session.ask("hi"))
+    drafts = [piece for piece in pieces if isinstance(piece, Draft)]
+    assert drafts == [Draft("_ _", ""), Draft("", "_"), Draft("", "_ <b> _"), Draft("", "> _")]
+    final = [piece for piece in pieces if not isinstance(piece, Draft)]
+    fake(session).stream = drafting(*[one for one in DRAFTED if not one[1]])  # type: ignore[method-assign]
+    assert final == list(session.ask("hi"))
+    assert session.turns[1] == session.turns[3] == Message("assistant", "Yes <b>!")
+    assert session.last_answer is not None
+    assert session.last_answer.reasoning == "so be"
+    assert session.last_answer.usage.completion_tokens == 4
+
+
+def test_an_answer_stopped_in_its_first_draft_is_taken_back() -> None:
+    session, notices = make_session()
+    fake(session).stream = drafting(*DRAFTED)  # type: ignore[method-assign]
+    assert list(session.ask("hi", first(1))) == [Draft("_ _", "")]
+    assert session.turns == [] and session.last_answer is None
+    assert notices == ["stopped before the answer began; the message was taken back"]
 
 
 @pytest.mark.parametrize(("question", "steps"), [("hello", 0), ("<think>hm hm hm</think> yes", 2)])

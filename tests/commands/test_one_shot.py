@@ -22,6 +22,17 @@ def test_the_message_is_an_argument_or_piped_in_or_both(command: Run, fake: list
     assert fake[2].prompts == [[{"role": "user", "content": "Summarize:\n\nl’été"}]]
 
 
+def test_no_drafts_are_asked_for_where_nobody_watches(
+    command: Run, fake: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("chat", "hello")
+    monkeypatch.setattr("nanoserve.commands.chat_models.is_terminal", lambda stream: True)
+    command("chat", "hello", "--json")
+    command("chat", "hello")
+    command("generate", "hello")
+    assert [llm.asked_for_drafts for llm in fake] == [False, False, True, False]
+
+
 def test_system_prompt(command: Run, fake: list[FakeLLM]) -> None:
     command("chat", "hello", "--system", "Be kind.")
     assert fake[0].prompts[0][0] == {"role": "system", "content": "Be kind."}

@@ -242,6 +242,136 @@ def test_reasoning_longer_than_the_window_is_folded_to_one_line() -> None:
     assert screen.text == f"Thought: {34 * 2 + 6 * 10} words"
 
 
+DRAFT = "a draft with _ _ 日本 _ that is longer than a line of\nthe terminal,\n\nand in two blocks "
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (20, 6)], ids=str)
+@pytest.mark.parametrize("markdown", [True, False])
+def test_drafts_leave_nothing_behind(size: tuple[int, int], *, markdown: bool) -> None:
+    """A draft before each piece: the text is that without drafts, also where it has scrolled
+    away."""
+    text = ANSWER * 4
+    pieces = [text[start : start + 37] for start in range(0, len(text), 37)]
+    drafted, _, screen = printer_on(*size, markdown=markdown)
+    plain, _, expected = printer_on(*size, markdown=markdown)
+    for number, piece in enumerate(pieces):
+        shown = screen.text.split()[:-1]  # the last word may go on
+        for masks in range(3):
+            drafted.draft("", DRAFT[: 12 * number] + " _" * masks)
+        if size[1] > 20:  # else the end of the draft fills the window
+            assert screen.text.split()[: len(shown)] == shown
+        drafted.answer(piece)
+        plain.answer(piece)
+        assert screen.text == expected.text
+    drafted.draft("", DRAFT)
+    for printer in (drafted, plain):
+        printer.finish()
+    assert screen.text == expected.text
+
+
+def test_a_draft_stands_behind_the_text_in_its_place() -> None:
+    printer, _, screen = printer_on(20, 10)
+    printer.draft("", " _ upon")
+    assert screen.text == " _ upon"
+    printer.answer("Once upon")
+    printer.draft("", " a time _ was _ _ little")
+    assert screen.window == ["Once upon a time _ ", "was _ _ little"]
+    printer.draft("", " a time _ was")
+    assert screen.window == ["Once upon a time _ ", "was"]
+    printer.answer(" a")
+    assert screen.text == "Once upon a"
+
+
+def test_a_draft_that_is_taller_than_the_window_stays_in_it() -> None:
+    printer, _, screen = printer_on(20, 5)
+    printer.answer("final")
+    printer.draft("", " word" * 40)
+    assert len(screen.lines) <= 5, "nothing has gone where it could not be erased"
+    printer.answer(" text")
+    printer.finish()
+    assert screen.text == "final text"
+
+
+def test_an_unchanged_draft_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    printer, _, screen = printer_on(40, 10)
+    printer.draft("", "one _")
+    monkeypatch.setattr(screen, "write", lambda text: pytest.fail(f"it flickers: {text!r}"))
+    printer.draft("", "one _")
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_a_draft_is_faint_and_has_no_colour(
+    monkeypatch: pytest.MonkeyPatch, *, no_color: bool
+) -> None:
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=40, color_system="standard")
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    printer = AnswerPrinter(console, markdown=True)
+    printer.answer("Once")
+    printer.draft("", " _ a\x1b[31m time")
+    written = stream.getvalue()
+    assert written.endswith("Once\x1b[2m _ a[31m time\x1b[0m")
+    printer.answer(" upon")
+    assert stream.getvalue().removeprefix(written).endswith("Once upon")
+
+
+@pytest.mark.parametrize("written", ["", "hm"])
+def test_a_draft_of_reasoning_stands_with_it(written: str) -> None:
+    printer, _, screen = printer_on(40, 10)
+    if written:
+        printer.thinking(written)
+    printer.draft(" so _", "")
+    assert screen.text == f"Thinking…\n{written} so _"
+    printer.draft(" so.", "**Yes _")
+    assert screen.text == f"Thinking…\n{written} so.\n\n**Yes _"
+    printer.answer("**Yes**")
+    printer.finish()
+    folded = "Thought: 1 word\n\n" if written else ""
+    assert screen.text == f"{folded}Yes"
+
+
+def test_a_draft_gives_way_to_the_other_part() -> None:
+    printer, _, screen = printer_on(40, 10)
+    printer.draft("", "<think _ _")
+    printer.draft("so _", "")
+    assert screen.text == "Thinking…\nso _"
+    printer.draft("", "no _")
+    assert screen.text == "no _"
+    printer.thinking("so")
+    assert screen.text == "Thinking…\nso"
+
+
+def test_hidden_reasoning_and_what_nobody_watches_have_no_draft() -> None:
+    screen: Any = Screen(40, 10)
+    console = Console(file=screen, force_terminal=True, width=40, height=10, color_system=None)
+    hiding = AnswerPrinter(console, markdown=True)
+    hiding.draft("secret _", "")
+    assert screen.text == ""
+    stream = io.StringIO()
+    piped = AnswerPrinter(Console(file=stream))
+    piped.draft("", "Once _")
+    piped.answer("Once upon")
+    piped.finish()
+    assert stream.getvalue() == "Once upon\n"
+
+
+def test_a_draft_is_left_where_the_window_was_resized_or_others_wrote() -> None:
+    """Its place is unknown then."""
+    printer, console, screen = printer_on(40, 10)
+    printer.draft("", "draft _")
+    console.size = (30, 10)
+    printer.answer("one")
+    assert screen.text == "draft _\none"
+    printer.draft("", " draft")
+    screen.write("\nStopped\n")
+    printer.lose_place()
+    printer.answer(" two")
+    printer.finish()
+    assert screen.text == "draft _\none draft\nStopped\ntwo"
+
+
 def test_escape_sequences_do_not_reach_a_terminal() -> None:
     assert visible("a\x1b[2Jb\x07c\r\nd\x9b\te\u2028") == "a[2Jbc\nd    e"
     assert "\x1b]0;" not in printed(["x \x1b]0;title\x07 y"]).text

@@ -226,10 +226,11 @@ def chat_with(
     ).run()
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """A terminal of 40 by 10 that both streams are written to from now on."""
-    both: Any = Screen(40, 10)
-    for name, value in {"COLUMNS": "40", "LINES": "10", "TERM": "xterm"}.items():
+def watched(monkeypatch: pytest.MonkeyPatch, width: int = 40, height: int = 10) -> Screen:
+    """A terminal that both streams are written to from now on."""
+    both: Any = Screen(width, height)
+    settings = {"COLUMNS": str(width), "LINES": str(height), "TERM": "xterm"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", both)
     monkeypatch.setattr(sys, "stderr", both)

@@ -123,6 +123,52 @@ def test_deltas_add_up_to_the_whole() -> None:
     assert not any(delta.finished for delta in deltas[:-1])
 
 
+_ = None
+"""A token of a canvas that is not settled."""
+
+
+def _draft(life: _Life, *canvas: int | None) -> tuple[str, tuple[tuple[int, int], ...]]:
+    drafted = life.tracker.draft({0: canvas})
+    assert drafted.draft and not drafted.finished
+    (output,) = drafted.outputs
+    assert output.token_ids == () and output.finish_reason is None
+    return output.text, output.marks
+
+
+def test_a_draft_is_the_text_of_a_canvas_with_a_sign_for_each_mask() -> None:
+    life = _Life(SamplingParams())
+    life.feed(*_ids("ab"))
+    life.tracker.delta()
+    life.sequence.stop_tokens = frozenset({0})
+    assert _draft(life, 3, _, _, *_ids("de")) == ("c _ _de", ())
+    assert _draft(life, _, 0, 3) == (" _", ()), "nothing of what an end token will cut"
+    life.sequence.max_length = len(life.sequence.tokens) + 2
+    assert _draft(life, *_ids("cde")) == ("cd", ()), "nothing beyond max_tokens"
+    life.feed(*_ids("c"))
+    assert life.tracker.delta().outputs[0].text == "c"
+    assert life.whole().outputs[0].text == "abc"
+
+
+def test_stop_strings_hold_nothing_back_in_a_draft_but_cut_it() -> None:
+    life = _Life(SamplingParams(stop=("xyz",)))
+    life.sequence.first_token_time = 0.0
+    life.feed()
+    assert _draft(life, *_ids("axyzb")) == ("a", ())
+    life.feed(*_ids("ax"))
+    assert life.tracker.delta().outputs[0].text == "a"
+    assert _draft(life, *_ids("yb"), _) == ("xyb _", ())
+    assert _draft(life, *_ids("yzb"), _) == ("", ())
+    assert _draft(life, _, *_ids("yz")) == ("x _yz", ()), "a mask may become anything"
+    assert life.feed(*_ids("yz"))
+
+
+def test_marker_tokens_of_a_draft_have_a_place() -> None:
+    life = _Life(SamplingParams(), _Marked())
+    life.feed(*_ids("a"), 26)
+    assert _draft(life, *_ids("b"), _, 26, *_ids("c")) == ("b _c", ((3, 26),))
+    assert life.whole().outputs[0].marks == ((1, 26),)
+
+
 def test_the_pace_is_known_before_the_end() -> None:
     life = _Life(SamplingParams())
     life.feed(*_ids("a"))

@@ -35,12 +35,12 @@ def make_sdar(directory: Path, length: int = 4, *, vocab_size: int = VOCAB_SIZE)
     return model
 
 
-def make_sdar_for_text(directory: Path) -> None:
+def make_sdar_for_text(directory: Path, length: int = 4) -> PreTrainedModel:
     """Write one with the tokenizer of the bundled model, and its vocabulary."""
     storyteller = Path(nanoserve.__file__).parent / "assets/storyteller"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(storyteller / name, directory)
-    make_sdar(directory, vocab_size=4096)
+    return make_sdar(directory, length, vocab_size=4096)
 
 
 @torch.inference_mode()
@@ -71,11 +71,13 @@ class Generation:
     """Denoising steps so far."""
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens of the last answer, in the step that settled each."""
+    states: list[list[int]] = field(default_factory=list)
+    """The last answer with its prompt after each step."""
 
     def answer(self, prompt: tuple[int, ...], most: int, end: int | None = END_TOKEN) -> list[int]:
         """Write block after block until there are `most` tokens, or an end token."""
         tokens = list(prompt)
-        self.logprobs = []
+        self.logprobs, self.states = [], []
         while len(tokens) < len(prompt) + most:
             fixed = len(tokens) % self.length
             tokens += [MASK_TOKEN] * (self.length - fixed)
@@ -111,6 +113,7 @@ class Generation:
             for at in chosen:
                 tokens[at] = int(best[at])
                 found[at] = float(logprobs[at, best[at]])
+            self.states.append(list(tokens))
         self.logprobs += [found[at] for at in sorted(found)]
 
     def _within_bound(self, logits: Tensor, masked: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from transformers import PreTrainedModel
 
@@ -235,6 +236,31 @@ def test_text_is_streamed_a_canvas_at_a_time_until_a_stop_string(tmp_path: Path)
     assert "".join(piece.text for piece in pieces) == text
     assert stopped.outputs[0].text == text[: text.index(stop)]
     assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_drafts_show_each_step_of_a_canvas_and_change_nothing(tmp_path: Path) -> None:
+    """The texts of these tokens do not depend on their neighbours. The last canvas is cut."""
+    loop = Generation(make_sdar_for_text(tmp_path), LENGTH)
+    spelling = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    params = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True)
+    with LLM(str(tmp_path), **DEFAULTS) as llm:
+        drafted = list(llm.stream("Once upon", params, drafts=True))
+        plain = list(llm.stream("Once upon", params))
+    prompt = plain[0].prompt_token_ids
+    loop.answer(prompt, 13, end=None)
+    expected = [
+        "".join(" _" if token == MASK_TOKEN else spelling.decode([token]) for token in state)
+        for state in (state[len(prompt) : len(prompt) + 13] for state in loop.states)
+    ]
+    shown, final = list[str](), ""
+    for output in drafted:
+        shown.append(final + output.outputs[0].text)
+        if not output.draft:
+            final = shown[-1]
+    assert shown == expected
+    texts = [output.outputs[0].text for output in drafted if not output.draft]
+    assert texts == [output.outputs[0].text for output in plain]
+    assert not any(output.draft for output in plain)
 
 
 def test_explain_shows_a_canvas_step_by_step(

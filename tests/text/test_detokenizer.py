@@ -1,8 +1,9 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.engine.outputs import Detokenizer
+from nanoserve.engine.outputs import Detokenizer, RequestTracker
+from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate, Status
 from nanoserve.text.tokenizer import Tokenizer
 from tests.text.building import PATIENT
 
@@ -42,6 +43,28 @@ def test_any_ids_stream_to_what_they_decode_to(tokenizer: Tokenizer, data: st.Da
     detokenizer = Detokenizer(tokenizer)
     text = "".join(detokenizer.push(push) for push in pushes) + detokenizer.flush()
     assert text == tokenizer.decode([token for push in pushes for token in push])
+
+
+@settings(PATIENT, max_examples=12)
+@given(data=st.data())
+def test_drafts_between_pieces_change_nothing(tokenizer: Tokenizer, data: st.DataObject):
+    """Also in the midst of a character, whose other bytes the draft may hold."""
+    ids = tokenizer.encode(data.draw(st.sampled_from(TEXTS)), add_special_tokens=False)
+    request = Request("r", (ids[0],), SamplingParams(stop=("hello", "é\n")), seed=0)
+    sequence = Sequence(0, request, 0, list(request.prompt), status=Status.DECODE)
+    drafted, plain = RequestTracker(request, tokenizer), RequestTracker(request, tokenizer)
+    for place, token in enumerate(ids[1:], 2):
+        sequence.tokens.append(token)
+        update = SequenceUpdate("r", 0, (token,), sequence)
+        assert drafted.take(update, 0.0) == plain.take(update, 0.0)
+        masks = st.lists(st.booleans(), min_size=len(ids) - place, max_size=len(ids) - place)
+        rest = zip(ids[place:], data.draw(masks), strict=True)
+        drafted.draft({0: [None if is_mask else token for token, is_mask in rest]})
+        assert drafted.delta() == plain.delta()
+    (output,) = drafted.whole().outputs
+    if not output.stop_reason:
+        unmasked = plain.draft({0: []}).outputs[0].text  # what is held back at the end
+        assert tokenizer.decode(ids).endswith(output.text + unmasked)
 
 
 @PATIENT

@@ -165,6 +165,13 @@ class Canvases(Extension):
         _, steps = self._unsettled.get(name, ((), 0))
         self._unsettled[name] = answer.canvas, steps + 1
 
+    def draft(self, sequence: Sequence) -> list[int | None]:
+        """Return the new tokens of a sequence's canvas as its last step left them, None for each
+        that is not settled. There are none before the first step, and after the last one."""
+        canvas, _ = self._unsettled.get(sequence.sequence_id, ((), 0))
+        new = canvas[len(sequence.tokens) % self._length :]
+        return [None if token == self._mask_token else token for token in new]
+
     def released(self, sequence: Sequence) -> None:
         """Drop the canvas of a sequence that has given up its blocks: it will begin again."""
         self._unsettled.pop(sequence.sequence_id, None)

@@ -211,8 +211,13 @@ class AnswerParser:
     ) -> None:
         """`markers`: the spellings of the form's marker tokens, by id. `starts_inside`: see
         `opens_reasoning`."""
+        self._anew = partial(AnswerParser, form, markers, tools, starts_inside=starts_inside)
         self._reader = AnswerReader(markers)
         self._steps = form.read(self._reader, tools or {}, starts_inside=starts_inside)
+
+    def anew(self) -> "AnswerParser":
+        """Return a parser of this answer that has read nothing of it."""
+        return self._anew()
 
     def push(self, text: str, marks: Marks = (), *, ended: bool = False) -> list[Piece]:
         """Add text and return the pieces that are certain now. With `ended`, the rest of the answer
