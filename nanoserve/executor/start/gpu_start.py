@@ -217,14 +217,7 @@ def run_largest_step(
     settings = SamplingRows.stage(states, [1] * num_sampled, staging)
     staging.transfer()
     logits = decoder.compute_logits(hidden[last_tokens])
-    if len(logits) == 0:  # another rank gathered them
-        return None
-    tokens = sample(logits, settings).tokens
-    if canvas is not None:
-        from nanoserve.executor.canvas.samplers import Probabilities  # few models write any
-
-        Probabilities(logits, tokens, settings).entropies()
-    return tokens
+    return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
 
 
 def _largest_inputs(
