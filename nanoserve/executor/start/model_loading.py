@@ -262,7 +262,7 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
         "--decode-parallel": config.decode_layout is not None,
         "--host-kv-memory": config.host_kv_memory is not None,
         f"--policy {config.policy_name}": config.attends_on_host,
-        f"--device {config.device}": config.device != "cpu",
+        f"--device {config.device}": config.device != "cpu" and model.canvas.mask_token is None,
         "--parallel auto": config.parallel is not None,
         "--policy auto": config.policy == AUTO,
     }
