@@ -10,9 +10,13 @@ from safetensors.torch import save_file
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.checkpoint_writing import copy_other_files, write_config, write_tensors
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import format_name
+from nanoserve.models.loading import SINGLE_NAME, open_checkpoint
+from nanoserve.models.packed import region_of
 from nanoserve.models.weights import tensor_parts
+from nanoserve.utils.files import read_json_object
 
 
 def save_hf(
@@ -86,3 +90,17 @@ def llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": format_name(dtype),
     }
+
+
+def save_like(decoder: Decoder, source: Path, directory: Path) -> None:
+    """Write a decoder in the shape and the number format of the model directory `source`, with its
+    tokenizer and its settings. config.json is the last file."""
+    config = ModelConfig.from_directory(source)
+    with open_checkpoint(source, config) as checkpoint:
+        tensors = {
+            part.name: region_of(decoder, part).detach().to(checkpoint.view(part).dtype)
+            for part in checkpoint.parts
+        }
+    write_tensors(directory / SINGLE_NAME, tensors)
+    copy_other_files(source, directory)
+    write_config(directory, read_json_object(source / "config.json"))

@@ -137,6 +137,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
     "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
         "commands/engine_options.py: llm",
         "commands/generate.py: commands.batch",
+        "commands/prune.py: models.pruning.trimming",
         "commands/quantize.py: models.quantizing",
         "commands/torchrun.py: executor.workers.agent",
         "lab/commands/bench_compare.py: lab.benchmarks.peers",

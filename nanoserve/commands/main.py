@@ -45,6 +45,7 @@ HELP = """A compact LLM inference engine.
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
   nanoserve quantize MODEL --calibrate text.txt --output DIR   in 4 bits
+  nanoserve prune --ffn-size 384 --calibrate text.txt --output DIR   smaller
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
   nanoserve profile --json here.json              the same on this machine
   nanoserve explain "Once upon a time"            a run, step by step
@@ -79,6 +80,10 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, as OpenAI does.",
     "quantize": (
         "Write a model's weights in 3, 4 or 8 bits, as a checkpoint that nanoserve and vLLM load."
+    ),
+    "prune": (
+        "Write a model without its least important parts, as a smaller checkpoint that nanoserve "
+        "and transformers load."
     ),
     "analyze": (
         "Count a model's operations and bytes, and say what each takes on hardware that need not "

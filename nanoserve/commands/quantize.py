@@ -1,24 +1,19 @@
 """``nanoserve quantize``: write a model with weights of few bits, and say what this does to its
 perplexity."""
 
-from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from nanoserve.commands.calibration import calibration_texts, weights_size
 from nanoserve.commands.engine_options import locate_model
 from nanoserve.commands.options import Options, argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import CALIBRATING, WEIGHT_BITS
 from nanoserve.errors import UsageError
-from nanoserve.text.tokenizer import load_tokenizer
-from nanoserve.utils.files import read_text
 from nanoserve.utils.sizes import format_size
 
-Tokens = tuple[int, ...]
-_WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
+_CALIBRATING_WINDOWS = 128
 
 
 class QuantizeOptions(Options):
@@ -61,7 +56,9 @@ def run(options: QuantizeOptions) -> None:
         raise UsageError(
             f"{resolved.name} has no files to quantize; give the directory or the hub id of a model"
         )
-    calibration, held_out = _texts(options, resolved.directory)
+    calibration, held_out = calibration_texts(
+        options.calibrate, options.held_out, resolved.directory
+    )
     if method not in CALIBRATING:
         calibration = []
 
@@ -76,7 +73,7 @@ def run(options: QuantizeOptions) -> None:
         found = quantize_checkpoint(
             resolved.directory, output, recipe, inputs, measured, partial(progress, "layers")
         )
-    written, read = _weights_size(output), _weights_size(resolved.directory)
+    written, read = weights_size(output), weights_size(resolved.directory)
     print(f"{output}: {format_size(written)} of weights, from {format_size(read)}")
     if found is None:
         remark("give --held-out FILE to see what this does to the perplexity")
@@ -111,57 +108,3 @@ def _bits_and_group(options: QuantizeOptions) -> tuple[int, int]:
     if group != -1 and (group < 32 or group % 32):
         raise UsageError(f"--group must be -1 or a multiple of 32, not {group}")
     return bits, group
-
-
-def _weights_size(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-
-
-def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
-    """The first ``limit`` pieces of ``length`` tokens. Raises UsageError if the text has fewer than
-    two tokens."""
-    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)][
-        :limit
-    ]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    if not pieces:
-        raise UsageError("the text is too short: perplexity needs at least two tokens")
-    return pieces
-
-
-def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:
-    """Pieces of text to calibrate on, and to measure perplexity on. Raises UsageError if a file is
-    too short."""
-    # the end of one text may have to serve as the other
-    least = _WINDOW if options.held_out else 2 * _WINDOW
-    contents = [_content(path) for path in (options.calibrate, options.held_out)]
-    with closing(load_tokenizer(directory)) as tokenizer:
-        calibrating, measured = [
-            tokenizer.encode(content) if content else [] for content in contents
-        ]
-    vocab_size = ModelConfig.from_directory(directory).vocab_size
-    _check_text(options.calibrate, calibrating, least, vocab_size)
-    _check_text(options.held_out, measured, 2, vocab_size)
-    whole = range(0, len(calibrating) - _WINDOW + 1, _WINDOW)
-    pieces = [tuple(calibrating[start : start + _WINDOW]) for start in whole]
-    if options.held_out is not None:
-        return pieces, windows(measured, _WINDOW, _HELD_OUT_WINDOWS)
-    count = min(_HELD_OUT_WINDOWS, -(-len(pieces) // 4))
-    return pieces[: len(pieces) - count], pieces[len(pieces) - count :]
-
-
-def _content(path: Path | None) -> str:
-    if path is None:
-        return ""
-    return read_text(path, UsageError)
-
-
-def _check_text(path: Path | None, tokens: Sequence[int], least: int, vocab_size: int) -> None:
-    """Raise UsageError if the model does not know a token, or a file has less than the least number
-    of tokens."""
-    if max(tokens, default=0) >= vocab_size:
-        raise UsageError(f"{path}: token id {max(tokens)} is not in the vocabulary of {vocab_size}")
-    if path is not None and len(tokens) < least:
-        raise UsageError(
-            f"{path} has {len(tokens)} tokens, and at least {least} are needed; give more text"
-        )

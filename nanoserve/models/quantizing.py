@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from nanoserve.config.checkpoint_names import checkpoint_names
@@ -24,6 +23,13 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import CALIBRATING, Quantization
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models import rounding
+from nanoserve.models.checkpoint_writing import (
+    copy_other_files,
+    file_names,
+    write_config,
+    write_index,
+    write_tensors,
+)
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.loading import (
     INDEX_NAME,
@@ -39,14 +45,11 @@ from nanoserve.models.shards import Shard
 from nanoserve.models.tensor_parts import TensorPart
 from nanoserve.models.weights import shard_parts, tied_parts
 from nanoserve.utils.files import read_optional_json_object, replace_file, unwritable_as_failure
-from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized
 
 _STATE_NAME = "quantize.json"
 """The settings of an unfinished run. It is removed at the end."""
 _SMALLEST_GROUP = 32
-_COPIED = (".json", ".model", ".jinja", ".txt")
-"""Endings of the files of tokenizers and settings, which are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +136,7 @@ def quantize_checkpoint(
         _check(source, config, recipe, [part for part in checkpoint.parts if _is_quantized(part)])
         _begin(output, recipe, checkpoint, calibration)
         count = config.num_layers
-        files = [
-            output / f"model-{place:05}-of-{count + 1:05}.safetensors"
-            for place in range(1, count + 2)
-        ]
+        files = file_names(output, count + 1)
         section = recipe.section(_ignored(checkpoint, config))
         quantized = replace(config, quantization=Quantization.from_hf(section, str(output)))
         before = list(held_out)
@@ -144,7 +144,7 @@ def quantize_checkpoint(
         calibrating = list(calibration)
         with _resumable(output, files):
             if not files[0].exists():
-                _write(files[0], _tensors_beside_layers(checkpoint))
+                write_tensors(files[0], _tensors_beside_layers(checkpoint))
             for index, path in enumerate(files[1:]):
                 progress(index, count)
                 shard = Shard(range(index, index + 1), index, count)
@@ -156,7 +156,9 @@ def quantize_checkpoint(
                 ]
                 before = rounding.run_texts(decoder, before)
                 if not path.exists():
-                    _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
+                    write_tensors(
+                        path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating)
+                    )
                 fill_layers(decoder, parts, path, quantized)
                 after = rounding.run_texts(decoder, after)
                 calibrating = rounding.run_texts(decoder, calibrating)
@@ -299,14 +301,6 @@ def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
         raise type(error)(told) from error
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    content = save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}
-    )
-    with deferred_interrupts():
-        replace_file(path, content)
-
-
 def _quantized_layer(
     decoder: Decoder,
     parts: Sequence[TensorPart],
@@ -349,33 +343,9 @@ def _quantized_layer(
 
 def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[str, Any]) -> None:
     """Write all but the weights; config.json is the last."""
-    for path in sorted(source.iterdir()):
-        if (
-            path.suffix in _COPIED
-            and path.name not in ("config.json", INDEX_NAME)
-            and path.is_file()
-        ):
-            copy = output / path.name
-            with unwritable_as_failure(copy):
-                replace_file(copy, path.read_bytes())
-    weight_map: dict[str, str] = {}
-    size = 0
-    for path in files:
-        header = _header(path)
-        weight_map |= dict.fromkeys(header, path.name)
-        size += max(found["data_offsets"][1] for found in header.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    replace_file(output / INDEX_NAME, json.dumps(index, indent=1))
+    copy_other_files(source, output)
+    write_index(output, files)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = section
-    replace_file(output / "config.json", json.dumps(config, indent=1))
+    write_config(output, config)
     (output / _STATE_NAME).unlink()
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The descriptions of the tensors of a safetensors file, by name."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    del header["__metadata__"]
-    return header

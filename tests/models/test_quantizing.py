@@ -21,7 +21,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import CALIBRATING
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
-from nanoserve.models import quantizing
+from nanoserve.models import checkpoint_writing
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.hub import resolve_model
@@ -205,7 +205,7 @@ def test_ctrl_c_waits_for_a_file_and_the_second_one_does_not(
             signal.raise_signal(signal.SIGINT)
         replace_file(path, content)
 
-    monkeypatch.setattr(quantizing, "replace_file", interrupted)
+    monkeypatch.setattr(checkpoint_writing, "replace_file", interrupted)
     with pytest.raises(KeyboardInterrupt, match=f"{done} of 3 layers are in"):
         quantize(llama, tmp_path / "output", Recipe("rtn", 4, 32))
     assert len(list((tmp_path / "output").iterdir())) == 2 + done

@@ -126,7 +126,11 @@ def _compare_speculation(options: CompareOptions) -> None:
     """Two engines in this process, one of which drafts."""
     settled_operators(options.threads)
     from nanoserve.lab.benchmarks.settling import settle
-    from nanoserve.lab.benchmarks.speculation import WORKLOADS, SpeculationBench
+    from nanoserve.lab.benchmarks.speculation import (
+        WORKLOADS,
+        SpeculationBench,
+        summarize_speculation,
+    )
 
     names, cases = (
         [name.strip() for name in options.workloads.split(",") if name.strip()],
@@ -140,8 +144,9 @@ def _compare_speculation(options: CompareOptions) -> None:
         "rounds": options.rounds,
     }
     settings |= {"speculate": options.speculate}
+    show = partial(_show_speculation, summarize=summarize_speculation)
     with (
-        options.reported("speculation", settings, _show_speculation) as report,
+        options.reported("speculation", settings, show) as report,
         ExitStack() as opened,
     ):
         llms = [
@@ -165,12 +170,16 @@ def _compare_speculation(options: CompareOptions) -> None:
                 progress("rounds", place * options.rounds + number, len(work) * options.rounds)
 
 
-def _show_speculation(report: Report, options: ResultOptions) -> str:
+def _show_speculation(
+    report: Report,
+    options: ResultOptions,
+    *,
+    summarize: Callable[[Sequence[Any]], list[dict[str, Any]]],
+) -> str:
     from nanoserve.lab.benchmarks.policies.rounds import PolicyRound
-    from nanoserve.lab.benchmarks.speculation import summarize_speculation
 
     done = [msgspec.convert(row["round"], PolicyRound) for row in report.rows]
-    report.put("summary", summary := summarize_speculation(done))
+    report.put("summary", summary := summarize(done))
     print_head(report)
     facts = report.document["engine"]
     title = f"{facts['model']}, {report.document['settings']['speculate']}, {engine_title(facts)}"

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 import nanoserve
+from nanoserve.commands.calibration import Tokens, windows
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import file_option, option
 from nanoserve.commands.progress import watched
-from nanoserve.commands.quantize import Tokens, windows
 from nanoserve.commands.tables import Column, columns
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
