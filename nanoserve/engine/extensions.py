@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.canvas.canvases import Canvases
+from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
@@ -32,7 +32,7 @@ def engine_extensions(
         )
     canvases = None
     if canvas is not None:
-        canvases = Canvases(
+        canvases = AlignedCanvases(
             length=canvas.length,
             mask_token=canvas.mask_token,
             token_budget=config.max_num_batched_tokens,

@@ -7,7 +7,7 @@ import pytest
 
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.canvas.canvases import Canvases
+from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import CanvasRow, LayoutCapacity
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
@@ -20,8 +20,8 @@ LENGTH = 4
 MASKS = (MASK,) * LENGTH
 
 
-def canvases(budget: int = 64) -> Canvases:
-    return Canvases(length=LENGTH, mask_token=MASK, token_budget=budget)
+def canvases(budget: int = 64) -> AlignedCanvases:
+    return AlignedCanvases(length=LENGTH, mask_token=MASK, token_budget=budget)
 
 
 def make_scheduler(budget: int = 64, **settings: Any) -> Scheduler:
