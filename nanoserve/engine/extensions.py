@@ -31,7 +31,7 @@ def engine_extensions(
             async_scheduling=async_scheduling,
         )
     canvases = None
-    if canvas is not None:
+    if canvas is not None and canvas.mask_token is not None:
         canvases = Canvases(
             length=canvas.length,
             mask_token=canvas.mask_token,

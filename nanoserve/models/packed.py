@@ -146,6 +146,10 @@ class PackedEmbedding(VocabularyShard):
         (segment,) = self.weight.shape.segments
         return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
 
+    def rows(self, first: int, after: int) -> Tensor:
+        numbers = torch.arange(first, after, device=self.weight.packed[0].device)
+        return self.forward(numbers)
+
 
 class PackedExperts(nn.Module):
     """A mixture of experts whose matrices are packed."""

@@ -179,6 +179,15 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
         )
 
 
+def test_soft_embeddings_are_the_mean_of_all_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.models.decoder._VOCABULARY_PIECE", 48)
+    decoder, config = build("gemma3_text")
+    logits = torch.randn(5, config.vocab_size, generator=torch.Generator().manual_seed(4)) * 9
+    wanted = logits.softmax(-1) @ decoder.embedding.weight * config.hidden_size**0.5
+    found = decoder.soft_embeddings(logits)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_a_new_decoder_with_states_has_random_kernels() -> None:
     decoder, _ = build("qwen3_5_text")
     kernels = [one for name, one in decoder.named_parameters() if name.endswith(".kernel")]
