@@ -217,17 +217,50 @@ class LogitConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CanvasConfig:
-    """A model that writes a block of tokens at a time (block diffusion, arXiv 2503.09573).
+class RenoisingConfig:
+    """How a canvas of random tokens is denoised. Names and defaults are those of transformers'
+    generation_config.json."""
 
-    Positions are divided into blocks, and a query sees to the end of its block. The block that is
-    being written is a canvas: it begins as masks, and denoising steps put tokens in their place.
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    """The sum of the entropies of the tokens that a step accepts, less the largest of them, is at
+    most this (arXiv 2505.24857)."""
+    t_min: float = 0.4
+    t_max: float = 0.8
+    """The temperature with n of N steps left is t_min + (t_max - t_min) * n / N; the first step has
+    n = N."""
+    stability_threshold: int = 1
+    """Steps before a step that must have had the same most probable tokens for it to be the
+    last."""
+    confidence_threshold: float = 0.005
+    """The last step's mean entropy is below this, unless it is the last of all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasConfig:
+    """A model that writes a block of tokens at a time (block diffusion, arXiv 2503.09573), which is
+    a canvas while it is being written. There are two kinds.
+
+    With a mask token, positions are divided into blocks, and a query sees to the end of its block.
+    A canvas begins as masks, and denoising steps put tokens in their place (SDAR).
+
+    Without, known tokens are causal, and the canvas begins directly behind them: a free canvas. It
+    sees itself whole, and begins as random tokens, of which each step accepts some and draws the
+    others anew. A step also reads what the step before it expected: soft embeddings
+    (DiffusionGemma).
     """
 
     length: int
     """Tokens of a block."""
-    mask_token: int
-    """The id that stands where no token is settled."""
+    mask_token: int | None
+    """The id that stands where no token is settled; None: canvases are free."""
+    renoising: RenoisingConfig | None = None
+    """The model's own settings for denoising free canvases; None for others."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a canvas begins wherever the known tokens end, as random tokens."""
+        return self.mask_token is None
 
 
 class LayerShape(NamedTuple):

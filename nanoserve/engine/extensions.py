@@ -7,6 +7,8 @@ from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
+from nanoserve.scheduler.canvas.canvases import Canvases
+from nanoserve.scheduler.canvas.free_canvases import FreeCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
@@ -32,11 +34,7 @@ def engine_extensions(
         )
     canvases = None
     if canvas is not None:
-        canvases = AlignedCanvases(
-            length=canvas.length,
-            mask_token=canvas.mask_token,
-            token_budget=config.max_num_batched_tokens,
-        )
+        canvases = _canvases(canvas, config.max_num_batched_tokens)
     return make_extensions(
         host_blocks=host_blocks,
         attends_on_host=config.attends_on_host,
@@ -44,4 +42,13 @@ def engine_extensions(
         state_slots=state_slots,
         proposer=proposer,
         canvases=canvases,
+    )
+
+
+def _canvases(canvas: CanvasConfig, token_budget: int) -> Canvases:
+    """Make the kind of canvases that the model writes."""
+    if canvas.mask_token is None:
+        return FreeCanvases(length=canvas.length, token_budget=token_budget)
+    return AlignedCanvases(
+        length=canvas.length, mask_token=canvas.mask_token, token_budget=token_budget
     )

@@ -10,13 +10,8 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import (
-    Decoder,
-    MixtureOfExperts,
-    VocabParallelEmbedding,
-    VocabularyShard,
-    route,
-)
+from nanoserve.models.decoder import Decoder, VocabParallelEmbedding, VocabularyShard
+from nanoserve.models.experts import MixtureOfExperts, route
 from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
@@ -145,6 +140,10 @@ class PackedEmbedding(VocabularyShard):
     def forward(self, token_ids: Tensor) -> Tensor:
         (segment,) = self.weight.shape.segments
         return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
+
+    def rows(self, first: int, after: int) -> Tensor:
+        numbers = torch.arange(first, after, device=self.weight.packed[0].device)
+        return self.forward(numbers)
 
 
 class PackedExperts(nn.Module):

@@ -44,6 +44,7 @@ class CanvasDenoising(Mechanism):
 
     def attach(self, runner: "ModelRunner") -> None:
         self._runner = runner
+        assert self._canvas.mask_token is not None, "free canvases are refused"
         runner.stage_sampled = partial(
             CanvasRows.of_step,
             mask_token=self._canvas.mask_token,

@@ -257,6 +257,11 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
                 "leave it out"
             )
         return
+    if model.canvas.is_free:
+        raise UsageError(
+            f"{model.family}: its canvases of random tokens are not denoised here yet; choose "
+            "another model"
+        )
     asked = {
         f"--speculate {config.speculate}": config.speculate is not None,
         "--decode-parallel": config.decode_layout is not None,
