@@ -36,35 +36,37 @@ def paged_attention(
     queries and keys are multiplied by; sliding_window: positions a query sees, itself included; 0
     means all; soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv
     2408.00118); 0 leaves them; sinks: float32 [num_heads], one more score of each head that takes
-    weight and has no value (gpt-oss, arXiv 2508.10925); spans: int32 [R], for each row the length
-    of the spans that positions are divided into, counted from 0: a query sees to the end of its
-    span, as far as the context goes (block-causal attention, arXiv 2503.09573). Spans of 1 are
-    causal, and a span longer than the context shows all of it. Slots that no row uses are never
-    read into a result, whatever they hold.
+    weight and has no value (gpt-oss, arXiv 2508.10925); spans: int32 [R, 2], for each row a length
+    and a position. Positions are divided into spans of this length, and one of them begins at this
+    position. A query sees to the end of its span, as far as the context goes (block-causal
+    attention, arXiv 2503.09573), and the window counts back from the first position of the span.
+    Spans of length 1 are causal. Slots that no row uses are never read into a result, whatever they
+    hold.
     """
     # Rows of one token (decode) are attended together, padded by less than a factor of two; other
     # rows one by one.
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
-    span_of = [1] * len(contexts)
+    spans_of_rows = [(1, 0)] * len(contexts)
     if spans is not None:
-        span_of = spans.tolist()
+        spans_of_rows = spans.tolist()
+    first_seen = []  # by the first query of each row
     block_size = key_cache.shape[2]
     decode_rows: dict[int, list[int]] = {}
-    for row, context in enumerate(contexts):
+    for row, (context, span) in enumerate(zip(contexts, spans_of_rows, strict=True)):
         length = starts[row + 1] - starts[row]
+        first = _first_seen(context - length, sliding_window, span)
+        first_seen.append(first)
         if length == 1:
-            decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(
-                row
-            )
+            blocks = _padded_blocks(first, context, block_size)
+            decode_rows.setdefault(blocks, []).append(row)
         elif length > 1:
-            first = max(0, context - length + 1 - sliding_window) if sliding_window else 0
             _prefill_attention(
                 out[starts[row] : starts[row + 1]],
                 query[starts[row] : starts[row + 1]],
                 *_gather_row(key_cache, value_cache, block_tables[row], first, context),
                 first,
                 sliding_window,
-                span_of[row],
+                span,
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
@@ -77,9 +79,9 @@ def paged_attention(
             key_cache,
             value_cache,
             block_tables[chosen].long(),
+            torch.tensor([first_seen[row] for row in rows], device=query.device),
             context_lengths[chosen].long(),
             blocks,
-            sliding_window,
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
@@ -124,10 +126,19 @@ def dense_attention(
     return (weights @ value).to(query.dtype)
 
 
-def _padded_blocks(context: int, block_size: int, sliding_window: int) -> int:
+def _first_seen(position: int, sliding_window: int, span: tuple[int, int]) -> int:
+    """The first position that a query at `position` sees. `span`: a length, and where one
+    begins."""
+    if sliding_window == 0:
+        return 0
+    length, begin = span
+    start_of_span = position - (position - begin) % length
+    return max(0, start_of_span + 1 - sliding_window)
+
+
+def _padded_blocks(first_seen: int, context: int, block_size: int) -> int:
     """How many blocks a decode row's query looks at, rounded up to a power of two: rows of one
     number share a batch."""
-    first_seen = max(0, context - sliding_window) if sliding_window else 0
     blocks = (context - 1) // block_size - first_seen // block_size + 1
     return 1 << (blocks - 1).bit_length()
 
@@ -137,25 +148,22 @@ def _decode_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
+    first_seen: Tensor,
     context_lengths: Tensor,
     blocks: int,
-    sliding_window: int,
     *,
     scale: float,
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """query [B, num_heads, head_dim], one per row -> [B, num_heads * value_dim], over `blocks`
-    blocks of each row.
+    blocks of each row, from that of position `first_seen`, int64 [B].
 
     The query heads of a key-value head are treated as its queries: one batched product with no
     repeated keys.
     """
     batch, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
-    first_seen = (
-        (context_lengths - sliding_window).clamp(min=0) if sliding_window else 0 * context_lengths
-    )
     first_block = first_seen // block_size
     columns = first_block[:, None] + torch.arange(blocks, device=query.device)
     table = block_tables.gather(1, columns.clamp(max=block_tables.shape[1] - 1))
@@ -214,22 +222,24 @@ def _prefill_attention(
     value: Tensor,
     first: int,
     sliding_window: int,
-    span: int,
+    span: tuple[int, int],
     *,
     scale: float,
     soft_cap: float,
     sinks: Tensor | None,
 ) -> None:
     """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, S,
-    ...], from the `first` position that the first query sees."""
+    ...], from the `first` position that the first query sees. `span` is as in `_first_seen`."""
     length, context = query.shape[0], key.shape[1]
+    span_length, begin = span
     mask = None
-    if context > length or 0 < sliding_window < context or span > 1:
+    if context > length or 0 < sliding_window < context or span_length > 1:
         key_position = torch.arange(first, first + context, device=query.device)
         query_position = key_position[context - length :, None]
-        mask = key_position < (query_position // span + 1) * span
+        start_of_span = query_position - (query_position - begin) % span_length
+        mask = key_position < start_of_span + span_length
         if sliding_window:
-            mask &= query_position - key_position < sliding_window
+            mask &= start_of_span - key_position < sliding_window
     attended = dense_attention(
         query.transpose(0, 1)[None],
         key[None],

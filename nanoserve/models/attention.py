@@ -127,8 +127,8 @@ class AttentionBatch:
     slot_mapping: Tensor
     """int64 [T], the slots that the new tokens are written to."""
     spans: Tensor | None = None
-    """int32 [R], the length of the spans to whose ends the queries of a row see; None: attention is
-    causal."""
+    """int32 [R, 2], the length of the spans to whose ends the queries of a row see, and where one
+    begins; None: attention is causal."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

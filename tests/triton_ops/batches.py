@@ -58,6 +58,14 @@ def narrowed(batch: AttentionCall, value_dim: int, *, latent: bool) -> Attention
     )
 
 
+def visible(position: int, span: int, begin: int, context: int, window: int) -> range:
+    """The positions that a query sees: from the window of the first position of its span to the
+    end of the span. One span begins at `begin`, and the others whole spans before and behind it."""
+    start = begin + (position - begin) // span * span
+    first = max(0, start - (window - 1)) if window else 0
+    return range(first, min(start + span, context))
+
+
 def reference(
     batch: AttentionCall,
     scale: float,
@@ -75,8 +83,9 @@ def reference(
     results = query.new_empty(*query.shape[:3], batch.value_cache.shape[3])
     for row, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[row : row + 2].tolist()
+        span, begin = [1, 0] if spans is None else spans[row].tolist()
         # Blocks behind the window of the row's first query may be gone.
-        first_read = max(0, context - (end - start) + 1 - window) if window else 0
+        first_read = visible(context - (end - start), span, begin, context, window).start
         positions = torch.arange(first_read, context)
         places = (
             batch.block_tables[row, positions // block_size].long(),
@@ -87,13 +96,8 @@ def reference(
             cache[places].double().transpose(0, 1) for cache in (batch.key_cache, batch.value_cache)
         )
         for token in range(start, end):
-            position = context - (end - token)
-            first = max(0, position - window + 1) if window else 0
-            end_of_sight = position + 1
-            if spans is not None:  # the next multiple of the row's span
-                span = int(spans[row])
-                end_of_sight = min(context, position + span - position % span)
-            seen = slice(first - first_read, end_of_sight - first_read)
+            sight = visible(context - (end - token), span, begin, context, window)
+            seen = slice(sight.start - first_read, sight.stop - first_read)
             scores = torch.einsum("hgd,hkd->hgk", query[token], keys[:, seen]).mul(scale)
             weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
             total = weights.sum(-1) + (0.0 if group_sinks is None else group_sinks.exp())

@@ -88,12 +88,14 @@ def prompts(draw: st.DrawFn) -> list[Row]:
     window=st.sampled_from([0, 0, 1, 33, 100]),
     soft_cap=st.sampled_from([0.0, 2.0]),
     largest_sink=st.sampled_from([None, 4.0]),
-    span=st.sampled_from([1, 1, 4, 50, 1 << 20]),
+    span=st.sampled_from([(1, 0), (1, 0), (4, 0), (50, 0), (50, 30), (33, 700), (1 << 20, 0)]),
     seed=st.integers(0, 2**31),
 )
-@example([Row(300, 300)], (1, 1), 64, 16, 0, 0.0, None, 1, 0)
-@example([Row(40, 600)], (2, 2), 128, 16, 33, 0.0, 4.0, 1, 1)
-@example([Row(150, 300), Row(4, 260)], (2, 2), 64, 16, 0, 0.0, None, 4, 2)
+@example([Row(300, 300)], (1, 1), 64, 16, 0, 0.0, None, (1, 0), 0)
+@example([Row(40, 600)], (2, 2), 128, 16, 33, 0.0, 4.0, (1, 0), 1)
+@example([Row(150, 300), Row(4, 260)], (2, 2), 64, 16, 0, 0.0, None, (4, 0), 2)
+@example([Row(256, 700), Row(70, 600)], (2, 2), 64, 16, 100, 0.0, None, (256, 444), 3)
+@example([Row(70, 600)], (2, 2), 64, 16, 40, 0.0, None, (32, 7), 4)
 def test_every_way_is_the_definition_of_attention(
     way: str,
     rows: list[Row],
@@ -103,7 +105,7 @@ def test_every_way_is_the_definition_of_attention(
     window: int,
     soft_cap: float,
     largest_sink: float | None,
-    span: int,
+    span: tuple[int, int],
     seed: int,
 ) -> None:
     batch = build(
@@ -117,7 +119,7 @@ def test_every_way_is_the_definition_of_attention(
     )
     sinks = None if largest_sink is None else torch.linspace(-2.0, largest_sink, heads[0])
     scale = 1.5 * head_dim**-0.5
-    spans = torch.full((len(rows),), span, dtype=torch.int32)
+    spans = torch.tensor([span] * len(rows), dtype=torch.int32)
     others = (scale, window, soft_cap, sinks, spans)
     expected = reference(batch, *others).unflatten(1, (heads[0], head_dim))
     found = attend(batch, *others).unflatten(1, (heads[0], head_dim))

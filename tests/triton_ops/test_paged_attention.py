@@ -20,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("implementation")
 HEAD_DIM = 8
 
 
+SPANS = st.tuples(st.sampled_from([1, 2, 4, 7, 32, 1 << 20]), st.integers(0, 50))
+"""Lengths, and where a span begins: also behind the last position."""
+
+
 def attend(batch: AttentionCall, scale: float, window: int) -> Tensor:
     out = poisoned_out(batch)
     paged_attention(out, *inputs(batch), scale=scale, sliding_window=window)
@@ -86,14 +90,21 @@ def test_attention_is_the_definition_of_attention(
     rows=ragged_rows(),
     heads=st.sampled_from([(4, 4), (6, 1)]),
     window=st.sampled_from([0, 0, 5]),
-    spans=st.lists(st.sampled_from([1, 2, 4, 7, 32, 1 << 20]), min_size=6, max_size=6),
+    spans=st.lists(SPANS, min_size=6, max_size=6),
     seed=st.integers(0, 2**31),
 )
-@example(rows=[Row(150, 300), Row(90, 90)], heads=(4, 4), window=0, spans=[4, 64] * 3, seed=0)
+@example([Row(150, 300), Row(90, 90)], (4, 4), 0, [(4, 0), (64, 0)] * 3, 0)
+@example([Row(150, 300), Row(90, 600)], (4, 4), 20, [(150, 150), (32, 7)] * 3, 0)
+@example([Row(1, 600), Row(1, 40)], (6, 1), 5, [(300, 10), (40, 39)] * 3, 0)
 def test_a_query_sees_to_the_end_of_its_span(
-    rows: list[Row], heads: tuple[int, int], window: int, spans: list[int], seed: int
+    rows: list[Row],
+    heads: tuple[int, int],
+    window: int,
+    spans: list[tuple[int, int]],
+    seed: int,
 ) -> None:
-    """Rows of one batch may have different spans; one longer than its context shows all of it."""
+    """Rows of one batch may have different spans; one longer than its context shows all of it. The
+    window counts back from the first position of the span."""
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": 4, "head_dim": HEAD_DIM}
     batch = build(rows, seed=seed, **sizes)
     of_rows = torch.tensor(spans[: len(rows)], dtype=torch.int32)

@@ -22,7 +22,7 @@ struct Problem {
   const int32_t* query_starts;
   const int32_t* contexts;
   const float* sinks;  // [num_heads], or null
-  const int32_t* spans;  // [rows], or null: all are 1
+  const int32_t* spans;  // [rows, 2]: a length, and where one begins; or null: all are of length 1
   int64_t table_width, rows;
   int64_t query_token_stride, query_head_stride;
   int64_t num_heads, num_kv_heads, group, head_dim, value_dim, value_stride, block_size;
@@ -30,13 +30,20 @@ struct Problem {
   float scale, soft_cap;
 
   int64_t queries(int64_t row) const { return query_starts[row + 1] - query_starts[row]; }
-  // The first position that a query at `position` sees.
-  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
+  // The first position of the span that a position of the row lies in. It may lie before the row.
+  int64_t start_of_span(int64_t row, int64_t position) const {
+    if (spans == nullptr) return position;
+    const int64_t length = spans[2 * row], distance = (position - spans[2 * row + 1]) % length;
+    return position - (distance < 0 ? distance + length : distance);
+  }
+  // The first position that a query of the row at `position` sees.
+  int64_t first_seen(int64_t row, int64_t position) const {
+    return window ? std::max<int64_t>(0, start_of_span(row, position) + 1 - window) : 0;
+  }
   // The position behind the last one that a query of the row at `position` sees.
   int64_t seen_end(int64_t row, int64_t position) const {
     if (spans == nullptr) return position + 1;
-    const int64_t span = spans[row];
-    return std::min<int64_t>(contexts[row], (position / span + 1) * span);
+    return std::min<int64_t>(contexts[row], start_of_span(row, position) + spans[2 * row]);
   }
   const Number* query_at(int64_t token, int64_t head) const {
     return query + token * query_token_stride + head * query_head_stride;

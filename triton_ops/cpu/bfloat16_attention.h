@@ -37,7 +37,7 @@ struct BlockMemory {
   int64_t steps, width;  // head_dim in steps of tiles, value_dim in tiles
   BFloat16 *query, *keys, *values, *weights;
   float *scores, *sums, *rows, *largest, *totals;
-  int32_t *positions, *ends;  // of queries, and behind the last positions that they see
+  int32_t *first_seen, *ends;  // the first positions that queries see, and those behind the last ones
 
   BlockMemory(std::vector<float>& memory, int64_t queries, int64_t head_dim, int64_t value_dim)
       : steps(divide_up(head_dim, kTileDepth)), width(divide_up(value_dim, kTileSide)) {
@@ -54,7 +54,7 @@ struct BlockMemory {
     query = numbers(query_size), keys = numbers(key_size), values = numbers(value_size);
     weights = numbers(weight_size), scores = floats(score_size), sums = floats(sum_size), rows = floats(row_size);
     largest = floats(columns * kTileSide), totals = floats(columns * kTileSide);
-    positions = reinterpret_cast<int32_t*>(floats(columns * kTileSide));
+    first_seen = reinterpret_cast<int32_t*>(floats(columns * kTileSide));
     ends = reinterpret_cast<int32_t*>(floats(columns * kTileSide));
   }
 };
@@ -135,6 +135,7 @@ struct QueryBlock {
   int64_t position(int64_t i) const {
     return problem.contexts[row] - problem.queries(row) + first_query + i / problem.group;
   }
+  int64_t first_seen(int64_t i) const { return problem.first_seen(row, position(i)); }
   int64_t seen_end(int64_t i) const { return problem.seen_end(row, position(i)); }
 };
 
@@ -143,14 +144,9 @@ struct Lanes {
   __m512i end, first_seen;
   int64_t all_see_from, all_see_to;
 
-  Lanes(const int32_t* positions, const int32_t* ends, const Problem<BFloat16>& problem)
-      : end(_mm512_loadu_si512(ends)), first_seen(_mm512_setzero_si512()),
-        all_see_from(problem.first_seen(positions[kTileSide - 1])), all_see_to(ends[0]) {
-    if (problem.window == 0) return;
-    const __m512i position = _mm512_loadu_si512(positions);
-    const __m512i before = _mm512_set1_epi32(static_cast<int32_t>(1 - problem.window));
-    first_seen = _mm512_max_epi32(_mm512_add_epi32(position, before), first_seen);
-  }
+  Lanes(const int32_t* firsts, const int32_t* ends)
+      : end(_mm512_loadu_si512(ends)), first_seen(_mm512_loadu_si512(firsts)), all_see_from(firsts[kTileSide - 1]),
+        all_see_to(ends[0]) {}
 
   __mmask16 see(int64_t key) const {
     const __m512i keys = _mm512_set1_epi32(static_cast<int32_t>(key));
@@ -245,7 +241,7 @@ template <int64_t Columns, typename Products>
 void attend_panel(
     const QueryBlock& block, int64_t start, const Panel& panel, const Products& products, const BlockMemory& memory) {
   const int64_t last_query = std::min(start + Columns * kTileSide, block.count()) - 1;
-  const int64_t from = std::max(panel.first, block.problem.first_seen(block.position(start))) - panel.begin;
+  const int64_t from = std::max(panel.first, block.first_seen(start)) - panel.begin;
   const int64_t to = std::min(panel.last, block.seen_end(last_query)) - panel.begin;
   if (from >= to) return;  // these queries see nothing of it
   const int64_t first_step = from / kTileDepth, steps = divide_up(to, kTileDepth) - first_step;
@@ -258,7 +254,7 @@ void attend_panel(
   float* sums = memory.sums + start * memory.width * kTileSide;
   for (int64_t column = 0; column < Columns; ++column) {
     const int64_t lane = start + column * kTileSide;
-    const Lanes lanes(memory.positions + lane, memory.ends + lane, block.problem);
+    const Lanes lanes(memory.first_seen + lane, memory.ends + lane);
     float* scores = memory.scores + column * kTileSums;
     for (int64_t tile = 0; tile < keys.count; ++tile)
       finishing.finish(
@@ -294,7 +290,7 @@ inline void begin_queries(
     // A sink is there before any key. Exponents stay finite, so that differences are defined.
     memory.largest[i] = std::max(sink * kLog2E, -FLT_MAX);
     memory.totals[i] = sink == kNothing ? 0.0f : 1.0f;
-    memory.positions[i] = static_cast<int32_t>(block.position(known));
+    memory.first_seen[i] = static_cast<int32_t>(block.first_seen(known));
     memory.ends[i] = static_cast<int32_t>(block.seen_end(known));
   }
   alignas(64) float rows[kTileSums];  // pairs of numbers
@@ -334,7 +330,7 @@ void attend_block(const QueryBlock& block, const BlockMemory& memory) {
     float* sums = memory.sums + start * memory.width * kTileSide;
     std::fill(sums, sums + Columns * memory.width * kTileSums, 0.0f);
   });
-  const int64_t seen = problem.first_seen(block.position(0)), end = block.seen_end(block.count() - 1);
+  const int64_t seen = block.first_seen(0), end = block.seen_end(block.count() - 1);
   for (int64_t begin = seen / kPanelKeys * kPanelKeys; begin < end; begin += kPanelKeys) {
     const Panel panel{begin, std::max(begin, seen), std::min(begin + kPanelKeys, end)};
     for (int64_t step = (panel.first - begin) / kTileDepth; step < divide_up(panel.last - begin, kTileDepth); ++step) {

@@ -228,7 +228,7 @@ void attend_single_queries(const Problem<Number>& problem, const std::vector<int
   const int64_t size = round_up(problem.value_dim, kLanes) + kLanes;
   int64_t positions = 0;
   for (const int64_t row : rows) {
-    const int64_t last = problem.contexts[row], seen = problem.first_seen(last - 1);
+    const int64_t last = problem.contexts[row], seen = problem.first_seen(row, last - 1);
     first_item.push_back(static_cast<int64_t>(items.size()));
     for (int64_t span = seen / kSpan; span <= (last - 1) / kSpan; ++span)
       items.push_back({row, span, seen / kSpan, static_cast<int64_t>(items.size()) * problem.num_heads * size});
@@ -242,7 +242,7 @@ void attend_single_queries(const Problem<Number>& problem, const std::vector<int
     const Item& item = items[place / problem.num_kv_heads];
     const int64_t kv_head = place % problem.num_kv_heads, context = problem.contexts[item.row];
     attend_group(
-        problem, item.row, kv_head, std::max(item.span * kSpan, problem.first_seen(context - 1)),
+        problem, item.row, kv_head, std::max(item.span * kSpan, problem.first_seen(item.row, context - 1)),
         std::min((item.span + 1) * kSpan, context), results + item.result + kv_head * problem.group * size, size);
   });
   const int64_t row_count = static_cast<int64_t>(rows.size());

@@ -58,8 +58,9 @@ void paged_attention(
       !sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == query.size(1)),
       "paged_attention: sinks must be contiguous float32, one per head");
   TORCH_CHECK(
-      !spans || (spans->scalar_type() == at::kInt && spans->is_contiguous() && spans->sizes() == context_lengths.sizes()),
-      "paged_attention: spans must be contiguous int32, one per row");
+      !spans || (spans->scalar_type() == at::kInt && spans->is_contiguous() && spans->dim() == 2 &&
+                 spans->size(0) == context_lengths.size(0) && spans->size(1) == 2),
+      "paged_attention: spans must be contiguous int32, a length and a position per row");
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const auto run = [&](auto number) {
     attend(make_problem<decltype(number)>(

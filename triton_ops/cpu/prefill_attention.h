@@ -78,7 +78,8 @@ void attend_block(
     tiles.largest[i] = problem.sinks ? problem.sinks[kv_head * group + i % group] : kNothing;
     tiles.totals[i] = tiles.largest[i] == kNothing ? 0.0f : 1.0f;
   }
-  const int64_t seen = problem.first_seen(before + first_query), end = problem.seen_end(row, before + last_query - 1);
+  const int64_t seen = problem.first_seen(row, before + first_query);
+  const int64_t end = problem.seen_end(row, before + last_query - 1);
   for (int64_t begin = seen / kTileKeys * kTileKeys; begin < end; begin += kTileKeys) {
     const int64_t first = std::max(begin, seen), last = std::min(begin + kTileKeys, end);
     load_tile(problem, problem.keys, head_dim, head_dim, row, kv_head, begin, first, last, depth, tiles.loaded);
@@ -92,7 +93,7 @@ void attend_block(
     multiply<false>(tiles.query, depth, tiles.keys, kTileKeys, tiles.scores, kTileKeys, rows, depth, kTileKeys);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t position = before + first_query + i / group;
-      const int64_t from = std::max(first, problem.first_seen(position)) - begin;
+      const int64_t from = std::max(first, problem.first_seen(row, position)) - begin;
       const int64_t to = std::min(last, problem.seen_end(row, position)) - begin;
       float* scores = tiles.scores + i * kTileKeys;
       if (from >= to) {  // this query sees nothing of the tile

@@ -61,7 +61,8 @@ class CanvasDenoising(Mechanism):
             if row.canvas is not None and record is not None:
                 record.num_known = max(record.num_known, row.start + len(row.tokens))
         if step.rows:
-            spans = np.full(len(step.rows), self._canvas.length, np.int32)
+            spans = np.zeros((len(step.rows), 2), np.int32)
+            spans[:, 0] = self._canvas.length  # from position 0
             self._spans[step.plan.step] = self._runner.staging.add(spans)
 
     def begin(self, step: "PreparedStep") -> None:
