@@ -29,6 +29,11 @@ def diffusion_gemma_canvas(fields: ConfigFields, generation: ConfigFields) -> Ca
     """Read the free canvas of DiffusionGemma, and how it is denoised. Where generation_config.json
     says nothing, transformers' own defaults count."""
     length = fields.positive("canvas_length", 256, most=_LONGEST_CANVAS)
+    if not fields.flag("tie_word_embeddings", default=True):
+        raise ModelError(
+            f"{fields.source}: tie_word_embeddings false is not supported: encoder and decoder "
+            "must share their weights"
+        )
     usual = RenoisingConfig()
     sampler = ConfigFields(generation.section("sampler_config") or {}, generation.source)
     stable_steps = generation.number("stability_threshold", usual.stability_threshold, least=0.0)

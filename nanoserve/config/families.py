@@ -14,6 +14,7 @@ from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.experts import (
     deepseek_v2_experts,
     deepseek_v3_experts,
+    gemma4_experts,
     gpt_oss_experts,
     granite_experts,
     granite_hybrid_experts,
@@ -377,6 +378,7 @@ _GEMMA4 = replace(
         },
         differ=True,
     ),
+    experts=gemma4_experts,
     has_layer_shapes=True,
 )
 _DIFFUSION_GEMMA = replace(

@@ -141,9 +141,9 @@ class MoeConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: frozenset[int]
-    style: Literal["swiglu", "gpt_oss", "relu2"] = "swiglu"
-    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn.
-    relu2: they have no gate, and square what is positive."""
+    style: Literal["swiglu", "geglu", "gpt_oss", "relu2"] = "swiglu"
+    """geglu: the gate's activation is GELU. gpt_oss: experts have biases, a clamped activation, and
+    the rows of gate and up in turn. relu2: they have no gate, and square what is positive."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     gates_shared: bool = False
@@ -161,6 +161,10 @@ class MoeConfig:
     """Added to the sum that weights are divided by."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
+    norms_apart: bool = False
+    """Whether the shared experts and the others are two parts side by side, with norms of their own
+    (Gemma 4). The others, and the router, then read the hidden states before the norm of the shared
+    ones; the router normalizes and scales what it reads, and each expert's weight has a factor."""
 
     @property
     def is_gated(self) -> bool:

@@ -8,7 +8,7 @@ size. A layer knows only its own sizes and its group.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from nanoserve.config.model_parts import MlaConfig, NormKind, RopeConfig
 from nanoserve.models.attention import AttentionFunction, CanvasInputs
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
 from triton_ops import project
+
+if TYPE_CHECKING:  # for models that have some
+    from nanoserve.models.experts import SparseExperts
 
 INITIAL_STANDARD_DEVIATION = 0.02
 _VOCABULARY_PIECE = 8192
@@ -318,6 +321,12 @@ class DecoderLayer(nn.Module):
         if config.norms.places in ("around", "after"):
             self.attention_output_norm = self._norm(config.hidden_size)
             self.feed_forward_output_norm = self._norm(config.hidden_size)
+        self.has_parts_apart = (
+            config.moe is not None and config.moe.norms_apart and config.is_sparse(index)
+        )
+        if self.has_parts_apart:
+            self.shared_output_norm = self._norm(config.hidden_size)
+            self.expert_output_norm = self._norm(config.hidden_size)
         if config.norms.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
         self.is_scaled_outside = config.embedding.per_layer_size > 0 or config.writes_free_canvases
@@ -445,6 +454,9 @@ class DecoderLayer(nn.Module):
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
+        if self.has_parts_apart:
+            of_shared, of_experts = fed.chunk(2, dim=-1)
+            fed = self.shared_output_norm(of_shared) + self.expert_output_norm(of_experts)
         if config.norms.places in ("around", "after"):
             fed = self.feed_forward_output_norm(fed)
         fed = self._scaled(fed)
@@ -495,7 +507,8 @@ class DecoderLayer(nn.Module):
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """From one sum over the group to the next: attended and residual [T, hidden_size] -> this
         rank's addend of the feed-forward part, and the residual that the sum is added to, [T,
-        hidden_size] each."""
+        hidden_size] each. Of two parts side by side, there are two addends, [T, 2 * hidden_size].
+        """
         norms = self.config.norms.places
         if norms in ("around", "after"):
             attended = self.attention_output_norm(attended)
@@ -503,6 +516,8 @@ class DecoderLayer(nn.Module):
         normed = residual
         if norms != "after":
             normed = self.feed_forward_norm(residual)
+        if self.has_parts_apart:
+            return cast("SparseExperts", self.feed_forward).apart(normed, residual), residual
         fed: Tensor = self.feed_forward(normed)
         return fed, residual
 

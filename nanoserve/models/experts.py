@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import MoeConfig
-from nanoserve.models.decoder import FeedForward, Linear
+from nanoserve.models.decoder import FeedForward, Linear, RMSNorm
 from triton_ops import sparse_experts
 
 
@@ -30,30 +30,20 @@ class SharedExperts(FeedForward):
         return output * opened
 
 
-class MixtureOfExperts(nn.Module):
+class SparseExperts(nn.Module):
     """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every
     token, and their outputs are added, weighted. Shared experts are one more expert, without a
-    weight of the router."""
+    weight of the router. Each subclass keeps the experts' matrices in its own form."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
-        super().__init__()
-        self.moe = moe
-        num_experts = moe.num_experts
-        hidden_size = config.hidden_size
-        inner = moe.intermediate_size
-        self.correction_bias: nn.Parameter | None = None
-        if moe.corrects_choice:
-            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
-        if moe.shared_size:
-            self.shared = SharedExperts(config, moe)
-        biased = moe.style == "gpt_oss"
-        self.router = Linear(hidden_size, num_experts, bias=biased)
-        rows = 2 * inner if moe.is_gated else inner
-        self.gate_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner))
-        if biased:
-            self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * inner))
-            self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
+    moe: MoeConfig
+    router: Linear
+    correction_bias: nn.Parameter | None
+    shared: SharedExperts
+    router_scale: nn.Parameter
+    expert_scale: nn.Parameter
+    input_norm: RMSNorm
+    gate_up_bias: nn.Parameter
+    down_bias: nn.Parameter
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
@@ -64,14 +54,62 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        moe = self.moe
-        weights, experts = route(self.router(hidden), moe, self.correction_bias)
-        output = sparse_experts(
-            hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style
-        )
-        if moe.shared_size:
+        weights, experts = route(self.router(hidden), self.moe, self.correction_bias)
+        output = self.compute(hidden, weights, experts)
+        if self.moe.shared_size:
             output = output + self.shared(hidden)
         return output
+
+    def apart(self, normed: Tensor, hidden: Tensor) -> Tensor:
+        """Hidden states after the norm of the shared experts, and before it, [T, hidden_size] both
+        -> the output of the shared experts, and beside it that of the others, [T, 2 *
+        hidden_size]."""
+        size = hidden.shape[-1]
+        uniform = functional.rms_norm(hidden.float(), (size,), eps=self.input_norm.eps)
+        scaled = uniform * (self.router_scale.float() * size**-0.5)
+        logits = self.router(scaled.to(hidden.dtype))
+        weights, experts = route(logits, self.moe, self.correction_bias)
+        weights = weights * self.expert_scale[experts]
+        output = self.compute(self.input_norm(hidden), weights, experts)
+        return torch.cat((self.shared(normed), output), dim=-1)
+
+    def compute(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """hidden [T, hidden_size]; weights and experts as `route` returns them -> [T,
+        hidden_size]"""
+        raise NotImplementedError
+
+
+class MixtureOfExperts(SparseExperts):
+    """Experts whose matrices are numbers."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        num_experts = moe.num_experts
+        hidden_size = config.hidden_size
+        inner = moe.intermediate_size
+        self.correction_bias = None
+        if moe.corrects_choice:
+            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
+        if moe.shared_size:
+            self.shared = SharedExperts(config, moe)
+        if moe.norms_apart:
+            self.router_scale = nn.Parameter(torch.ones(hidden_size))
+            self.expert_scale = nn.Parameter(torch.ones(num_experts))
+            self.input_norm = RMSNorm(hidden_size, config.norms.eps, config.norms.kind)
+        biased = moe.style == "gpt_oss"
+        self.router = Linear(hidden_size, num_experts, bias=biased)
+        rows = 2 * inner if moe.is_gated else inner
+        self.gate_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner))
+        if biased:
+            self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * inner))
+            self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
+
+    def compute(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return sparse_experts(
+            hidden, weights, experts, self.gate_up, self.down, self.biases, self.moe.style
+        )
 
 
 def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None) -> tuple[Tensor, Tensor]:
