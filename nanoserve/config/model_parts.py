@@ -1,10 +1,12 @@
 """The parts of a ModelConfig, whose defaults are those of a plain family. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanoserve.config.mixers import MixerConfig
+from nanoserve.errors import UsageError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
@@ -238,6 +240,17 @@ class RenoisingConfig:
     last."""
     confidence_threshold: float = 0.005
     """The last step's mean entropy is below this, unless it is the last of all steps."""
+
+    def changed(self, settings: Mapping[str, float]) -> "RenoisingConfig":
+        """Return these settings with some replaced, by name. Raises UsageError if they contradict
+        each other."""
+        typed: dict[str, Any] = {}
+        for name, value in settings.items():
+            typed[name] = type(getattr(self, name))(value)
+        chosen = replace(self, **typed)
+        if chosen.t_max <= chosen.t_min:
+            raise UsageError(f"t_max {chosen.t_max:g} must be above t_min {chosen.t_min:g}")
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)

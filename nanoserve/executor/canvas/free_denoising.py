@@ -181,9 +181,7 @@ class Piece:
     ) -> "Piece":
         """Stage positions: their canvases, and the place in each."""
         states = [canvas.state for canvas, _ in positions]
-        counters = [
-            canvas.step * STEP_STRIDE + canvas.start + place for canvas, place in positions
-        ]
+        counters = [canvas.step * STEP_STRIDE + canvas.start + place for canvas, place in positions]
         temperatures = [renoising.temperature(canvas.step) for canvas, _ in positions]
         asked = [
             (number, state.params.logprobs)
@@ -265,9 +263,7 @@ class FreeCanvasRows:
                 piece.logprobs = columns.through(results.fetch)
             logits /= piece.temperatures[:, None]
             sampled = sample(logits, piece.settings)
-            samples = Samples(
-                sampled.tokens, logits.argmax(1), entropies_of(logits), sampled.valid
-            )
+            samples = Samples(sampled.tokens, logits.argmax(1), entropies_of(logits), sampled.valid)
             found.append(samples)
             soft_embeddings.append(decoder.soft_embeddings(logits))
         columns_of_all = (torch.cat(column) for column in zip(*found, strict=True))

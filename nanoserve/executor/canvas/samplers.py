@@ -17,7 +17,6 @@ from nanoserve.executor.sampling.sampler import SamplingRows
 from nanoserve.executor.step.answers import rows_per_chunk
 from triton_ops.sampling import keep_likely
 
-
 STEP_STRIDE = 1 << 32
 """Positions that lie between two denoising steps in the counter of random numbers: each step draws
 new ones."""

@@ -35,7 +35,6 @@ from nanoserve.scheduler.plan import Answer, Begin, Row, StepPlan
 from nanoserve.text.grammar.compiler import GrammarCompiler
 from triton_ops import copy_blocks
 
-
 StageSampled = Callable[
     [Sequence[Row], np.ndarray, Sequence[SamplingState], Staging], StepSamples | None
 ]
