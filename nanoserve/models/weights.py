@@ -61,11 +61,11 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
 
 def _self_conditioning_parts(config: ModelConfig, prefix: str) -> Iterator[TensorPart]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
-    target = "self_conditioning."
-    yield TensorPart(f"{prefix}pre_norm.weight", target + "norm.weight", (hidden,))
-    yield from row_parts(gate_up, target + "feed_forward.gate_up", (inner, inner), hidden)
-    yield from row_parts([f"{prefix}down_proj"], target + "feed_forward.down", (hidden,), inner)
+    yield TensorPart(f"{prefix}pre_norm.weight", "self_conditioning.norm.weight", (hidden,))
+    target = "self_conditioning.feed_forward."
+    gate_up, down = [f"{prefix}gate_proj", f"{prefix}up_proj"], [f"{prefix}down_proj"]
+    yield from row_parts(gate_up, target + "gate_up", (inner, inner), hidden, bias=False)
+    yield from row_parts(down, target + "down", (hidden,), inner, bias=False)
 
 
 def tied_parts(config: ModelConfig) -> tuple[TensorPart, TensorPart]:
