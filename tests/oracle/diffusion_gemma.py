@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {
     "sliding_window": WINDOW,
     "num_experts": 6,
     "top_k_experts": 3,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 64,
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": END_TOKEN,

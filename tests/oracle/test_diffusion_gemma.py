@@ -18,7 +18,7 @@ from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.attention import AttentionBatch, CanvasInputs, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
-from nanoserve.models.packed import PackedLinear
+from nanoserve.models.packed import PackedMatrix
 from nanoserve.models.shards import make_shards
 from tests.models.test_decoder import layer_caches
 from tests.oracle.checkpoints import VOCAB_SIZE
@@ -31,6 +31,7 @@ from tests.oracle.diffusion_gemma import (
     make_diffusion_gemma,
 )
 from tests.oracle.test_families import BLOCK_SIZE, TOLERANCE, dense_logits
+from triton_ops import packed_linear, reference_operators
 
 BLOCKS_PER_ROW = 3
 
@@ -190,27 +191,36 @@ def test_canvases_and_prompts_share_a_step(checkpoint: tuple[Path, Any]) -> None
     assert_close(found[2], canvas_logits(model, caches[1], canvases[1], expectations))
 
 
+def numbers_of(matrix: PackedMatrix) -> Tensor:
+    """The numbers that a packed matrix stands for, or the packed matrices of all experts."""
+    (segment,), (packed,) = matrix.shape.segments, matrix.packed
+    units = torch.eye(matrix.shape.columns)
+    if not matrix.shape.experts:
+        return packed_linear(units, packed, None, segment.rows, segment.format).T
+    by_expert = [packed_linear(units, one, None, segment.rows, segment.format).T for one in packed]
+    return torch.stack(by_expert)
+
+
 def test_rounded_weights_condition_canvases_too(checkpoint: tuple[Path, Any]) -> None:
     """A decoder of the numbers that packed matrices stand for computes the same."""
     directory, _ = checkpoint
     rounded, _ = load_model(directory, "fp32", quantization="int8")
     exact, _ = load_model(directory, "fp32")
     packed = set[str]()
-    with torch.inference_mode():
-        for name, module in rounded.named_modules():
-            if isinstance(module, PackedLinear):
-                stands_for = module(torch.eye(module.weight.shape.columns)).T
-                exact.get_submodule(name).weight.data = stands_for
-                packed.add(name)
-    assert {"self_conditioning.feed_forward.down", "layers.0.feed_forward.shared.gate_up"} < packed
-    exact.embedding.weight.data = rounded.embedding(torch.arange(VOCAB_SIZE))
     logits = torch.randn(LENGTH, VOCAB_SIZE, generator=torch.Generator().manual_seed(8)) * 5
     passes = []
-    for decoder in (rounded, exact):
-        driven = Driven(decoder)
-        driven.step([DrivenRow(0, 0, random_tokens(20, 1))])
-        canvas = DrivenRow(0, 20, random_tokens(LENGTH, 2), decoder.soft_embeddings(logits))
-        passes += driven.step([canvas])
+    with torch.inference_mode(), reference_operators():
+        for name, module in rounded.named_modules():
+            if isinstance(module, PackedMatrix) and not name.startswith("embedding"):
+                exact.get_parameter(name).data = numbers_of(module)
+                packed.add(name)
+        exact.embedding.weight.data = rounded.embedding(torch.arange(VOCAB_SIZE))
+        for decoder in (rounded, exact):
+            driven = Driven(decoder)
+            driven.step([DrivenRow(0, 0, random_tokens(20, 1))])
+            soft = decoder.soft_embeddings(logits)
+            passes += driven.step([DrivenRow(0, 20, random_tokens(LENGTH, 2), soft)])
+    assert {"self_conditioning.feed_forward.down.weight", "layers.0.feed_forward.down"} < packed
     assert_close(passes[0], passes[1])
 
 
