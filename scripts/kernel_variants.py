@@ -2,7 +2,7 @@
 without a GPU."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from triton_ops.gpu import (
@@ -19,6 +19,8 @@ from triton_ops.gpu.configurations import (
     REDUCTION_WARPS,
     VALUE_DIMS,
     AttentionConfiguration,
+    DecodeConfiguration,
+    PrefillConfiguration,
     ProgramShape,
     decode_constants,
     prefill_constants,
@@ -46,7 +48,7 @@ class Variant:
     label: str
     types: Mapping[str, str]
     divisible: frozenset[str]
-    constants: Mapping[str, int]
+    constants: Mapping[str, int | None]
     num_warps: int
     num_stages: int
 
@@ -69,14 +71,27 @@ _METADATA = {
     "context_lengths": "*i32",
     "sinks": "*fp32",
 }
+_NUMBERS = {
+    "scale": "fp32",
+    "soft_cap": "fp32",
+    "sliding_window": "i32",
+    "table_stride": "i32",
+    **dict.fromkeys(_STRIDES, "i32"),
+}
 _PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32"}
+_WHOLE, _SLIDING = {"slides": False}, {"slides": True}
+_CAUSAL = {"spans": None}
 
 
-_FEATURES = (
-    {"slides": False},
-    {"slides": True},
-    {"slides": True, "capped": True, "has_sinks": True},
-)
+def _with_spans(causal: Variant) -> Variant:
+    """The form of a program whose queries see to the end of a span."""
+    constants = {name: value for name, value in causal.constants.items() if name not in _CAUSAL}
+    return replace(
+        causal,
+        label=f"{causal.label}, spans",
+        types={**causal.types, "spans": "*i32"},
+        constants=constants,
+    )
 
 
 def _names(features: dict[str, bool]) -> list[str]:
@@ -100,40 +115,9 @@ def attention_variants(generation: int) -> Iterator[Variant]:
 def _attention_variants(
     configuration: AttentionConfiguration, shape: ProgramShape, dtype: str
 ) -> Iterator[Variant]:
-    tensors = dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
-    numbers = {
-        "scale": "fp32",
-        "soft_cap": "fp32",
-        "sliding_window": "i32",
-        "table_stride": "i32",
-        **dict.fromkeys(_STRIDES, "i32"),
-    }
-    aligned = frozenset({*tensors, *_PARTIAL, *_STRIDES})
     name = f"{dtype} head_dim {shape.head_dim + shape.tail_dim}"
-    # float32 serves to check the others, and compiles slowly
-    known = _FEATURES if dtype != "fp32" else _FEATURES[:2]
-    for features, splits in ((known[0], False), *((features, True) for features in known)):
-        yield Variant(
-            module="attention",
-            program="decode_attention",
-            label=", ".join([name, *["splits"] * splits, *_names(features)]),
-            types={**tensors, **_PARTIAL, **_METADATA, **numbers},
-            divisible=aligned,
-            constants=decode_constants(configuration.decode, shape, splits=splits, **features),
-            num_warps=configuration.decode.num_warps,
-            num_stages=configuration.decode.num_stages,
-        )
-    for features in known:
-        yield Variant(
-            module="attention",
-            program="prefill_attention",
-            label=", ".join([name, *_names(features)]),
-            types={**tensors, **_METADATA, **numbers, "num_rows": "i32", "num_groups": "i32"},
-            divisible=aligned - _PARTIAL.keys(),
-            constants=prefill_constants(configuration.prefill, shape, **features),
-            num_warps=configuration.prefill.num_warps,
-            num_stages=configuration.prefill.num_stages,
-        )
+    yield from _decode_variants(configuration.decode, shape, dtype, name)
+    yield from _prefill_variants(configuration.prefill, shape, dtype, name)
     if shape.tail_dim:
         return  # results are added up as for heads as wide as the values
     yield Variant(
@@ -152,6 +136,59 @@ def _attention_variants(
         num_warps=REDUCTION_WARPS,
         num_stages=1,
     )
+
+
+def _decode_variants(
+    configuration: DecodeConfiguration, shape: ProgramShape, dtype: str, name: str
+) -> Iterator[Variant]:
+    forms = [(_WHOLE, False), *((features, True) for features in _features(dtype))]
+    for features, splits in forms:
+        constants = decode_constants(configuration, shape, splits=splits, **features)
+        variant = Variant(
+            module="attention",
+            program="decode_attention",
+            label=", ".join([name, *["splits"] * splits, *_names(features)]),
+            types={**_tensors(dtype), **_PARTIAL, **_METADATA, **_NUMBERS},
+            divisible=frozenset({*_tensors(dtype), *_PARTIAL, *_STRIDES}),
+            constants={**constants, **_CAUSAL},
+            num_warps=configuration.num_warps,
+            num_stages=configuration.num_stages,
+        )
+        yield variant
+        if features == _SLIDING:  # spans of single tokens move the window, and nothing else
+            yield _with_spans(variant)
+
+
+def _prefill_variants(
+    configuration: PrefillConfiguration, shape: ProgramShape, dtype: str, name: str
+) -> Iterator[Variant]:
+    counts = {"num_rows": "i32", "num_groups": "i32"}
+    for features in _features(dtype):
+        constants = prefill_constants(configuration, shape, **features)
+        variant = Variant(
+            module="attention",
+            program="prefill_attention",
+            label=", ".join([name, *_names(features)]),
+            types={**_tensors(dtype), **_METADATA, **_NUMBERS, **counts},
+            divisible=frozenset({*_tensors(dtype), *_STRIDES}),
+            constants={**constants, **_CAUSAL},
+            num_warps=configuration.num_warps,
+            num_stages=configuration.num_stages,
+        )
+        yield variant
+        if features == _SLIDING or (features == _WHOLE and dtype != "fp32"):
+            yield _with_spans(variant)
+
+
+def _features(dtype: str) -> tuple[dict[str, bool], ...]:
+    """float32 serves to check the others, and compiles slowly."""
+    if dtype == "fp32":
+        return _WHOLE, _SLIDING
+    return _WHOLE, _SLIDING, {"slides": True, "capped": True, "has_sinks": True}
+
+
+def _tensors(dtype: str) -> dict[str, str]:
+    return dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
 
 
 def cache_variants() -> Iterator[Variant]:

@@ -283,7 +283,7 @@ def _build_here(
         operators, layers = cpu_operators(), start.layers[0]
         if config.batch_invariant:  # only these operators compute so
             _wait_for(OPERATORS, operators, progress)
-    overlaps = _overlaps_steps(config, device)
+    overlaps = _overlaps_steps(config, model, device)
     (stage,) = start.stages(
         [num_blocks], host_pool, processor, state_slots=state_slots, async_scheduling=overlaps
     )
@@ -314,10 +314,10 @@ def _build_here(
     )
 
 
-def _overlaps_steps(config: EngineConfig, device: torch.device) -> bool:
+def _overlaps_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
     """Whether the next step is launched while a device computes one: the CPU is both, and gains
-    nothing by it."""
-    return device.type == "cuda" and not config.eager
+    nothing by it. The next step of a canvas needs to know which of its tokens are settled."""
+    return device.type == "cuda" and not config.eager and model.canvas is None
 
 
 def _set_apart(config: EngineConfig, device: torch.device) -> "HostProcessor":

@@ -1,11 +1,22 @@
 """Graphs without a GPU: like CUDA's, they read and write the very tensors that they were recorded
-with."""
+with. And engines on a GPU, with the CPU in its place."""
 
 from collections.abc import Callable
+from functools import partial
 
+import pytest
+import torch
 from torch import Tensor
 
+from nanoserve.engine import assembly
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.stage import Stage
+from nanoserve.executor.start import gpu_start
+from nanoserve.executor.start.gpu_start import GpuStart
 from nanoserve.executor.step.decode_graphs import CudaRecorder
+
+CPU = torch.device("cpu")
+STEP_MEMORY = 6000
 
 
 class FakeRecorder(CudaRecorder):
@@ -29,3 +40,35 @@ class FakeRecorder(CudaRecorder):
             self.replayed.append(len(hidden))
 
         return replay, hidden
+
+
+def answer_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
+    """Answer calls of CUDA for the CPU; the compiler only traces."""
+    recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
+    monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
+    monkeypatch.setattr(
+        LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager")
+    )
+    return recorder
+
+
+def put_cpu_in_place_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines with the device cuda do all that is done for a GPU, and compute on the CPU."""
+    load, build_stage = assembly.load_decoder, Stage.build
+    monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        assembly,
+        "load_decoder",
+        lambda resolved, config, device, progress: load(resolved, config, CPU, None),
+    )
+    monkeypatch.setattr(
+        gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU)
+    )
+    monkeypatch.setattr(
+        Stage,
+        "build",
+        lambda decoder, device, **options: build_stage(decoder, device=CPU, **options),
+    )

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from nanoserve import LLM
-from nanoserve.config.model_parts import LayerDifferences, MoeConfig
-from nanoserve.engine import assembly
+from nanoserve.config.model_parts import CanvasConfig, LayerDifferences, MoeConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
-from nanoserve.executor.stage import Stage
 from nanoserve.executor.start import gpu_start
 from nanoserve.executor.start.gpu_start import GpuStart, run_largest_step
 from nanoserve.executor.step.decode_graphs import DecodeGraphs
@@ -27,27 +25,22 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
-from tests.executor.fake_graphs import FakeRecorder
+from tests.executor.fake_graphs import (
+    CPU,
+    STEP_MEMORY,
+    FakeRecorder,
+    answer_calls_of_cuda,
+    put_cpu_in_place_of_gpu,
+)
 from tests.executor.small_model import dense_greedy, local_executor, small_config, small_decoder
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 
-CPU = torch.device("cpu")
-STEP_MEMORY = 6000
 PROMPT = (7, 3, 58, 21, 9)
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
-    """Calls of CUDA, answered for the CPU; the compiler only traces."""
-    recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
-    monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
-    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
-    monkeypatch.setattr(
-        LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager")
-    )
-    yield recorder
+    yield answer_calls_of_cuda(monkeypatch)
     torch._dynamo.reset()
 
 
@@ -119,21 +112,7 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
 ) -> None:
     """All that is done for a GPU, with the CPU in its place: steps overlap too."""
-    load, build_stage = assembly.load_decoder, Stage.build
-    monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(
-        assembly,
-        "load_decoder",
-        lambda resolved, config, device, progress: load(resolved, config, CPU, None),
-    )
-    monkeypatch.setattr(
-        gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU)
-    )
-    monkeypatch.setattr(
-        Stage,
-        "build",
-        lambda decoder, device, **options: build_stage(decoder, device=CPU, **options),
-    )
+    put_cpu_in_place_of_gpu(monkeypatch)
     prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
     params = [
         SamplingParams(temperature=0.0, max_tokens=9),
@@ -322,6 +301,27 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
     assert tokens is not None and len(tokens) == 11, (
         "prompt log probabilities may look at every position"
     )
+
+
+def test_the_largest_step_samples_each_position_of_its_canvases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows attend by spans, for which programs on a GPU have forms of their own."""
+    canvases = replace(small_config(), canvas=CanvasConfig(length=4, mask_token=60))
+    decoder, seen = Decoder(canvases), list[list[list[int]]]()
+    monkeypatch.setattr(gpu_start, "rows_per_chunk", lambda vocab_size: 1)
+
+    def run_layer(
+        layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        assert isinstance(attention, PagedAttention) and attention.batch.spans is not None
+        seen.append(attention.batch.spans.tolist())
+        output: Tensor = layer(hidden, cos, sin, attention)
+        return output
+
+    tokens = run_largest_step(decoder, run_layer, num_tokens=11, num_rows=2, block_size=4)
+    assert seen == [[[4, 0], [4, 0]]] * canvases.num_layers
+    assert tokens is not None and len(tokens) == 8
 
 
 @pytest.mark.parametrize("stages", [1, 2])

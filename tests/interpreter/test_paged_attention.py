@@ -48,6 +48,7 @@ def check(
     multiprocessors: int = 2,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> None:
     out = poisoned_out(batch)
     attention.attend(
@@ -58,8 +59,10 @@ def check(
         sliding_window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        spans=spans,
     )
-    tolerance, expected = TOLERANCES[out.dtype], reference(batch, SCALE, window, soft_cap, sinks)
+    tolerance = TOLERANCES[out.dtype]
+    expected = reference(batch, SCALE, window, soft_cap, sinks, spans)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -156,6 +159,40 @@ def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -
         SMALL, decode=replace(SMALL.decode, keys_per_tile=128, keys_per_split=128)
     )
     check(batch, window, configuration=configuration, multiprocessors=multiprocessors)
+
+
+SPANS = st.tuples(st.sampled_from([1, 2, 7, 16, 32, 33, 100, 1 << 20]), st.integers(0, 300))
+"""Lengths, and where a span begins: also behind the last position."""
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=ragged_rows(),
+    heads=st.sampled_from([(2, 2), (4, 2), (5, 1), (16, 1)]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.sampled_from([0, 0, 1, 16, 31, 50]),
+    multiprocessors=st.sampled_from([1, 2, 8]),
+    spans=st.lists(SPANS, min_size=5, max_size=5),
+    seed=st.integers(0, 2**31),
+)
+@example([Row(129, 300), Row(64, 64)], (5, 1), 16, 50, 1, [(129, 171), (32, 0)] * 3, 0)
+@example([Row(100, 250)], (4, 2), 32, 31, 2, [(33, 7)] * 5, 1)
+@example([Row(1, 190), Row(1, 90)], (4, 2), 16, 16, 8, [(100, 90), (40, 89)] * 3, 2)
+def test_spans_of_any_length_that_begin_anywhere(
+    rows: list[Row],
+    heads: tuple[int, int],
+    block_size: int,
+    window: int,
+    multiprocessors: int,
+    spans: list[tuple[int, int]],
+    seed: int,
+) -> None:
+    """Rows of one batch differ in their spans, and windows count back from the first position of
+    one."""
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
+    batch = build(rows, **sizes, seed=seed, head_dim=64)
+    of_rows = torch.tensor(spans[: len(rows)], dtype=torch.int32)
+    check(batch, window, multiprocessors=multiprocessors, spans=of_rows)
 
 
 def sinks_of(num_heads: int) -> Tensor:

@@ -174,6 +174,7 @@ REFUSED_SETTINGS: dict[str, dict[str, Any]] = {
     "--speculate ngram": {"speculate": "ngram"},
     "--host-kv-memory": {"host_kv_memory": 1 << 20},
     "--policy auto": {"policy": "auto"},
+    "--device cuda": {"device": "cuda"},
     "--pp": {"pipeline_parallel": 2},
     "--tp": {"tensor_parallel": 2},
     "--max-num-batched-tokens 5": {"max_num_batched_tokens": 5},

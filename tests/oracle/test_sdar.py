@@ -23,6 +23,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
+from tests.executor.fake_graphs import answer_calls_of_cuda, put_cpu_in_place_of_gpu
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.oracle.runs import DEFAULTS, Outputs, Run
 from tests.oracle.sdar import (
@@ -246,13 +247,27 @@ def test_compiled_pieces_give_the_same_answers(checkpoint: tuple[Path, PreTraine
     assert set(layers._compiled) == {"pre_attention", "post_attention"}
 
 
+def test_an_engine_on_a_gpu_gives_the_same_answers(
+    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is done for a GPU, with the CPU in its place. Layers are compiled in pieces, since a
+    compiled layer has causal attention. No decode step is captured."""
+    directory, model = checkpoint
+    recorder = answer_calls_of_cuda(monkeypatch)
+    put_cpu_in_place_of_gpu(monkeypatch)
+    settings = {"denoising": "confidence:threshold=0.1", "max_num_batched_tokens": 32}
+    ran = Run(directory, requests_of(prompts()), device="cuda", eager=False, **settings)
+    torch._dynamo.reset()
+    assert ran.outputs == expected_answers(model)
+    assert recorder.recorded == []
+
+
 REFUSED_SETTINGS = {
     "--speculate ngram": {"speculate": "ngram"},
     "--host-kv-memory": {"host_kv_memory": 1 << 20},
     "--policy neo": {"policy": "neo"},
     "--policy auto": {"policy": "auto"},
     "--parallel auto": {"parallel": "auto", "devices": 2},
-    "--device cuda": {"device": "cuda"},
     "--decode-parallel": {
         "tensor_parallel": 2,
         "decode_layout": ParallelLayout(pipeline_parallel=2),

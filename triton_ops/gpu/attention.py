@@ -43,6 +43,7 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> None:
     """Compute `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises
     UnsupportedByGpu."""
@@ -58,6 +59,7 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=sinks,
+        spans=spans,
     )
 
 
@@ -70,6 +72,7 @@ def attend(
     sliding_window: int,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> None:
     """Compute it with a given configuration, to compare configurations. `tensors` are
     paged_attention's, in order.
@@ -78,7 +81,7 @@ def attend(
     """
     _, query, _, _, _, query_starts, _ = tensors
     num_tokens, num_rows = query.shape[0], query_starts.shape[0] - 1
-    launch = _Launch(tensors, scale, sliding_window, soft_cap, sinks)
+    launch = _Launch(tensors, scale, sliding_window, soft_cap, sinks, spans)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         if num_tokens != num_rows:
             launch.longer_rows(configuration.prefill)
@@ -96,6 +99,7 @@ class _Launch:
         sliding_window: int,
         soft_cap: float,
         sinks: Tensor | None,
+        spans: Tensor | None,
     ) -> None:
         (
             self.out,
@@ -117,6 +121,7 @@ class _Launch:
             "has_sinks": sinks is not None,
         }
         self.sinks = self.query_starts if sinks is None else sinks  # not read where there are none
+        self.spans = spans
         self.numbers = (scale * LOG2_E, 0.0, sliding_window)
         if soft_cap > 0:
             self.numbers = (2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E, sliding_window)
@@ -140,6 +145,7 @@ class _Launch:
             self.query_starts,
             self.context_lengths,
             self.sinks,
+            self.spans,
             self.num_rows,
             self.num_groups,
             *self.numbers,
@@ -162,6 +168,8 @@ class _Launch:
             sizes = (self.num_rows, self.num_heads, splits)
             results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
             weights = self.out.new_empty(sizes, dtype=torch.float32)
+        # a single query is the last of its row, so that a span only moves its window
+        spans = self.spans if self.features["slides"] else None
         decode_attention[(self.num_groups, splits, self.num_rows)](
             self.out,
             results,
@@ -173,6 +181,7 @@ class _Launch:
             self.query_starts,
             self.context_lengths,
             self.sinks,
+            spans,
             *self.numbers,
             *self.strides,
             **decode_constants(configuration, self.shape, splits=splits > 1, **self.features),

@@ -47,7 +47,9 @@ if TYPE_CHECKING:  # for models with such layers
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
 """Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled.
 Raises CannotBuild if it cannot be compiled."""
-_PARTS: tuple[LayerPart, ...] = ("layer", "pre_attention", "post_attention")
+_AROUND_ATTENTION: tuple[LayerPart, ...] = ("pre_attention", "post_attention")
+"""All parts that are compiled where rows attend by spans: whole layers have causal attention."""
+_PARTS: tuple[LayerPart, ...] = ("layer", *_AROUND_ATTENTION)
 _SOURCES = (
     *sorted((Path(nanoserve.__file__).parent / "models").glob("*.py")),
     *sorted(Path(triton_ops.__file__).parent.glob("*.py")),
@@ -106,8 +108,8 @@ class LayerRunner:
         if operators.problem is not None:
             return cls()
         parts = _PARTS if with_pieces else _PARTS[:1]
-        if decoder.config.canvas is not None:  # whole layers are compiled with causal attention
-            parts = _PARTS[1:]
+        if decoder.config.canvas is not None:
+            parts = _AROUND_ATTENTION
         if decoder.shard.degree > 1:  # no library can add up over ranks
             config = decoder.config
             apart: dict[LayerPart, bool] = {
@@ -125,7 +127,8 @@ class LayerRunner:
     ) -> "LayerRunner":
         """Layers and pieces compiled by torch.compile in this process, each kind when it first
         runs."""
-        return cls._of_kinds(decoder, _PARTS, lambda kind: _TorchCompiled(kind, decoder, backend))
+        parts = _PARTS if decoder.config.canvas is None else _AROUND_ATTENTION
+        return cls._of_kinds(decoder, parts, lambda kind: _TorchCompiled(kind, decoder, backend))
 
     @classmethod
     def _of_kinds(

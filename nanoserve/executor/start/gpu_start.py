@@ -206,7 +206,11 @@ def run_largest_step(
         return None
     vocab_size = decoder.config.vocab_size
     # A prompt's log probabilities are computed for this many positions at a time.
-    num_sampled = min(num_tokens, max(num_rows, rows_per_chunk(vocab_size)))
+    num_sampled = max(num_rows, rows_per_chunk(vocab_size))
+    canvas = decoder.config.canvas
+    if canvas is not None:  # tokens are sampled at each of its positions
+        num_sampled = max(num_sampled, num_rows * canvas.length)
+    num_sampled = min(num_tokens, num_sampled)
     states = [SamplingState(Begin(0, (0,), 1, 0, 0, _SAMPLED), vocab_size)] * num_sampled
     staging = Staging(hidden.device)
     last_tokens = staging.add(np.arange(num_sampled))
@@ -226,6 +230,9 @@ def _largest_inputs(
     tables = torch.zeros(num_rows, -(-longest // block_size), dtype=torch.int32, device=device)
     slots = torch.full((num_tokens,), SKIPPED_SLOT, device=device)
     batch = AttentionBatch(tables, starts, lengths, slots)
+    if decoder.config.canvas is not None:
+        spans = [[decoder.config.canvas.length, 0]] * num_rows
+        batch.spans = torch.tensor(spans, dtype=torch.int32, device=device)
     intermediate_hidden_states = None
     if not decoder.shard.is_first:
         intermediate_hidden_states = torch.zeros(
@@ -283,10 +290,13 @@ def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
 
 
 def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
-    """Whether nothing in a decode step waits for the device. Trying would not do: a recording that
-    fails leaves torch's allocator in a state in which memory cannot be given back."""
+    """Whether the model has decode steps, and nothing in them waits for the device. Trying would
+    not do: a recording that fails leaves torch's allocator in a state in which memory cannot be
+    given back."""
     config = decoder.config
     if config.recurrent is not None:  # the host cuts its scans
+        return False
+    if config.canvas is not None:  # its rows are longer than those of decode steps
         return False
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True

@@ -263,12 +263,12 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
         "--decode-parallel": config.decode_layout is not None,
         "--host-kv-memory": config.host_kv_memory is not None,
         f"--policy {config.policy_name}": config.attends_on_host,
-        f"--device {config.device}": config.device != "cpu",
         "--parallel auto": config.parallel is not None,
         "--policy auto": config.policy == AUTO,
     }
     least = _LEAST_CANVASES * model.canvas.length
     if model.canvas.is_free:  # soft embeddings are in the process that embeds, and of all logits
+        asked[f"--device {config.device}"] = config.device != "cpu"
         asked["--pp"] = config.pipeline_parallel > 1
         asked["--tp"] = config.tensor_parallel > 1
         least = model.canvas.length

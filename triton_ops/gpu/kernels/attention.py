@@ -20,7 +20,8 @@ power of two is padded to one with masks. Keys are as wide, or wider by TAIL_DIM
 are the keys' first columns, and read once. Tiles of keys are whole blocks. Without CAPPED, `scale`
 brings a product of query and key to powers of two, and `soft_cap` is not read. With it, a score in
 powers of two is soft_cap * tanh(x), and `scale` makes 2 ** (product * scale) = exp(2x). Sinks are
-read where HAS_SINKS says so.
+read where HAS_SINKS says so. `spans` is None where attention is causal: these programs have no such
+parameter.
 """
 
 import triton
@@ -80,13 +81,14 @@ def _attend(
     `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the
     highest score and the sum of weights [rows], and the blocks of the first tile's keys, which are
     always read one tile ahead so that no address waits for them. `cache` says where keys, values
-    and the row's block table are, and the strides by block and by token; `sight` the queries'
-    positions [rows], which keys any of them uses (begin and end), and the window. Without MASKED
-    every query sees every key of the tiles.
+    and the row's block table are, and the strides by block and by token; `sight` from which
+    positions the queries' windows count back, and the last positions that they see, [rows] both,
+    which keys any of them uses (begin and end), and the window. Without MASKED every query sees
+    every key of the tiles.
     """
     accumulated, highest, total, blocks = state
     key_cache, value_cache, table, block_stride, token_stride = cache
-    positions, used_begin, used_end, sliding_window = sight
+    starts, lasts, used_begin, used_end, sliding_window = sight
     query_head, query_tail = query
     padded_head_dim: tl.constexpr = query_head.shape[1]
     in_tile = tl.arange(0, KEYS_PER_TILE)
@@ -112,9 +114,9 @@ def _attend(
         if CAPPED:
             scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale) + 1.0)
         if MASKED:
-            seen = keys[None, :] <= positions[:, None]
+            seen = keys[None, :] <= lasts[:, None]
             if SLIDES:
-                seen &= keys[None, :] > positions[:, None] - sliding_window
+                seen &= keys[None, :] > starts[:, None] - sliding_window
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         # A row that has seen no key yet has no highest score: any finite number keeps its weights
@@ -180,6 +182,14 @@ def _load_query(
 
 
 @triton.jit
+def _start_of_span(position, length, begin):
+    """The first position of the span that a position lies in. Spans are of one length, and one of
+    them begins at `begin`."""
+    distance = (position - begin) % length  # as negative as position - begin
+    return position - tl.where(distance < 0, distance + length, distance)
+
+
+@triton.jit
 def _weight_or_one(total):
     """Return each row's divisor: a row that saw no keys, as a captured graph's padding may, has
     zeros to divide."""
@@ -188,7 +198,13 @@ def _weight_or_one(total):
 
 @triton.jit(
     do_not_specialize=["sliding_window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
+    do_not_specialize_on_alignment=[
+        "block_tables",
+        "query_starts",
+        "context_lengths",
+        "sinks",
+        "spans",
+    ],
 )
 def decode_attention(
     out,
@@ -201,6 +217,7 @@ def decode_attention(
     query_starts,
     context_lengths,
     sinks,
+    spans,
     scale,
     soft_cap,
     sliding_window,
@@ -239,7 +256,10 @@ def decode_attention(
     context = tl.load(context_lengths + row)
     if tl.load(query_starts + row + 1) - token != 1:
         return
-    first_seen = tl.maximum(context - sliding_window, 0) if SLIDES else 0
+    start = context - 1  # from which the window counts back
+    if spans is not None:
+        start = _start_of_span(start, tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1))
+    first_seen = tl.maximum(start + 1 - sliding_window, 0) if SLIDES else 0
     first_key = first_seen // BLOCK_SIZE * BLOCK_SIZE
     tiles_per_split = tl.cdiv(tl.cdiv(context - first_key, num_splits), KEYS_PER_TILE)
     share = tl.maximum(tiles_per_split * KEYS_PER_TILE, KEYS_PER_SPLIT)
@@ -274,7 +294,13 @@ def decode_attention(
         ),
         _load_query(query_rows, in_group < GROUP, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM),
         (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
-        (tl.full([TILE_ROWS], context - 1, tl.int32), first_seen, end, sliding_window),
+        (
+            tl.full([TILE_ROWS], start, tl.int32),
+            tl.full([TILE_ROWS], context - 1, tl.int32),
+            first_seen,
+            end,
+            sliding_window,
+        ),
         begin,
         end,
         scale,
@@ -357,7 +383,13 @@ def _row_of_tile(query_starts, num_rows, tile, QUERIES_PER_TILE: tl.constexpr, S
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_groups", "sliding_window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
+    do_not_specialize_on_alignment=[
+        "block_tables",
+        "query_starts",
+        "context_lengths",
+        "sinks",
+        "spans",
+    ],
 )
 def prefill_attention(
     out,
@@ -368,6 +400,7 @@ def prefill_attention(
     query_starts,
     context_lengths,
     sinks,
+    spans,
     num_rows,
     num_groups,
     scale,
@@ -415,13 +448,24 @@ def prefill_attention(
     num_queries = tl.minimum(queries_per_tile, length - first_query)
     first_position = context - length + first_query
     end = first_position + num_queries
-    first_seen = tl.maximum(first_position - sliding_window + 1, 0) if SLIDES else 0
-    # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the diagonal does.
+    # The first query's span begins at `first_start` and ends before `first_end`. The last query's
+    # begins one position before `last_start_end`.
+    first_start, first_end, last_start_end = first_position, first_position + 1, end
+    if spans is not None:
+        span, span_begin = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+        first_start = _start_of_span(first_start, span, span_begin)
+        first_end = tl.minimum(first_start + span, context)
+        last_start_end = _start_of_span(end - 1, span, span_begin) + 1
+        end = tl.minimum(last_start_end - 1 + span, context)
+    first_seen = tl.maximum(first_start - sliding_window + 1, 0) if SLIDES else 0
+    # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the end of a span
+    # does.
     begin = first_seen // BLOCK_SIZE * BLOCK_SIZE
-    whole = begin + (first_position + 1 - begin) // KEYS_PER_TILE * KEYS_PER_TILE
+    whole = begin + (first_end - begin) // KEYS_PER_TILE * KEYS_PER_TILE
     slid = begin
     if SLIDES:
-        slid += tl.cdiv(tl.maximum(end - sliding_window - begin, 0), KEYS_PER_TILE) * KEYS_PER_TILE
+        cut_off = tl.maximum(last_start_end - sliding_window - begin, 0)
+        slid += tl.cdiv(cut_off, KEYS_PER_TILE) * KEYS_PER_TILE
         slid = tl.minimum(slid, whole)
 
     real = (tile_rows < num_queries * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -435,7 +479,12 @@ def prefill_attention(
     table = block_tables + row.to(tl.int64) * table_stride
     of_head = group // GROUPS * kv_head_stride
     cache = (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride)
-    sight = (first_position + tile_rows // GROUP, first_seen, end, sliding_window)
+    starts = first_position + tile_rows // GROUP
+    lasts = starts
+    if spans is not None:
+        starts = _start_of_span(starts, span, span_begin)
+        lasts = tl.minimum(starts + span, context) - 1
+    sight = (starts, lasts, first_seen, end, sliding_window)
     sinks += head + tile_rows % GROUP
     state = _first_state(
         table,

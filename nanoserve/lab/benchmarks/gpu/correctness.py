@@ -158,6 +158,7 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase(
             name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1)
         )
+    yield from _span_cases(bench, head_dims[0])
     if not bench.dry_run:  # the plain implementation has no rows to pad with
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
@@ -168,9 +169,40 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase(f"{operator}, {format_name(dtype)}", check)
 
 
+def _span_cases(bench: GpuBench, head_dim: int) -> Iterator[GpuCase]:
+    """Attention of canvases: the queries of a row see to the end of their span."""
+    heads, block_size, dtype = HEADS[0], BLOCK_SIZES[0], DTYPES[0]
+    for window, (kind, some) in product(WINDOWS, ROWS.items()):
+        rows = tuple(row for row in some if row.context <= DRY_CONTEXT or not bench.dry_run)
+        of_rows = []
+        for place, row in enumerate(rows):
+            whole = [row.queries, row.context - row.queries]  # the row is one span
+            of_rows.append(whole if place % 2 == 0 else [32, 5])
+        inputs = _attention_inputs(rows, heads, head_dim, block_size, spans=of_rows)
+        attend = partial(_attend_by_spans, scale=head_dim**-0.5, sliding_window=window)
+        name = f"paged_attention with spans, {kind}"
+        if window:
+            name += f", window {window}"
+        yield GpuCase(
+            name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1)
+        )
+
+
+def _attend_by_spans(*tensors: Tensor, scale: float, sliding_window: int) -> None:
+    """`tensors` are those of `paged_attention`, and the spans."""
+    causal, spans = tensors[:-1], tensors[-1]
+    paged_attention(*causal, scale=scale, sliding_window=sliding_window, spans=spans)
+
+
 def _attention_inputs(
-    rows: Sequence[AttentionRow], heads: tuple[int, int], head_dim: int, block_size: int
+    rows: Sequence[AttentionRow],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    spans: Sequence[Sequence[int]] = (),
 ) -> Inputs:
+    """The tensors of `paged_attention`, and behind them the spans of the rows, if there are any."""
+
     def make(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
         num_heads, num_kv_heads = heads
         batch = make_batch(
@@ -182,7 +214,9 @@ def _attention_inputs(
             dtype=dtype,
             poisoned=True,
         )
-        return batch.tensors
+        if not spans:
+            return batch.tensors
+        return [*batch.tensors, torch.tensor(spans, dtype=torch.int32)]
 
     return make
 

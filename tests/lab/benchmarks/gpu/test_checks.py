@@ -52,7 +52,9 @@ def test_steps_can_be_overlapped_and_not_with_the_same_engine(
 ) -> None:
     """The CPU in a GPU's place: two plans in flight, then one."""
 
-    monkeypatch.setattr("nanoserve.engine.assembly._overlaps_steps", lambda config, device: True)
+    monkeypatch.setattr(
+        "nanoserve.engine.assembly._overlaps_steps", lambda config, model, device: True
+    )
     with closing(EngineShelf(GpuBench.open(dry_run=True))) as shelf:
         _, case = engine_cases(shelf, ["qwen3"])
         fields = case.measure()
