@@ -268,7 +268,7 @@ class FreeCanvasRows:
             soft_embeddings.append(decoder.soft_embeddings(logits))
         columns_of_all = (torch.cat(column) for column in zip(*found, strict=True))
         self.samples = Samples._make(results.fetch(column) for column in columns_of_all)
-        by_canvas = torch.cat(soft_embeddings).split(self.length)
+        by_canvas = torch.split(torch.cat(soft_embeddings), self.length)
         for canvas, expected in zip(self.canvases, by_canvas, strict=True):
             if canvas.step == 0:
                 self.unsettled[canvas.sequence] = UnsettledCanvas(expected.clone())
