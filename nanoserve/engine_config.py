@@ -4,7 +4,7 @@ torch here."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoserve.config.quantization import Rounding
 from nanoserve.errors import UsageError, shown
@@ -54,15 +54,34 @@ def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
     return settings
 
 
-_STEPS = (0.0, 0.0, 1024.0)
-DENOISING: dict[str, dict[str, tuple[float, float, float]]] = {
-    "confidence": {"threshold": (0.85, 0.0, 1.0), "steps": _STEPS},
+class _Setting(NamedTuple):
+    """A number that a way of denoising takes."""
+
+    default: float | None
+    """None: what the model says."""
+    least: float
+    most: float
+
+
+RENOISE = "renoise"
+_STEPS = _Setting(0.0, 0.0, 1024.0)
+DENOISING: dict[str, dict[str, _Setting]] = {
+    "confidence": {"threshold": _Setting(0.85, 0.0, 1.0), "steps": _STEPS},
     "static": {"steps": _STEPS},
-    "entropy": {"bound": (0.35, 0.0, 1e6)},
+    "entropy": {"bound": _Setting(0.35, 0.0, 1e6)},
+    RENOISE: {
+        "max_denoising_steps": _Setting(None, 1.0, 1024.0),
+        "entropy_bound": _Setting(None, 0.0, 1e6),
+        "t_min": _Setting(None, 0.0, 100.0),
+        "t_max": _Setting(None, 0.0, 100.0),
+        "stability_threshold": _Setting(None, 0.0, 1024.0),
+        "confidence_threshold": _Setting(None, 0.0, 1e6),
+    },
 }
-"""How a diffusion model may settle the tokens of a canvas: the settings of each way, with the
-default, and the least and the largest value. The defaults are those of SDAR's own script. Steps are
-those that the positions of a whole canvas are shared out to; 0: one for each."""
+"""How a diffusion model may settle the tokens of a canvas, with the settings of each way. Defaults
+are those of SDAR's own script. There, steps are those that the positions of a whole canvas are
+shared out to; 0: one for each. RENOISE is for canvases that begin as random tokens: its settings
+are those of generation_config.json, which says what the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +89,7 @@ class Denoising:
     """How a diffusion model settles the tokens of a canvas, as ``--denoising`` names it."""
 
     strategy: str = "confidence"
-    settings: dict[str, float] = field(
-        default_factory=lambda: {name: each[0] for name, each in DENOISING["confidence"].items()}
-    )
+    settings: dict[str, float] = field(default_factory=lambda: _default_settings("confidence"))
 
     @classmethod
     def parse(cls, text: str) -> "Denoising":
@@ -95,8 +112,13 @@ class Denoising:
             _, least, most = known[name]
             if not least <= settings[name] <= most:
                 raise UsageError(f"{asked}: {name} must be from {least:g} to {most:g}")
-        defaults = {name: each[0] for name, each in known.items()}
-        return cls(strategy, defaults | settings)
+        return cls(strategy, _default_settings(strategy) | settings)
+
+
+def _default_settings(strategy: str) -> dict[str, float]:
+    """The settings of a way of denoising that do not depend on the model."""
+    known = DENOISING[strategy].items()
+    return {name: one.default for name, one in known if one.default is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +164,7 @@ class EngineConfig:
     denoising: str | None = setting(
         None,
         f"How a diffusion model settles tokens: {', '.join(DENOISING)}, as "
-        "confidence:threshold=0.9; default: confidence.",
+        "confidence:threshold=0.9; default: confidence, or the model's own renoise.",
     )
     offline: bool = setting(False, "Never use the network.")
     seed: int | None = setting(None, "Makes the run repeatable; default: a new one each time.")

@@ -89,6 +89,7 @@ FAMILIES = {
     "Mamba-2": {"mamba2"},
     "Qwen3-Next": {"qwen3_next"},
     "SDAR": {"sdar"},
+    "DiffusionGemma (text)": {"diffusion_gemma_text"},
     "Qwen3.5/3.6 (text; also MoE)": {"qwen3_5_text", "qwen3_5_moe_text"},
     "Jamba": {"jamba"},
     "Granite 4 (also MoE)": {"granitemoehybrid"},

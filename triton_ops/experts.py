@@ -11,10 +11,10 @@ from triton_ops.linear import project
 from triton_ops.packed import PackedFormat, packed_linear
 from triton_ops.registration import OPERATORS
 
-ExpertStyle = Literal["swiglu", "gpt_oss", "relu2"]
-"""SwiGLU (arXiv 2002.05202); or as in gpt-oss (arXiv 2508.10925): gate and up are bounded, up is
-increased by 1, and their rows take turns; or the square of what is positive (arXiv 2109.08668),
-where gate_up is one matrix of intermediate_size rows."""
+ExpertStyle = Literal["swiglu", "geglu", "gpt_oss", "relu2"]
+"""SwiGLU or GEGLU (arXiv 2002.05202), this with GELU's usual approximation; or as in gpt-oss (arXiv
+2508.10925): gate and up are bounded, up is increased by 1, and their rows take turns; or the square
+of what is positive (arXiv 2109.08668), where gate_up is one matrix of intermediate_size rows."""
 _BOUND, _STEEPNESS = 7.0, 1.702
 
 
@@ -126,6 +126,9 @@ def gated(gate_up: Tensor, style: str) -> Tensor:
     if style == "swiglu":
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+    if style == "geglu":
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
     gate, up = gate_up[..., ::2].clamp(max=_BOUND), gate_up[..., 1::2].clamp(-_BOUND, _BOUND)
     return (up + 1) * gate * torch.sigmoid(_STEEPNESS * gate)
 

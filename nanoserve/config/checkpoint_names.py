@@ -37,6 +37,11 @@ class LayerNames:
     shared_gate: str = "mlp.shared_expert_gate"
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    expert_input_norm: str = "pre_feedforward_layernorm_2"
+    shared_output_norm: str = "post_feedforward_layernorm_1"
+    expert_output_norm: str = "post_feedforward_layernorm_2"
     expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
     mixer_inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     """Matrices of a mixer's first product. Those of Gated DeltaNet make queries, keys, values and
@@ -79,6 +84,10 @@ class CheckpointNames:
         "model.per_layer_projection_norm.weight",
     )
 
+    encoder_scale: str = "model.encoder.language_model.layers.{}.layer_scalar"
+    """The number that scales a layer's output for known tokens, where canvases have another."""
+    self_conditioning: str = "model.decoder.self_conditioning."
+
     def layer_prefixes(self, config: ModelConfig, layer: int) -> tuple[str, str]:
         """The beginnings of the names of a layer's attention or mixer, and of its feed-forward
         part."""
@@ -95,6 +104,24 @@ _AFTER = LayerNames(
 )
 """Norms behind both parts of a layer, as Gemma and Olmo call them."""
 _GEMMA = CheckpointNames(layer=replace(_AFTER, feed_forward_norm="pre_feedforward_layernorm"))
+_GEMMA4 = replace(
+    _GEMMA,
+    layer=replace(
+        _GEMMA.layer,
+        router="router.proj",
+        shared_gate_up=("mlp.gate_proj", "mlp.up_proj"),
+        shared_down="mlp.down_proj",
+        expert_gate_up=("experts.{}.gate_up_proj",),
+        expert_down="experts.{}.down_proj",
+    ),
+)
+_DIFFUSION_GEMMA = replace(
+    _GEMMA4,
+    layer_prefix="model.decoder.layers.{}.",
+    embedding="model.decoder.embed_tokens.weight",
+    final_norm="model.decoder.norm.weight",
+)
+"""The encoder's layers are those of the decoder, but for one number of each layer."""
 _GLM = CheckpointNames(layer=LayerNames(gate_up=("mlp.gate_up_proj",)))
 _MIXTRAL = CheckpointNames(
     layer=LayerNames(
@@ -388,7 +415,8 @@ _FAMILIES = {
     "qwen3_5_moe_text": _QWEN3_5,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "gemma4_text": _GEMMA,
+    "gemma4_text": _GEMMA4,
+    "diffusion_gemma_text": _DIFFUSION_GEMMA,
     "olmo3": CheckpointNames(layer=_AFTER),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,

@@ -42,7 +42,15 @@ _NULLABLE = (
     "block_ffn_dim_multiplier",
 )
 """Keys whose explicit null switches off what the family has by default."""
-_MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "lfm2_vl")
+_MULTIMODAL = (
+    "gemma3",
+    "gemma4",
+    "diffusion_gemma",
+    "mistral3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "lfm2_vl",
+)
 """Models whose text_config is one of the families; what they have for images and sound is left
 alone."""
 _CHATGLM_KEYS: Mapping[str, str] = {
@@ -107,7 +115,7 @@ def read_config(
         feed_forward=_feed_forward(fields, family),
         moe=_moe(fields, family, num_layers),
         recurrent=recurrent,
-        canvas=_canvas(fields, family),
+        canvas=_canvas(fields, generation, family),
         embedding=_embedding(fields, family),
         logits=_logits(fields, family),
         layers=replace(
@@ -387,10 +395,10 @@ def _recurrent(fields: ConfigFields, family: Family, num_layers: int) -> Recurre
     return recurrent
 
 
-def _canvas(fields: ConfigFields, family: Family) -> CanvasConfig | None:
+def _canvas(fields: ConfigFields, generation: ConfigFields, family: Family) -> CanvasConfig | None:
     if family.canvas is None:
         return None
-    return family.canvas(fields)
+    return family.canvas(fields, generation)
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -170,6 +170,28 @@ def granite_hybrid_experts(fields: ConfigFields, num_layers: int) -> MoeConfig |
     return replace(moe, shared_size=fields.positive("shared_intermediate_size"))
 
 
+def gemma4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
+    """Read the experts of all layers of Gemma 4, if there are any. The feed-forward part of a model
+    without experts is beside them."""
+    if not fields.flag("enable_moe_block", default=False):
+        return None
+    if fields.flag("use_double_wide_mlp", default=False):
+        raise ModelError(
+            f"{fields.source}: use_double_wide_mlp is not supported beside experts "
+            "(enable_moe_block): all layers must be of one size"
+        )
+    return MoeConfig(
+        num_experts=fields.positive("num_experts"),
+        experts_per_token=fields.positive("top_k_experts"),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        normalize_weights=True,
+        sparse_layers=frozenset(range(num_layers)),
+        style="geglu",
+        shared_size=fields.positive("intermediate_size"),
+        norms_apart=True,
+    )
+
+
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     step = fields.positive("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nanoserve.config.canvases import diffusion_gemma_canvas, sdar_canvas
 from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.experts import (
     deepseek_v2_experts,
     deepseek_v3_experts,
+    gemma4_experts,
     gpt_oss_experts,
     granite_experts,
     granite_hybrid_experts,
@@ -42,7 +44,6 @@ from nanoserve.config.recurrent_layers import (
     mamba_layers,
     nemotron_mixers,
 )
-from nanoserve.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,9 @@ class Family:
     attends: bool = True
     """Whether it has attention. Without, all layers have a state, and none has a feed-forward
     part."""
-    canvas: Callable[[ConfigFields], CanvasConfig] | None = None
-    """Reads the blocks that it writes as a whole, if it does."""
+    canvas: Callable[[ConfigFields, ConfigFields], CanvasConfig] | None = None
+    """Reads the blocks that it writes as a whole, if it does, of config.json and
+    generation_config.json."""
     attention_bias: Literal["none", "qkv", "all"] = "all"
     """Matrices of attention that have a bias if the key attention_bias is true."""
     is_latent: bool = False
@@ -196,26 +198,7 @@ _QWEN3 = Family(
     attention=AttentionConfig(qk_norm=True),
     windows=_QWEN2.windows,
 )
-
-
-def _sdar_canvas(values: ConfigFields) -> CanvasConfig:
-    """Read the canvas of SDAR (arXiv 2510.06303)."""
-    length = values.positive("block_size", 4, most=1024)
-    mask_token = values.positive("mask_token_id", 151669)
-    vocab_size = values.positive("vocab_size")
-    if mask_token >= vocab_size:
-        raise ModelError(
-            f"{values.source}: mask_token_id {mask_token} is none of the {vocab_size} tokens"
-        )
-    if values.flag("use_sliding_window", default=False):
-        raise ModelError(
-            f"{values.source}: use_sliding_window is not supported for sdar: its blocks see all "
-            "positions before them"
-        )
-    return CanvasConfig(length, mask_token)
-
-
-_SDAR = replace(_QWEN3, canvas=_sdar_canvas)
+_SDAR = replace(_QWEN3, canvas=sdar_canvas)
 _QWEN3_MOE = Family(
     defaults={**_QWEN2.defaults, "moe_intermediate_size": 768, "num_key_value_heads": 4},
     attention=AttentionConfig(qk_norm=True),
@@ -395,7 +378,19 @@ _GEMMA4 = replace(
         },
         differ=True,
     ),
+    experts=gemma4_experts,
     has_layer_shapes=True,
+)
+_DIFFUSION_GEMMA = replace(
+    _GEMMA4,
+    defaults={
+        **_GEMMA4.defaults,
+        "enable_moe_block": True,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    canvas=diffusion_gemma_canvas,
 )
 
 _OLMO3 = Family(
@@ -578,6 +573,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
+    "diffusion_gemma_text": _DIFFUSION_GEMMA,
     "olmo3": _OLMO3,
     "smollm3": _SMOLLM3,
     "cohere2": _COHERE2,

@@ -70,10 +70,6 @@ def read_layer_shapes(
             f"{source}: layer_types must end in full_attention, and some layer must have a "
             "sliding_window"
         )
-    if fields.flag("enable_moe_block", default=False):
-        raise ModelError(
-            f"{source}: gemma4 with a mixture of experts (enable_moe_block) is not supported yet"
-        )
     first_sharing = max(0, num_layers - num_sharing)
     last = {window: layer for layer, window in enumerate(windows[:first_sharing])}
     if set(windows) - last.keys():

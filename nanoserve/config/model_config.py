@@ -251,6 +251,11 @@ class ModelConfig:
             return self.layers.feed_forwards[layer]
         return self.intermediate_size > 0 or self.is_sparse(layer)
 
+    @property
+    def writes_free_canvases(self) -> bool:
+        """Whether known tokens are causal, and canvases are behind them (DiffusionGemma)."""
+        return self.canvas is not None and self.canvas.is_free
+
     def is_recurrent(self, layer: int) -> bool:
         """Whether this layer has a state in place of keys and values."""
         return self.recurrent is not None and layer in self.recurrent.recurrent_layers

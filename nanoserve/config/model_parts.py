@@ -1,10 +1,12 @@
 """The parts of a ModelConfig, whose defaults are those of a plain family. No torch here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanoserve.config.mixers import MixerConfig
+from nanoserve.errors import UsageError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
@@ -141,9 +143,9 @@ class MoeConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: frozenset[int]
-    style: Literal["swiglu", "gpt_oss", "relu2"] = "swiglu"
-    """gpt_oss: experts have biases, a clamped activation, and the rows of gate and up in turn.
-    relu2: they have no gate, and square what is positive."""
+    style: Literal["swiglu", "geglu", "gpt_oss", "relu2"] = "swiglu"
+    """geglu: the gate's activation is GELU. gpt_oss: experts have biases, a clamped activation, and
+    the rows of gate and up in turn. relu2: they have no gate, and square what is positive."""
     shared_size: int = 0
     """Inner size of the experts that every token goes through, together."""
     gates_shared: bool = False
@@ -161,6 +163,10 @@ class MoeConfig:
     """Added to the sum that weights are divided by."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
+    norms_apart: bool = False
+    """Whether the shared experts and the others are two parts side by side, with norms of their own
+    (Gemma 4). The others, and the router, then read the hidden states before the norm of the shared
+    ones; the router normalizes and scales what it reads, and each expert's weight has a factor."""
 
     @property
     def is_gated(self) -> bool:
@@ -217,17 +223,61 @@ class LogitConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CanvasConfig:
-    """A model that writes a block of tokens at a time (block diffusion, arXiv 2503.09573).
+class RenoisingConfig:
+    """How a canvas of random tokens is denoised. Names and defaults are those of transformers'
+    generation_config.json."""
 
-    Positions are divided into blocks, and a query sees to the end of its block. The block that is
-    being written is a canvas: it begins as masks, and denoising steps put tokens in their place.
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    """The sum of the entropies of the tokens that a step accepts, less the largest of them, is at
+    most this (arXiv 2505.24857)."""
+    t_min: float = 0.4
+    t_max: float = 0.8
+    """The temperature with n of N steps left is t_min + (t_max - t_min) * n / N; the first step has
+    n = N."""
+    stability_threshold: int = 1
+    """Steps before a step that must have had the same most probable tokens for it to be the
+    last."""
+    confidence_threshold: float = 0.005
+    """The last step's mean entropy is below this, unless it is the last of all steps."""
+
+    def changed(self, settings: Mapping[str, float]) -> "RenoisingConfig":
+        """Return these settings with some replaced, by name. Raises UsageError if they contradict
+        each other."""
+        typed: dict[str, Any] = {}
+        for name, value in settings.items():
+            typed[name] = type(getattr(self, name))(value)
+        chosen = replace(self, **typed)
+        if chosen.t_max <= chosen.t_min:
+            raise UsageError(f"t_max {chosen.t_max:g} must be above t_min {chosen.t_min:g}")
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasConfig:
+    """A model that writes a block of tokens at a time (block diffusion, arXiv 2503.09573), which is
+    a canvas while it is being written. There are two kinds.
+
+    With a mask token, positions are divided into blocks, and a query sees to the end of its block.
+    A canvas begins as masks, and denoising steps put tokens in their place (SDAR).
+
+    Without, known tokens are causal, and the canvas begins directly behind them: a free canvas. It
+    sees itself whole, and begins as random tokens, of which each step accepts some and draws the
+    others anew. A step also reads what the step before it expected: soft embeddings
+    (DiffusionGemma).
     """
 
     length: int
     """Tokens of a block."""
-    mask_token: int
-    """The id that stands where no token is settled."""
+    mask_token: int | None
+    """The id that stands where no token is settled; None: canvases are free."""
+    renoising: RenoisingConfig | None = None
+    """The model's own settings for denoising free canvases; None for others."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a canvas begins wherever the known tokens end, as random tokens."""
+        return self.mask_token is None
 
 
 class LayerShape(NamedTuple):

@@ -407,12 +407,15 @@ def _host_pool(
 
 
 def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """Tokens of the longest sequence that is asked for, or allowed by the model, and fits."""
-    longest = config.max_model_len or model.max_position_embeddings
-    longest = most_tokens(model.cache_groups.windows, num_blocks, config.block_size, longest)
-    if model.canvas is not None:  # the last canvas has to end within it
-        longest -= longest % model.canvas.length
-    return longest
+    """Tokens of the longest sequence that is asked for, or allowed by the model, and fits. Raises
+    UsageError if the memory does not hold a canvas of the model's."""
+    most = config.max_model_len or model.max_position_embeddings
+    windows = model.cache_groups.windows
+    if model.canvas is not None:
+        from nanoserve.engine.extensions import longest_with_canvas  # few models write any
+
+        return longest_with_canvas(model.canvas, windows, num_blocks, config.block_size, most)
+    return most_tokens(windows, num_blocks, config.block_size, most)
 
 
 def _make_scheduler(

@@ -28,7 +28,7 @@ class AttentionFunction(Protocol):
 
 class DenseCausalAttention:
     """Causal attention over `batch` sequences of equal `length`, flattened to batch * length
-    tokens. In a model that writes canvases, queries see to the end of their block.
+    tokens. In a model whose canvases begin as masks, queries see to the end of their block.
 
     For training and as the plain reference: keeps no cache, differentiable, torch.compile sees
     through it.
@@ -55,7 +55,7 @@ class DenseCausalAttention:
         mask = None
         if 0 < window < self.length:
             mask = self._window_mask(window, query.device)
-        if config.canvas is not None:
+        if config.canvas is not None and not config.canvas.is_free:
             block = torch.arange(self.length, device=query.device) // config.canvas.length
             mask = block[None, :] <= block[:, None]
         if sinks is not None:
@@ -95,6 +95,20 @@ class DenseCausalAttention:
         position = torch.arange(self.length, device=device)
         distance = position[:, None] - position[None, :]
         return (distance >= 0) & (distance < window)
+
+
+@dataclass(slots=True)
+class CanvasInputs:
+    """The free canvases of a step with T tokens, for the decoder: K of the tokens belong to
+    canvases, whole ones."""
+
+    is_canvas: Tensor
+    """bool [T], whether a token belongs to a canvas."""
+    places: Tensor
+    """int64 [K], which of the T tokens do, ascending."""
+    soft_embeddings: Tensor
+    """[K, hidden_size], what the canvas's last step expected at each of these places
+    (`Decoder.soft_embeddings`); zeros in a canvas's first step."""
 
 
 # Not frozen, neither of these two: within a compiled layer torch 2.11 finds no fields in a frozen

@@ -8,20 +8,24 @@ size. A layer knows only its own sizes and its group.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import MlaConfig, MoeConfig, NormKind, RopeConfig
-from nanoserve.models.attention import AttentionFunction
+from nanoserve.config.model_parts import MlaConfig, NormKind, RopeConfig
+from nanoserve.models.attention import AttentionFunction, CanvasInputs
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
-from triton_ops import project, sparse_experts
+from triton_ops import project
+
+if TYPE_CHECKING:  # for models that have some
+    from nanoserve.models.experts import SparseExperts
 
 INITIAL_STANDARD_DEVIATION = 0.02
+_VOCABULARY_PIECE = 8192
+"""Tokens whose embeddings are added up at a time."""
 _LATENT_EPS = 1e-6  # whatever rms_norm_eps is, as transformers has it
 
 
@@ -76,6 +80,11 @@ class VocabularyShard(nn.Module):
         found: Tensor = self(some_row)
         return found.masked_fill(unknown[:, None], 0.0)
 
+    def rows(self, first: int, after: int) -> Tensor:
+        """The embeddings of the tokens from `first` on, before `after`, [after - first,
+        embedding_dim]."""
+        raise NotImplementedError
+
 
 class VocabParallelEmbedding(nn.Embedding, VocabularyShard):
     """A rank's rows of an embedding, as vLLM's layer of this name. The weights are not
@@ -87,6 +96,9 @@ class VocabParallelEmbedding(nn.Embedding, VocabularyShard):
 
     def reset_parameters(self) -> None:
         """Leave the weights to the code that makes the layer."""
+
+    def rows(self, first: int, after: int) -> Tensor:
+        return self.weight[first:after]
 
 
 class RotaryEmbedding(nn.Module):
@@ -212,103 +224,6 @@ class FeedForward(nn.Module):
         return functional.gelu(inside, approximate="tanh")
 
 
-class SharedExperts(FeedForward):
-    """The experts that every token goes through, as one; where they have a gate, their output is
-    multiplied by its sigmoid."""
-
-    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
-        super().__init__(replace(config, intermediate_size=moe.shared_size))
-        self.gate: Linear | None = None
-        if moe.gates_shared:
-            self.gate = Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output = super().forward(hidden)
-        if self.gate is None:
-            return output
-        opened: Tensor = self.gate(hidden).sigmoid()
-        return output * opened
-
-
-class MixtureOfExperts(nn.Module):
-    """A sparse mixture of experts (MoE): a router picks `experts_per_token` experts for every
-    token, and their outputs are added, weighted. Shared experts are one more expert, without a
-    weight of the router."""
-
-    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
-        super().__init__()
-        self.moe = moe
-        num_experts = moe.num_experts
-        hidden_size = config.hidden_size
-        inner = moe.intermediate_size
-        self.correction_bias: nn.Parameter | None = None
-        if moe.corrects_choice:
-            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
-        if moe.shared_size:
-            self.shared = SharedExperts(config, moe)
-        biased = moe.style == "gpt_oss"
-        self.router = Linear(hidden_size, num_experts, bias=biased)
-        rows = 2 * inner if moe.is_gated else inner
-        self.gate_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, inner))
-        if biased:
-            self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * inner))
-            self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
-
-    @property
-    def biases(self) -> tuple[Tensor, Tensor] | None:
-        """Biases of gate_up and down of all experts; None where the family has none."""
-        if self.moe.style != "gpt_oss":
-            return None
-        return self.gate_up_bias, self.down_bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, hidden_size]"""
-        moe = self.moe
-        weights, experts = route(self.router(hidden), moe, self.correction_bias)
-        output = sparse_experts(
-            hidden, weights, experts, self.gate_up, self.down, self.biases, moe.style
-        )
-        if moe.shared_size:
-            output = output + self.shared(hidden)
-        return output
-
-
-def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they
-    belong to, int64, same shape. The bias, float32 [num_experts], takes part in the choice
-    alone."""
-    if moe.scores == "softmax":
-        scores = functional.softmax(logits, dim=-1, dtype=torch.float32)
-        judging = 1
-    else:
-        scores = logits.float().sigmoid()
-        judging = 2
-    choice = scores
-    if correction_bias is not None:
-        choice = scores + correction_bias
-    if moe.num_groups > 1:
-        choice = _best_groups(choice, moe, judging)
-    experts = choice.topk(moe.experts_per_token, dim=-1).indices
-    weights = scores.gather(-1, experts)
-    if moe.normalize_weights:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + moe.sum_eps)
-    if moe.weight_scale != 1.0:
-        weights = weights * moe.weight_scale
-    return weights, experts
-
-
-def _best_groups(scores: Tensor, moe: MoeConfig, judging: int) -> Tensor:
-    """Scores [T, num_experts] with -inf for experts outside a token's best groups. A group is as
-    good as the sum of its `judging` best experts."""
-    by_group = scores.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
-    quality = by_group.topk(judging, dim=-1).values.sum(-1)
-    chosen = quality.topk(moe.groups_per_token, dim=-1).indices
-    is_other = torch.ones_like(quality, dtype=torch.bool)
-    is_other = is_other.scatter(-1, chosen, value=False)
-    return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
-
-
 class MultiHeadLatentAttention(nn.Module):
     """The projections of multi-head latent attention, MLA (arXiv 2405.04434, section 2.1).
 
@@ -406,8 +321,18 @@ class DecoderLayer(nn.Module):
         if config.norms.places in ("around", "after"):
             self.attention_output_norm = self._norm(config.hidden_size)
             self.feed_forward_output_norm = self._norm(config.hidden_size)
+        self.has_parts_apart = (
+            config.moe is not None and config.moe.norms_apart and config.is_sparse(index)
+        )
+        if self.has_parts_apart:
+            self.shared_output_norm = self._norm(config.hidden_size)
+            self.expert_output_norm = self._norm(config.hidden_size)
         if config.norms.layer_scale:
             self.scale = nn.Parameter(torch.ones(1))
+        self.is_scaled_outside = config.embedding.per_layer_size > 0 or config.writes_free_canvases
+        """Whether the decoder has the layer's output scaled, and not the layer itself."""
+        if config.writes_free_canvases:
+            self.canvas_scale = nn.Parameter(torch.ones(1))
         if config.embedding.per_layer_size:
             self.input_gate = Linear(
                 config.hidden_size, config.embedding.per_layer_size, bias=False
@@ -426,6 +351,8 @@ class DecoderLayer(nn.Module):
             self.feed_forward_norm = self._norm(config.hidden_size)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(self.index):
+            from nanoserve.models.experts import MixtureOfExperts  # for models that have some
+
             self.feed_forward = MixtureOfExperts(config, config.moe)
         else:
             self.feed_forward = FeedForward(config)
@@ -527,15 +454,25 @@ class DecoderLayer(nn.Module):
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
+        if self.has_parts_apart:
+            of_shared, of_experts = fed.chunk(2, dim=-1)
+            fed = self.shared_output_norm(of_shared) + self.expert_output_norm(of_experts)
         if config.norms.places in ("around", "after"):
             fed = self.feed_forward_output_norm(fed)
         fed = self._scaled(fed)
         # The sum is in float32 so that torch's compiler does not join it with the product before
         # it: a GPU would copy the residual first, and take a slower product.
         output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
-        if config.norms.layer_scale and not config.embedding.per_layer_size:
+        if config.norms.layer_scale and not self.is_scaled_outside:
             output = output * self.scale
         return output
+
+    def scale_output(self, hidden: Tensor, canvas: CanvasInputs | None) -> Tensor:
+        """Multiply the layer's output, [T, hidden_size], by the layer's number for known tokens or
+        by that for canvases."""
+        if canvas is None:
+            return hidden * self.scale
+        return hidden * torch.where(canvas.is_canvas[:, None], self.canvas_scale, self.scale)
 
     def _scaled(self, added: Tensor) -> Tensor:
         """The addend of a part of the layer, multiplied by the family's factor."""
@@ -570,7 +507,8 @@ class DecoderLayer(nn.Module):
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """From one sum over the group to the next: attended and residual [T, hidden_size] -> this
         rank's addend of the feed-forward part, and the residual that the sum is added to, [T,
-        hidden_size] each."""
+        hidden_size] each. Of two parts side by side, there are two addends, [T, 2 * hidden_size].
+        """
         norms = self.config.norms.places
         if norms in ("around", "after"):
             attended = self.attention_output_norm(attended)
@@ -578,6 +516,8 @@ class DecoderLayer(nn.Module):
         normed = residual
         if norms != "after":
             normed = self.feed_forward_norm(residual)
+        if self.has_parts_apart:
+            return cast("SparseExperts", self.feed_forward).apart(normed, residual), residual
         fed: Tensor = self.feed_forward(normed)
         return fed, residual
 
@@ -631,6 +571,23 @@ class PerLayerEmbeddings(nn.Module):
         return per_layer_inputs
 
 
+class SelfConditioning(nn.Module):
+    """Adds to the embeddings of a canvas what its last denoising step expected (DiffusionGemma,
+    arXiv 2208.04202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norms.eps, config.norms.kind)
+        self.feed_forward = FeedForward(config)
+        self.eps = config.norms.eps
+
+    def forward(self, embedded: Tensor, soft_embeddings: Tensor) -> Tensor:
+        """[K, hidden_size] both -> [K, hidden_size]"""
+        combined = embedded + self.feed_forward(self.norm(soft_embeddings))
+        normed = functional.rms_norm(combined.float(), combined.shape[-1:], eps=self.eps)
+        return normed.to(embedded.dtype)
+
+
 class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only for the positions that are asked for.
 
@@ -675,6 +632,8 @@ class Decoder(nn.Module):
             )
             if config.embedding.per_layer_size:
                 self.per_layer_embeddings = PerLayerEmbeddings(config, rows, shard.rank * rows)
+            if config.writes_free_canvases:
+                self.self_conditioning = SelfConditioning(config)
         self.rotary = nn.ModuleList(RotaryEmbedding(rope) for rope in config.rope_kinds)
         self.layers = nn.ModuleList(
             layer_type(config, index)(config, index, group) for index in range(config.num_layers)
@@ -713,15 +672,16 @@ class Decoder(nn.Module):
         positions: Tensor,
         attention: AttentionFunction,
         run_layer: LayerFunction = DecoderLayer.__call__,
+        canvas: CanvasInputs | None = None,
     ) -> Tensor:
         """inputs -> hidden states [T, hidden_size], after the final norm in the last stage.
 
         The inputs of the first stage are token ids, int64 [T]; those of a later stage are the
         intermediate hidden states that the stage before it returned, [T, hidden_size]. Positions
         are int64 [T]. The T tokens may belong to any number of sequences: only `attention` knows
-        which.
+        which. `canvas` says which tokens belong to free canvases, if some do.
         """
-        hidden, angles = self.embed(inputs, positions)
+        hidden, angles = self.embed(inputs, positions, canvas)
         per_layer_inputs = None
         if self.config.embedding.per_layer_size:
             embedded = self._look_up(self.per_layer_embeddings.embedding, inputs)
@@ -731,14 +691,21 @@ class Decoder(nn.Module):
             hidden = run_layer(layer, hidden, cos, sin, attention)
             if per_layer_inputs is not None:
                 hidden = layer.add_per_layer_input(hidden, per_layer_inputs[:, layer.index])
+            if self.config.writes_free_canvases:
+                hidden = layer.scale_output(hidden, canvas)
         return self.apply_final_norm(hidden)
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
+    def embed(
+        self, inputs: Tensor, positions: Tensor, canvas: CanvasInputs | None = None
+    ) -> tuple[Tensor, list[Angles]]:
         """Embed tokens (first stage only), and compute the cos and sin of each kind of RoPE. The
         arguments are those of `forward`; each layer takes the angles of its `rope`."""
         hidden = inputs
         if self.is_first:
             hidden = self._embed_tokens(inputs)
+            if canvas is not None:
+                conditioned = self.self_conditioning(hidden[canvas.places], canvas.soft_embeddings)
+                hidden = hidden.index_copy(0, canvas.places, conditioned)
         return hidden, self.angles(positions, hidden.dtype)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
@@ -792,8 +759,26 @@ class Decoder(nn.Module):
         best_tokens = gathered[:, 1::2].gather(1, best_ranks[:, None])
         return maxima.float(), best_tokens[:, 0].long()
 
+    def soft_embeddings(self, logits: Tensor) -> Tensor:
+        """Processed logits of a canvas's tokens, float32 [N, vocab_size] -> the embeddings that
+        they expect, [N, hidden_size]: the mean of all tokens' embeddings, weighted by the softmax.
+        For models with free canvases, which one device computes."""
+        maxima = logits.amax(dim=-1, keepdim=True)
+        shape = (len(logits), self.config.hidden_size)
+        added = torch.zeros(shape, dtype=torch.float32, device=logits.device)
+        weight_sums = torch.zeros_like(maxima)
+        for first in range(0, logits.shape[1], _VOCABULARY_PIECE):
+            weights = (logits[:, first : first + _VOCABULARY_PIECE] - maxima).exp()
+            weight_sums += weights.sum(dim=-1, keepdim=True)
+            rows = self.embedding.rows(first, first + weights.shape[1])
+            added += (weights.to(rows.dtype) @ rows).float()
+        mean = (added / weight_sums).to(self.dtype)
+        return self._scale_embedded(mean)
+
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
-        hidden = self._look_up(self.embedding, token_ids)
+        return self._scale_embedded(self._look_up(self.embedding, token_ids))
+
+    def _scale_embedded(self, hidden: Tensor) -> Tensor:
         scale = self.config.embedding.scale
         if scale == 1.0:
             return hidden
@@ -821,12 +806,11 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=INITIAL_STANDARD_DEVIATION)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-    kernel = getattr(module, "kernel", None)
-    if isinstance(kernel, nn.Parameter):  # of a mixer (models/recurrent.py)
-        nn.init.normal_(kernel, std=INITIAL_STANDARD_DEVIATION)
-    if isinstance(module, MixtureOfExperts):
-        nn.init.normal_(module.gate_up, std=INITIAL_STANDARD_DEVIATION)
-        nn.init.normal_(module.down, std=INITIAL_STANDARD_DEVIATION)
+    # of a mixer (models/recurrent.py), and of experts
+    for name in ("kernel", "gate_up", "down"):
+        matrices = getattr(module, name, None)
+        if isinstance(matrices, nn.Parameter):
+            nn.init.normal_(matrices, std=INITIAL_STANDARD_DEVIATION)
 
 
 # ---- frequencies of rotary embedding, stretched as long-context checkpoints ask

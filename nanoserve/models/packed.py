@@ -10,13 +10,8 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import (
-    Decoder,
-    MixtureOfExperts,
-    VocabParallelEmbedding,
-    VocabularyShard,
-    route,
-)
+from nanoserve.models.decoder import Decoder, VocabParallelEmbedding, VocabularyShard
+from nanoserve.models.experts import MixtureOfExperts, SparseExperts
 from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
@@ -146,9 +141,13 @@ class PackedEmbedding(VocabularyShard):
         (segment,) = self.weight.shape.segments
         return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
 
+    def rows(self, first: int, after: int) -> Tensor:
+        numbers = torch.arange(first, after, device=self.weight.packed[0].device)
+        return self.forward(numbers)
 
-class PackedExperts(nn.Module):
-    """A mixture of experts whose matrices are packed."""
+
+class PackedExperts(SparseExperts):
+    """Experts whose matrices are packed."""
 
     def __init__(
         self, gate_up: PackedMatrix, down: PackedMatrix, replaced: MixtureOfExperts
@@ -161,22 +160,16 @@ class PackedExperts(nn.Module):
         self.down = down
         if self.moe.shared_size:
             self.shared = replaced.shared
+        if self.moe.norms_apart:
+            self.router_scale, self.expert_scale = replaced.router_scale, replaced.expert_scale
+            self.input_norm = replaced.input_norm
         if replaced.biases is not None:
             self.gate_up_bias, self.down_bias = replaced.gate_up_bias, replaced.down_bias
 
-    @property
-    def biases(self) -> tuple[Tensor, Tensor] | None:
-        """Biases of gate_up and down of all experts; None where the family has none."""
-        if self.moe.style != "gpt_oss":
-            return None
-        return self.gate_up_bias, self.down_bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, hidden_size]"""
-        weights, experts = route(self.router(hidden), self.moe, self.correction_bias)
+    def compute(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         gate_up, down = self.gate_up.shape, self.down.shape
         formats = gate_up.segments[0].format, down.segments[0].format
-        output = sparse_packed_experts(
+        return sparse_packed_experts(
             hidden,
             weights,
             experts,
@@ -187,9 +180,6 @@ class PackedExperts(nn.Module):
             self.biases,
             self.moe.style,
         )
-        if self.moe.shared_size:
-            output = output + self.shared(hidden)
-        return output
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:

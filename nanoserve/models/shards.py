@@ -142,6 +142,11 @@ def _check_stages(config: ModelConfig, stages: Sequence[range], told: str) -> No
         raise UsageError(
             f"{told}: all layers of this {config.family} read the tokens, so they are one stage"
         )
+    if config.writes_free_canvases and len(stages) > 1:
+        raise UsageError(
+            f"{told}: the first layer of {config.family} reads what the last one expects of a "
+            "canvas, so they are one stage"
+        )
     for layers in stages:
         sources = config.layers.kv_sources[layers.start : layers.stop]
         if not all(source in layers for source in sources):
@@ -209,6 +214,14 @@ def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     if degree < 1:
         raise UsageError(f"--tp must be at least 1, not {degree}")
     possible = tensor_degrees(config)
+    told = f"--tp {degree}"
+    if asked is not None:
+        told = f"{asked}: a tensor degree of {degree}"
+    if config.writes_free_canvases and degree > 1:
+        raise UsageError(
+            f"{told}: {config.family} reads what it expects of a canvas, from all of its "
+            "vocabulary, so it runs on one device"
+        )
     if degree in possible:
         return
     problem = f"{config.num_kv_heads} key-value heads evenly"
@@ -220,9 +233,6 @@ def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     choice = str(possible[-1])
     if len(possible) > 1:
         choice = f"{', '.join(map(str, possible[:-1]))} or {choice}"
-    told = f"--tp {degree}"
-    if asked is not None:
-        told = f"{asked}: a tensor degree of {degree}"
     raise UsageError(f"{told} does not divide {problem}; choose {choice}")
 
 

@@ -50,11 +50,22 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
         yield TensorPart(table, "per_layer_embeddings.embedding.weight", (config.vocab_size, width))
         yield TensorPart(projection, "per_layer_embeddings.projection.weight", (width, hidden))
         yield TensorPart(norm, "per_layer_embeddings.norm.weight", (size,))
+    if config.writes_free_canvases:
+        yield from _self_conditioning_parts(config, names.self_conditioning)
     for index in range(config.num_layers):
         yield from layer_parts(config, names, index)
     yield TensorPart(names.final_norm, "final_norm.weight", (hidden,))
     if not config.tie_word_embeddings:
         yield head
+
+
+def _self_conditioning_parts(config: ModelConfig, prefix: str) -> Iterator[TensorPart]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield TensorPart(f"{prefix}pre_norm.weight", "self_conditioning.norm.weight", (hidden,))
+    target = "self_conditioning.feed_forward."
+    gate_up, down = [f"{prefix}gate_proj", f"{prefix}up_proj"], [f"{prefix}down_proj"]
+    yield from row_parts(gate_up, target + "gate_up", (inner, inner), hidden, bias=False)
+    yield from row_parts(down, target + "down", (hidden,), inner, bias=False)
 
 
 def tied_parts(config: ModelConfig) -> tuple[TensorPart, TensorPart]:
@@ -97,7 +108,8 @@ def unfilled_regions(
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in
     8 bits, a copy of a tied matrix, layers for drafts (multi-token prediction), keys and values of
-    a layer that shares others, or a part that reads images."""
+    a layer that shares others, or a part that reads images. What an encoder shares with the decoder
+    is a copy, too."""
     names = checkpoint_names(config)
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
@@ -106,7 +118,8 @@ def may_be_ignored(name: str, config: ModelConfig) -> bool:
     drafting_layer = names.layer_prefix.format(config.num_layers)
     if config.attention.mla is not None and name.startswith(drafting_layer):
         return True
-    if config.tensor_names == "multimodal" and not name.startswith(("model.layers.", "lm_head.")):
+    of_layers, _, _ = names.layer_prefix.partition("{}")
+    if config.tensor_names == "multimodal" and not name.startswith((of_layers, "lm_head.")):
         return True
     for layer, shape in enumerate(config.layers.shapes):
         shared = [f"{names.layer_prefix.format(layer)}{part}." for part in names.layer.shared_parts]
@@ -125,7 +138,10 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
     yield from _norm_parts(config, layer, prefix, feed_forward_prefix, target, index)
     if config.attention.sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
-    if config.norms.layer_scale:
+    if config.writes_free_canvases:
+        yield TensorPart(names.encoder_scale.format(index), target + "scale", (1,))
+        yield TensorPart(prefix + layer.scale, target + "canvas_scale", (1,))
+    elif config.norms.layer_scale:
         yield TensorPart(prefix + layer.scale, target + "scale", (1,))
     if config.embedding.per_layer_size:
         size = config.embedding.per_layer_size
@@ -220,6 +236,9 @@ def _norm_parts(
     if config.norms.places in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
+    if config.moe is not None and config.moe.norms_apart and config.is_sparse(index):
+        norms["shared_output_norm"] = (layer.shared_output_norm, hidden)
+        norms["expert_output_norm"] = (layer.expert_output_norm, hidden)
     if config.attention.qk_norm and not config.is_recurrent(index):
         query_size = key_size = config.head_dim
         if config.attention.qk_norm_spans_heads:
@@ -281,6 +300,14 @@ def _expert_parts(
         yield TensorPart(prefix + down_bias, target + "down_bias", (count, hidden))
     if moe.corrects_choice:
         yield TensorPart(prefix + layer.correction_bias, target + "correction_bias", (count,))
+    if moe.norms_apart:
+        vectors = {
+            "router_scale": (prefix + layer.router_scale, hidden),
+            "expert_scale": (prefix + layer.expert_scale, count),
+            "input_norm.weight": (f"{prefix}{layer.expert_input_norm}.weight", hidden),
+        }
+        for parameter, (name, size) in vectors.items():
+            yield TensorPart(name, target + parameter, (size,))
     if moe.gates_shared:
         name = f"{prefix}{layer.shared_gate}.weight"
         yield TensorPart(name, target + "shared.gate.weight", (1, hidden))
@@ -317,7 +344,8 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
             return []
         own_index = int(index) - shard.layers.start
         return [f"layers.{own_index}.{rest}"]
-    if shard.is_last:  # `per_layer_embeddings` are for models that are one stage
+    # `per_layer_embeddings` and `self_conditioning` are for models that are one stage
+    if shard.is_last:
         return [parameter]
     return []
 

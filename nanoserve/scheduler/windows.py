@@ -44,9 +44,16 @@ def empty_blocks(longest: int, block_size: int) -> int:
     return max(most_blocks((0,), longest, block_size), _EMPTY_BLOCKS)
 
 
-def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:
-    """Tokens, at most ``longest``, of a sequence that never holds more than this many blocks."""
-    in_windows = most_blocks([window for window in windows if window], longest, block_size)
+def most_tokens(
+    windows: tuple[int, ...],
+    num_blocks: int,
+    block_size: int,
+    longest: int,
+    chunk: int | None = None,
+) -> int:
+    """Tokens, at most ``longest``, of a sequence that never holds more than this many blocks. It is
+    computed in chunks as of `most_blocks`."""
+    in_windows = most_blocks([window for window in windows if window], longest, block_size, chunk)
     full = windows.count(0)
     columns = num_blocks // len(windows)  # if no window has been left behind
     if in_windows <= num_blocks:

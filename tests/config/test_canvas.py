@@ -5,9 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+    EntropyBoundSamplerConfig,
+)
 
+from nanoserve.config.canvases import diffusion_gemma_canvas
+from nanoserve.config.config_fields import ConfigFields
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.config.model_parts import CanvasConfig, RenoisingConfig
 from nanoserve.engine_config import Denoising, EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.hub import find_shape
@@ -39,6 +45,16 @@ SDAR_4B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """As published for SDAR-4B-Chat, without what it says of training."""
+GENERATION: dict[str, Any] = json.loads(
+    DiffusionGemmaGenerationConfig(
+        max_denoising_steps=12,
+        sampler_config=EntropyBoundSamplerConfig(entropy_bound=0.25),
+        t_min=0.1,
+        t_max=0.9,
+        stability_threshold=3,
+        confidence_threshold=0.02,
+    ).to_json_string()
+)
 
 
 def test_sdar_is_qwen3_that_writes_blocks() -> None:
@@ -56,12 +72,51 @@ def test_sdar_is_qwen3_that_writes_blocks() -> None:
         ({"block_size": 0}, "block_size must be a positive integer"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window is not supported"),
         ({"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]}, "LLaDA2MoeModelLM"),
-        ({"model_type": "diffusion_gemma", "architectures": None}, "diffusion_gemma"),
     ],
 )
 def test_other_models_are_refused_in_one_line(changed: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=f"^config.json: [^\n]*{problem}[^\n]*$"):
         ModelConfig.from_hf(SDAR_4B | changed)
+
+
+def read_free_canvas(config: dict[str, Any], generation: dict[str, Any]) -> CanvasConfig:
+    return diffusion_gemma_canvas(
+        ConfigFields(config, "config.json"), ConfigFields(generation, "generation_config.json")
+    )
+
+
+def test_settings_of_free_canvases_are_in_the_generation_config() -> None:
+    canvas = read_free_canvas({"canvas_length": 6}, GENERATION)
+    assert canvas == CanvasConfig(
+        length=6, mask_token=None, renoising=RenoisingConfig(12, 0.25, 0.1, 0.9, 3, 0.02)
+    )
+    assert canvas.is_free
+
+
+def test_free_canvases_have_the_settings_of_transformers_where_none_are_given() -> None:
+    unset = DiffusionGemmaGenerationConfig()
+    usual = unset._get_default_generation_params()
+    renoising = read_free_canvas({}, json.loads(unset.to_json_string())).renoising
+    assert renoising is not None
+    found = {key: getattr(renoising, key, None) for key in usual}
+    found["sampler_config"] = EntropyBoundSamplerConfig(renoising.entropy_bound)
+    assert found | {"max_new_tokens": 256} == usual
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"t_min": 0.9}, "t_max 0.9 must be above t_min 0.9"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps must be a positive integer"),
+        ({"sampler_config": {"entropy_bound": 0}}, "entropy_bound must be at least 1e-06"),
+        ({"stability_threshold": -1}, "stability_threshold must be at least 0"),
+    ],
+)
+def test_settings_of_free_canvases_that_make_no_sense(
+    changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^generation_config.json: {problem}[^\n]*$"):
+        read_free_canvas({}, GENERATION | changed)
 
 
 def test_costs_of_canvases_are_not_predicted(tmp_path: Path) -> None:

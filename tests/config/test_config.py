@@ -367,7 +367,11 @@ GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 2
             {"per_layer_config": {"1": {"head_dim": 0}}},
             "head_dim must be a positive integer, found 0",
         ),
-        ({"enable_moe_block": True}, "mixture of experts (enable_moe_block) is not supported"),
+        (
+            {"enable_moe_block": True, "use_double_wide_mlp": True},
+            "use_double_wide_mlp is not supported beside experts",
+        ),
+        ({"enable_moe_block": True}, "num_experts must be a positive integer"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ],
 )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.canvas.canvas_blocks import CanvasBlocks
+from nanoserve.scheduler.canvas.canvas_blocks import AlignedCanvasBlocks, FreeCanvasBlocks
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.kv import NO_BLOCK, BlockPool
 from nanoserve.scheduler.optional import NO_STATE, draft_of
@@ -58,7 +58,9 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     draft_tokens = sum(draft_of(row).verify for row in sequence.in_flight)
     goes_on = not sequence.finished
     remaining = range(1 - plans - draft_tokens, 2 - plans - draft_tokens)
-    if isinstance(table.blocks, CanvasBlocks):  # of its canvas, and of the one before it
+    if isinstance(
+        table.blocks, (AlignedCanvasBlocks, FreeCanvasBlocks)
+    ):  # of its canvas, and of the one before it
         remaining = range(table.blocks.end_of_canvas(0) * (2 - min(1, plans)))
         known = len(sequence.tokens)
     contradictions = {
@@ -107,6 +109,9 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
     blocks, size = table.blocks, table.blocks.pool.block_size
     position = sequence.in_flight[0].start if sequence.in_flight else sequence.computed
     window_start = sequence.window_start or 0
+    siblings = [] if sequence.fork is None else sequence.fork.siblings
+    if isinstance(blocks, FreeCanvasBlocks) and siblings:  # compute the prompt's last token later
+        position = min(position, sequence.prompt_length - 1)
     windows = blocks.windows if isinstance(blocks, WindowedBlocks) else (0,) * blocks.groups
     for group, window in enumerate(windows):
         column = sequence.block_table[group :: blocks.groups]

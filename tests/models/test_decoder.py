@@ -11,7 +11,8 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder, MixtureOfExperts
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.experts import MixtureOfExperts
 from nanoserve.models.mixer import RecurrentStates, make_states
 from tests.executor.small_model import small_config
 from tests.oracle.checkpoints import FAMILIES
@@ -177,6 +178,15 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
         torch.testing.assert_close(
             traced, decoder(tokens, positions, paged(config, [30])), atol=1e-5, rtol=1e-5
         )
+
+
+def test_soft_embeddings_are_the_mean_of_all_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.models.decoder._VOCABULARY_PIECE", 48)
+    decoder, config = build("gemma3_text")
+    logits = torch.randn(5, config.vocab_size, generator=torch.Generator().manual_seed(4)) * 9
+    wanted = logits.softmax(-1) @ decoder.embedding.weight * config.hidden_size**0.5
+    found = decoder.soft_embeddings(logits)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_new_decoder_with_states_has_random_kernels() -> None:

@@ -141,6 +141,8 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("gpt_oss", "int4", (1, 1)),
         ("gpt_oss", None, (2, 2)),
         ("gemma3_text", "int8", (2, 1)),
+        ("gemma4_text-moe", "int8", (2, 1)),
+        ("gemma4_text-moe", "int4", (1, 2)),
         ("cohere2", None, (1, 2)),
         ("lfm2", "int4", (1, 1)),
         ("lfm2_moe", "int8", (2, 1)),

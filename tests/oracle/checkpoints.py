@@ -160,7 +160,7 @@ _GEMMA = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
-_GEMMA4 = {
+_GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 6,
     "head_dim": 16,
     "global_head_dim": 32,
@@ -168,6 +168,12 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
 }
 
 
@@ -284,6 +290,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         num_global_key_value_heads=1,
         final_logit_softcapping=5.0,
         use_bidirectional_attention="vision",
+    ),
+    "gemma4_text-moe": lambda: _config(
+        "gemma4_text",
+        **_GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": _GEMMA4["layer_types"][:3],
+            "hidden_size_per_layer_input": 0,
+        },
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        **_GEMMA4_EXPERTS,
     ),
     "olmo3": lambda: _config(
         "olmo3",
@@ -553,7 +571,7 @@ def centre_of(name: str, *, has_delta_net: bool) -> float:
     norms but its own less 1; they round too much if those are twice as large as usual."""
     if has_delta_net and not name.endswith("linear_attn.norm.weight"):
         return 0.0
-    if "norm" in name or name.endswith("layer_scalar"):
+    if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
         return 1.0
     return 0.0
 

@@ -32,15 +32,15 @@ FAMILIES = [
     "ministral3",
     "olmo3",
 ]
-FAMILIES += ["deepseek_v3", "gemma4_text"]
+FAMILIES += ["deepseek_v3", "gemma4_text", "gemma4_text-moe"]
 """All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and
 experts, other activations, caps and sinks, parallel halves, queries that grow, norms over heads,
-latents, several shapes of layers. `test_engine` runs every family eagerly."""
+latents, several shapes of layers, experts beside another part. `test_engine` runs every family eagerly."""
 WITH_PIECES = {"glm4", "qwen3_moe", "ministral3"}
 """Families whose pieces are compiled too."""
-IN_RANKS = ["glm4", "qwen3_moe", "cohere2", "olmo3", "deepseek_v3"]
+IN_RANKS = ["glm4", "qwen3_moe", "cohere2", "olmo3", "deepseek_v3", "gemma4_text-moe"]
 """Families whose pieces differ over ranks: norms between sums, experts, one sum, norms that span heads,
-latents."""
+latents, two parts side by side."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
 """Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around
 powers of two."""

@@ -23,11 +23,10 @@ from nanoserve.lab.benchmarks.profiling import measure_profile
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
-from nanoserve.request import Request, SamplingParams, TokenLogprob
-from nanoserve.scheduler.plan import StepPlan
-from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.request import Request, SamplingParams
 from tests.executor.fake_graphs import answer_calls_of_cuda, put_cpu_in_place_of_gpu
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.oracle.runs import DEFAULTS, Outputs, Run
 from tests.oracle.sdar import (
     END_TOKEN,
     MASK_TOKEN,
@@ -41,54 +40,12 @@ from triton_ops.cpu import cpu_operators
 
 LENGTH = 4
 GREEDY = {"temperature": 0.0, "max_tokens": 14}
-DEFAULTS = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 22, "max_model_len": 96}
-Outputs = dict[tuple[str, int], list[int]]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     directory = tmp_path_factory.mktemp("sdar")
     return directory, make_sdar(directory, LENGTH)
-
-
-class Run:
-    """Requests that an engine has carried out."""
-
-    def __init__(self, directory: Path, requests: list[Request], **settings: Any) -> None:
-        resolved = ResolvedModel("sdar", directory, directory)
-        built = build_engine(resolved, EngineConfig(**DEFAULTS | settings))
-        self.plans: list[StepPlan] = []
-        self.outputs: Outputs = {}
-        self.gains = list[int]()
-        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
-        engine = built.engine
-        self.scheduler: Scheduler = engine.scheduler  # type: ignore[attr-defined]
-        self.scheduler.observers.append(self)  # type: ignore[arg-type]
-        try:
-            for request in requests:
-                engine.add(request)
-            while engine.has_work:
-                for update in engine.step():
-                    assert update.sequence.error is None, update.sequence.error
-                    key = update.request_id, update.index
-                    self.outputs.setdefault(key, []).extend(update.new_tokens)
-                    self.gains.append(len(update.new_tokens))
-                    self.logprobs[key] = update.sequence.logprobs
-        finally:
-            engine.close()
-        assert self.scheduler.pool.free_blocks == self.scheduler.pool.num_blocks
-
-    def on_plan(self, plan: StepPlan, *seen: object) -> None:
-        self.plans.append(plan)
-
-    def on_result(self, result: object) -> None:
-        pass
-
-    on_reset = on_result
-
-    @property
-    def denoising_steps(self) -> int:
-        return sum(row.canvas is not None for plan in self.plans for row in plan.rows)
 
 
 def prompts() -> list[tuple[int, ...]]:

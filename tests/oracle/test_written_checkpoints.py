@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
-BY_EXPERT = ("gpt_oss", "granitemoe", "granitemoehybrid")
+BY_EXPERT = ("gpt_oss", "granitemoe", "granitemoehybrid", "gemma4_text-moe")
 """Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts
 of a layer."""
 

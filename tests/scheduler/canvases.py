@@ -9,9 +9,12 @@ from msgspec.structs import replace
 
 from nanoserve.engine.engine import Engine
 from nanoserve.request import Request
+from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
 from nanoserve.scheduler.canvas.canvases import Canvases
+from nanoserve.scheduler.canvas.free_canvases import FreeCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.optional import CanvasRow
 from nanoserve.scheduler.plan import Answer, Begin, Row, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import DyingExecutor
@@ -127,9 +130,107 @@ class CanvasExecutor(DyingExecutor):
         return Answer(row.sequence, new)
 
 
+def denoise_freely(
+    tokens: Sequence[int], canvas: Sequence[int], begin: Begin, step: int
+) -> tuple[tuple[int, ...], bool]:
+    """A "model" and its sampler that settle no place before the others: the canvas after a step,
+    and whether it is final."""
+    parts: list[object] = [tuple(tokens), tuple(canvas), step]
+    if begin.params.temperature > 0:
+        parts += [begin.seed, begin.index]
+    digest = blake2b(repr(parts).encode(), digest_size=32).digest()
+    after = tuple(digest[place] % 50 for place in range(len(canvas)))
+    return after, step == 3 or digest[31] % 3 == 0
+
+
+def expected_free_tokens(
+    request: Request, index: int, length: int, max_model_len: int
+) -> tuple[list[int], str]:
+    """One sample of a model with free canvases, with nothing else in the world."""
+    params = request.params
+    begin = Begin(0, request.prompt, len(request.prompt), index, request.seed, params, ())
+    tokens, output = list(request.prompt), list[int]()
+    while True:
+        canvas: tuple[int, ...] = (0,) * length
+        step, is_final = 0, False
+        while not is_final:
+            canvas, is_final = denoise_freely(tokens, canvas, begin, step)
+            step += 1
+        for token in canvas:
+            tokens.append(token)
+            output.append(token)
+            ends = token in request.end_tokens and not params.ignore_eos
+            if ends or token in params.stop_token_ids:
+                return output, "stop"
+            if len(output) == params.max_tokens or len(tokens) == max_model_len:
+                return output, "length"
+
+
+class FreeCanvasExecutor(DyingExecutor):
+    """A MemoryCheckingExecutor of a model whose canvases begin anywhere. Known tokens are never
+    sampled from. What is in a canvas's slots is no final key of anything, and nobody may read
+    it."""
+
+    def __init__(self, *sizes: int, length: int, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.length = length
+        self._canvases: dict[int, tuple[tuple[int, ...], int]] = {}
+
+    def submit(self, plan: StepPlan) -> None:
+        for name in (*plan.end, *(begin.sequence for begin in plan.begin)):
+            self._canvases.pop(name, None)
+        super().submit(plan)
+
+    def die(self) -> None:
+        self._canvases.clear()
+        super().die()
+
+    def _write(self, row: Row) -> None:
+        record = self._record(row)
+        if row.canvas is None:
+            if row.sample or row.start + len(row.tokens) > len(record.tokens):
+                raise MemoryViolation(f"sequence {row.sequence}: its row is not of known tokens")
+            reaches_end = row.start + len(row.tokens) == len(record.tokens)
+            super()._write(replace(row, sample=reaches_end))
+            return
+        expected, steps = self._canvases.get(row.sequence, ((0,) * self.length, 0))
+        if not row.sample or row.tokens != expected:
+            raise MemoryViolation(f"sequence {row.sequence}: its row is not its canvas")
+        if row.canvas != CanvasRow(self.length, 0, steps):
+            raise MemoryViolation(f"sequence {row.sequence}: {row.canvas} is not its canvas")
+        if not row.start == record.computed == len(record.tokens):
+            raise MemoryViolation(f"sequence {row.sequence}: its canvas is not behind its tokens")
+        record.last_plan = self.plans[-1].step
+        record.block_table += row.new_blocks
+        for position, token in enumerate(row.tokens, start=row.start):
+            for group in range(len(self.windows)):
+                block, slot = self._slot(record, position, group)
+                content = token, position, SCRATCH - group
+                self._check_no_other_reader(row, block, slot, content)
+                self._memory["device"][block][slot] = content
+
+    def _read_and_answer(self, row: Row) -> Answer:
+        record, canvas = self._records[row.sequence], row.canvas
+        assert canvas is not None
+        self._check_prefix(row, record)
+        for position, token in enumerate(row.tokens, start=row.start):
+            for group in range(len(self.windows)):
+                block, slot = self._slot(record, position, group)
+                if self._memory["device"][block][slot] != (token, position, SCRATCH - group):
+                    raise MemoryViolation(f"sequence {row.sequence}: not the canvas's own slots")
+        after, is_final = denoise_freely(record.tokens, row.tokens, record.begin, canvas.step)
+        if not is_final:
+            self._canvases[row.sequence] = after, canvas.step + 1
+            return Answer(row.sequence, canvas=after)
+        self._canvases.pop(row.sequence, None)
+        record.tokens += after
+        return Answer(row.sequence, after)
+
+
 @dataclass
 class CanvasBench:
-    """An engine that writes canvases of a `length`."""
+    """An engine that writes canvases of a `length`: at multiples of it, or, if they are free,
+    behind the known tokens."""
 
     policy: Policy
     length: int
@@ -141,9 +242,15 @@ class CanvasBench:
     depth: int = 1
     prefix_caching: bool = True
     max_num_seqs: int = 256
+    is_free: bool = False
+    windows: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        canvases = Canvases(length=self.length, mask_token=MASK, token_budget=self.budget)
+        sizes = {"length": self.length, "token_budget": self.budget}
+        canvases: Canvases = AlignedCanvases(**sizes, mask_token=MASK)
+        executor: type[CanvasExecutor | FreeCanvasExecutor] = CanvasExecutor
+        if self.is_free:
+            canvases, executor = FreeCanvases(**sizes), FreeCanvasExecutor
         self.scheduler = Scheduler(
             self.policy,
             num_blocks=self.num_blocks,
@@ -152,13 +259,15 @@ class CanvasBench:
             max_num_seqs=self.max_num_seqs,
             prefix_caching=self.prefix_caching,
             pipeline_depth=self.depth,
+            windows=self.windows,
             extensions=Extensions(canvases=canvases),
         )
         self.canvases = canvases
-        self.executor = CanvasExecutor(
+        self.executor = executor(
             self.num_blocks,
             self.block_size,
             length=self.length,
+            windows=self.windows,
             depth=self.depth,
             deaths=self.deaths,
         )

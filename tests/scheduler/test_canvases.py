@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
+from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.engine.extensions import longest_with_canvas
+from nanoserve.errors import UsageError
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
-from nanoserve.scheduler.canvas.canvases import Canvases
+from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
+from nanoserve.scheduler.canvas.free_canvases import FreeCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import CanvasRow, LayoutCapacity
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
@@ -20,8 +24,8 @@ LENGTH = 4
 MASKS = (MASK,) * LENGTH
 
 
-def canvases(budget: int = 64) -> Canvases:
-    return Canvases(length=LENGTH, mask_token=MASK, token_budget=budget)
+def canvases(budget: int = 64) -> AlignedCanvases:
+    return AlignedCanvases(length=LENGTH, mask_token=MASK, token_budget=budget)
 
 
 def make_scheduler(budget: int = 64, **settings: Any) -> Scheduler:
@@ -183,3 +187,84 @@ def test_canvases_go_together_with_no_other_mechanism() -> None:
         make_scheduler(async_scheduling=True)
     with pytest.raises(ValueError, match="sliding windows"):
         make_scheduler(windows=(0, 8))
+
+
+# ---- free canvases -------------------------------------------------------------------------------
+
+NOISE = (0,) * LENGTH
+"""Stands for random tokens, which the executor draws."""
+
+
+def make_free(budget: int = 64, **settings: Any) -> Scheduler:
+    sizes = {"num_blocks": 64, "block_size": 4, "max_model_len": 64} | settings
+    extensions = Extensions(canvases=FreeCanvases(length=LENGTH, token_budget=budget))
+    return Scheduler(ChunkedPrefill(budget), extensions=extensions, **sizes)
+
+
+def test_a_free_canvas_is_computed_alone_and_then_once_more_as_known_tokens() -> None:
+    scheduler = make_free()
+    scheduler.add(request("a", range(10)))
+    plan = planned(scheduler)
+    (row,) = plan.rows
+    assert (row.start, row.tokens, row.canvas) == (0, tuple(range(10)), None)
+    assert not row.sample, "nothing is sampled after known tokens"
+    assert answer(scheduler, plan) == []
+
+    plan = planned(scheduler)
+    (row,) = plan.rows
+    assert (row.start, row.tokens, row.canvas) == (10, NOISE, CanvasRow(LENGTH, 0, 0))
+    assert (row.sample, len(row.new_blocks)) == (True, 1)
+    assert answer(scheduler, plan, Answer(0, canvas=(5, 6, 7, 8))) == [()]
+
+    plan = planned(scheduler)
+    (row,) = plan.rows
+    assert (row.start, row.tokens, row.canvas) == (10, (5, 6, 7, 8), CanvasRow(LENGTH, 0, 1))
+    assert answer(scheduler, plan, Answer(0, (1, 2, 3, 4))) == [(1, 2, 3, 4)]
+
+    plan = planned(scheduler)
+    (row,) = plan.rows
+    assert (row.start, row.tokens, row.canvas) == (10, (1, 2, 3, 4), None)
+    assert (row.sample, row.new_blocks) == (False, ())
+    answer(scheduler, plan)
+    (row,) = planned(scheduler).rows
+    assert (row.start, row.tokens, row.canvas) == (14, NOISE, CanvasRow(LENGTH, 0, 0))
+
+
+def test_prompts_get_the_tokens_that_free_canvases_leave() -> None:
+    """Of 10 tokens, two canvases take 8. Prompts are cut anywhere."""
+    scheduler = make_free(budget=10)
+    for name, prompt in [("a", range(5)), ("b", range(20, 25)), ("c", range(40, 49))]:
+        scheduler.add(request(name, prompt))
+    answer(scheduler, planned(scheduler))
+    plan = planned(scheduler)
+    assert [(row.sequence, len(row.tokens)) for row in plan.rows] == [(0, 4), (1, 4), (2, 2)]
+
+
+def test_generated_tokens_are_shared_once_they_are_known() -> None:
+    """A prompt that is the beginning of another's answer finds the blocks of its canvas, but not
+    while that was not settled."""
+    for is_settled, hit in [(False, 8), (True, 12)]:
+        scheduler = make_free()
+        scheduler.add(request("a", range(8)))
+        answer(scheduler, planned(scheduler))
+        plan = planned(scheduler)
+        answer(scheduler, plan, Answer(0, canvas=(8, 9, 10, 11)))
+        if is_settled:
+            plan = planned(scheduler)
+            answer(scheduler, plan, Answer(0, (8, 9, 10, 11)))
+            answer(scheduler, planned(scheduler))
+        scheduler.add(request("b", range(14)))
+        (row,) = [row for row in planned(scheduler).rows if row.sequence == 1]
+        assert row.start == hit
+
+
+def test_the_last_canvas_of_the_longest_sequence_ends_within_the_memory() -> None:
+    """16 slots hold 13 tokens: a canvas of 4 begins behind the first 12. With a window of 6, 5 keys
+    are kept in its group beside the canvas."""
+    free = CanvasConfig(LENGTH, None)
+    assert longest_with_canvas(free, (0,), 4, 4, 100) == 13
+    assert longest_with_canvas(free, (0,), 4, 4, 10) == 7
+    assert longest_with_canvas(CanvasConfig(LENGTH, 9), (0,), 4, 4, 14) == 12
+    assert longest_with_canvas(free, (0, 6), 14, 4, 100) == 10 * 4 - 3
+    with pytest.raises(UsageError, match="1 blocks of 4 tokens does not hold a canvas of 4; raise"):
+        longest_with_canvas(free, (0,), 1, 4, 100)

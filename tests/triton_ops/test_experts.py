@@ -3,6 +3,7 @@ a time."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -66,7 +67,12 @@ def definition_of_gpt_oss(
 
 
 def definition(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    active: Callable[[Tensor], Tensor] = functional.silu,
 ) -> Tensor:
     rows = []
     for token, row_weights, row_experts in zip(
@@ -75,7 +81,7 @@ def definition(
         row = torch.zeros_like(token)
         for weight, expert in zip(row_weights, row_experts, strict=True):
             gate, up = (gate_up[expert].double() @ token).chunk(2)
-            row += weight * (down[expert].double() @ (functional.silu(gate) * up))
+            row += weight * (down[expert].double() @ (active(gate) * up))
         rows.append(row)
     return torch.stack(rows)
 
@@ -99,6 +105,15 @@ def test_every_way_is_the_definition(
     found = compute(*inputs)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), definition(*inputs), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("compute", [sparse_experts, gpu.multiply_in_groups, gpu.sparse_experts])
+def test_gates_may_open_by_gelu(compute: Callable[..., Tensor]) -> None:
+    inputs = mixture(7, 4, 2, torch.float32)
+    found = compute(*inputs, style="geglu")
+    opened = partial(functional.gelu, approximate="tanh")
+    expected = definition(*inputs, active=opened)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

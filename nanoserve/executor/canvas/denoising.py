@@ -12,6 +12,7 @@ from torch import Tensor
 from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import Denoising
 from nanoserve.executor.canvas.samplers import (
+    STEP_STRIDE,
     CanvasSampler,
     Probabilities,
     make_canvas_sampler,
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 SettledLogprobs = dict[int, dict[int, TokenLogprob]]
 """The log probabilities of settled tokens by place in the canvas, of sequences that want them."""
-_STEP_STRIDE = 1 << 32
-"""Positions that lie between two denoising steps in the counter of random numbers: each step draws
-new ones."""
 
 
 class CanvasDenoising(Mechanism):
@@ -44,6 +42,7 @@ class CanvasDenoising(Mechanism):
 
     def attach(self, runner: "ModelRunner") -> None:
         self._runner = runner
+        assert self._canvas.mask_token is not None, "free canvases are refused"
         runner.stage_sampled = partial(
             CanvasRows.of_step,
             mask_token=self._canvas.mask_token,
@@ -124,7 +123,7 @@ class CanvasRows(SampledRows):
             masked = fixed + np.flatnonzero(tokens[fixed:] == mask_token)
             canvases.append(Canvas(row.sequence, tokens, fixed, row.canvas.step, masked))
             first = row.start + len(row.tokens) - len(tokens)
-            counter = row.canvas.step * _STEP_STRIDE + first
+            counter = row.canvas.step * STEP_STRIDE + first
             positions += (counter + masked).tolist()
             places += (end - len(tokens) + masked).tolist()
             states_there += [state] * len(masked)

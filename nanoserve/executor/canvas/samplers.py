@@ -17,6 +17,10 @@ from nanoserve.executor.sampling.sampler import SamplingRows
 from nanoserve.executor.step.answers import rows_per_chunk
 from triton_ops.sampling import keep_likely
 
+STEP_STRIDE = 1 << 32
+"""Positions that lie between two denoising steps in the counter of random numbers: each step draws
+new ones."""
+
 
 class CanvasSampler(Protocol):
     """Chooses among the M positions of a canvas that are not settled."""
@@ -126,7 +130,7 @@ class Probabilities:
         """Return the entropy of each distribution in nats, float32 [N]."""
         found = self._logits.new_empty(len(self._tokens))
         for rows, _, kept in self._pieces():
-            found[rows] = _entropy(kept)
+            found[rows] = entropies_of(kept)
         return found
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -162,7 +166,7 @@ def _probability(logits: Tensor, tokens: Tensor, kept: Tensor) -> Tensor:
     return (chosen - kept.double().logsumexp(1)).exp().float()
 
 
-def _entropy(logits: Tensor) -> Tensor:
+def entropies_of(logits: Tensor) -> Tensor:
     """Return the entropies of distributions, float32 [N], some of whose logits may be minus
     infinity."""
     logprobs = logits.double().log_softmax(1)

@@ -16,7 +16,7 @@ from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.cpu_attention.hybrid_pass import DeviceRows, HostGroup, HybridPass, joined
 from nanoserve.executor.kv_transfer.host_pool import HostPart
 from nanoserve.executor.mechanism import Mechanism
-from nanoserve.executor.step.answers import SampledRows
+from nanoserve.executor.step.answers import StepSamples
 from nanoserve.executor.step.forward_pass import InputBuilder, StepInputs, row_ends
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import PagedAttention
@@ -158,7 +158,7 @@ class CpuAttention(Mechanism):
         )
         return Beginning(plan.step, rows, inputs)
 
-    def _stage_sampled(self, forward: HybridForward) -> SampledRows | None:
+    def _stage_sampled(self, forward: HybridForward) -> StepSamples | None:
         """Stage the sampling of a step's rows on the device and of the groups behind them."""
         rows = list(forward.step.rows)
         for group in forward.groups:

@@ -67,6 +67,12 @@ class SamplingState:
         plain.adjustments = plain.grammar = None
         return plain
 
+    def keys(self, positions: np.ndarray) -> np.ndarray:
+        """Hash positions, int64 [N], of the sequence as `row_keys` does -> int32 [N, 2]."""
+        (settings,) = np.frombuffer(self.settings, _SETTINGS)
+        seeds, indices = np.full_like(positions, settings["seed"]), settings["index"]
+        return row_keys(seeds, np.full_like(positions, indices), positions)
+
     def append(self, token: int) -> None:
         """Note a sampled token."""
         if self.adjustments is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_parts import CanvasConfig
-from nanoserve.engine_config import Denoising, EngineConfig
+from nanoserve.engine_config import RENOISE, Denoising, EngineConfig
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.stage import Stage, compiled_layers
@@ -172,6 +172,12 @@ def _state_slots(num_slots: int) -> Mechanism:
 
 def _canvas_denoising(canvas: CanvasConfig, config: EngineConfig) -> Mechanism:
     """Settle the tokens of canvases."""
+    if canvas.renoising is not None:
+        from nanoserve.executor.canvas.free_denoising import FreeCanvasDenoising
+        from nanoserve.executor.canvas.renoising import Renoising
+
+        chosen = Denoising.parse(config.denoising or RENOISE)
+        return FreeCanvasDenoising(canvas, Renoising(canvas.renoising.changed(chosen.settings)))
     from nanoserve.executor.canvas.denoising import CanvasDenoising
 
     return CanvasDenoising(canvas, Denoising.parse(config.denoising or "confidence"))

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.engine_config import AUTO, EngineConfig
+from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.engine_config import AUTO, DENOISING, RENOISE, Denoising, EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError, first_line, shown
 from nanoserve.executor.start.memory import memory_errors
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
@@ -243,8 +244,8 @@ def refuse_canvases(model: ModelConfig, asked: str, instead: str = "leave it out
 
 
 _LEAST_CANVASES = 4
-"""Canvases that the token budget of a step must hold: a row is a settled one and the next, and so
-long may a prompt's last row be beyond its budget."""
+"""Aligned canvases that the token budget of a step must hold: a row is a settled one and the next,
+and so long may a prompt's last row be beyond its budget. Of free ones it must hold one."""
 
 
 def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
@@ -262,14 +263,19 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
         "--decode-parallel": config.decode_layout is not None,
         "--host-kv-memory": config.host_kv_memory is not None,
         f"--policy {config.policy_name}": config.attends_on_host,
-        f"--device {config.device}": config.device != "cpu" and model.canvas.mask_token is None,
         "--parallel auto": config.parallel is not None,
         "--policy auto": config.policy == AUTO,
     }
+    least = _LEAST_CANVASES * model.canvas.length
+    if model.canvas.is_free:  # soft embeddings are in the process that embeds, and of all logits
+        asked[f"--device {config.device}"] = config.device != "cpu"
+        asked["--pp"] = config.pipeline_parallel > 1
+        asked["--tp"] = config.tensor_parallel > 1
+        least = model.canvas.length
     for name, is_asked in asked.items():
         if is_asked:
             refuse_canvases(model, name)
-    least = _LEAST_CANVASES * model.canvas.length
+    _check_denoising(config, model.canvas, model.family)
     if config.max_num_batched_tokens < least:
         raise UsageError(
             f"--max-num-batched-tokens {config.max_num_batched_tokens}: {model.family} writes "
@@ -280,6 +286,27 @@ def check_canvas_settings(config: EngineConfig, model: ModelConfig) -> None:
             f"--max-model-len {config.max_model_len}: {model.family} writes "
             f"{model.canvas.length} tokens at a time; give at least {2 * model.canvas.length}"
         )
+
+
+def _check_denoising(config: EngineConfig, canvas: CanvasConfig, family: str) -> None:
+    """Refuse ways of denoising that are for the other kind of canvases."""
+    if config.denoising is None:
+        return
+    asked = f"--denoising {config.denoising}"
+    chosen = Denoising.parse(config.denoising)
+    if canvas.renoising is None:
+        if chosen.strategy == RENOISE:
+            others = ", ".join(name for name in DENOISING if name != RENOISE)
+            raise UsageError(
+                f"{asked}: canvases of {family} begin as masks; choose one of {others}"
+            )
+        return
+    if chosen.strategy != RENOISE:
+        raise UsageError(f"{asked}: canvases of {family} begin as random tokens; choose {RENOISE}")
+    try:
+        canvas.renoising.changed(chosen.settings)
+    except UsageError as error:
+        raise UsageError(f"{asked}: {error}") from error
 
 
 def load_decoder(

@@ -3,7 +3,7 @@ answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -93,6 +93,23 @@ class ScoredPrompt:
             logprob for part in self.parts for logprob in part.rows([self.top] * len(part.tokens))
         ]
         return Answer(self.sequence, prompt_logprobs=tuple(logprobs))
+
+
+class StepSamples(Protocol):
+    """The samples of a step."""
+
+    sequences: list[int]
+    """The sequence at each of N positions that are sampled."""
+    device_tokens: Tensor | None
+    """int64 [N], sampled tokens on the device; None where the next step does not read them
+    there."""
+
+    def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
+        """Sample from the step's hidden states, and have what the answers need copied to the
+        host."""
+
+    def answers(self) -> Iterator[Answer]:
+        """Answer for each row that was sampled, once the copies have arrived."""
 
 
 @dataclass(slots=True)

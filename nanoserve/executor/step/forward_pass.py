@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.models.attention import AttentionBatch, PagedAttention
+from nanoserve.models.attention import AttentionBatch, CanvasInputs, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.packed import num_weights
 from nanoserve.scheduler.plan import Row
@@ -49,6 +49,8 @@ class StepInputs:
     first one."""
     states: "Sequence[RecurrentStates | None]" = ()
     """The recurrent states of each layer that has them, if some have."""
+    canvas: CanvasInputs | None = None
+    """The free canvases of the step; None if it has none."""
 
     @property
     def batches(self) -> tuple[AttentionBatch, ...]:
@@ -194,7 +196,9 @@ class ForwardPass:
         run_layer = self._run_layer
         if inputs.computed is not None:
             run_layer = _followed(run_layer, inputs.computed)
-        hidden: Tensor = self._decoder(inputs.first, inputs.positions, attention, run_layer)
+        hidden: Tensor = self._decoder(
+            inputs.first, inputs.positions, attention, run_layer, inputs.canvas
+        )
         return hidden
 
 

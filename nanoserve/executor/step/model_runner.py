@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoserve.executor.mechanism import Mechanism, bound
 from nanoserve.executor.sampling.adjustments import SequenceGrammar
 from nanoserve.executor.sampling.sampler import SamplingState
-from nanoserve.executor.step.answers import SampledRows, ScoredPrompt
+from nanoserve.executor.step.answers import SampledRows, ScoredPrompt, StepSamples
 from nanoserve.executor.step.forward_pass import (
     BlockTable,
     ForwardFunction,
@@ -34,6 +34,11 @@ from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Answer, Begin, Row, StepPlan
 from nanoserve.text.grammar.compiler import GrammarCompiler
 from triton_ops import copy_blocks
+
+StageSampled = Callable[
+    [Sequence[Row], np.ndarray, Sequence[SamplingState], Staging], StepSamples | None
+]
+"""Stages what a step samples: see `SampledRows.stage`."""
 
 
 class SequenceRecord:
@@ -77,7 +82,7 @@ class PreparedStep:
     """Computes the layers in place of the runner's forward pass, and stages the sampled rows: a
     mechanism's."""
     prompts: list[ScoredPrompt] = field(default_factory=list)
-    sampled: SampledRows | None = None
+    sampled: StepSamples | None = None
     launch_seconds: float = 0.0
     """How long the host took to prepare the step and to issue its work."""
     num_tokens: int = 0
@@ -142,7 +147,7 @@ class ModelRunner:
         # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
         self._small_steps = SmallSteps(decoder)
-        self.stage_sampled = SampledRows.stage
+        self.stage_sampled: StageSampled = SampledRows.stage
         self.moves_blocks = False  # a mechanism that carries out swaps sets it
         self.staging = Staging(device)
         self.records: dict[int, SequenceRecord] = {}

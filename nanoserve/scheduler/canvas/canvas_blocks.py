@@ -1,11 +1,12 @@
-"""CanvasBlocks: block tables of sequences that write a canvas at a time."""
+"""Block tables of sequences that write a canvas at a time: they reach to the end of the canvas."""
 
 from nanoserve.request import Sequence
 from nanoserve.scheduler.kv import BlockPool, CachedColumn, SequenceBlocks
+from nanoserve.scheduler.windows import WindowedBlocks, most_blocks, most_tokens
 
 
-class CanvasBlocks(SequenceBlocks):
-    """Block tables that reach to the end of a sequence's canvas.
+class AlignedCanvasBlocks(SequenceBlocks):
+    """Block tables of canvases that begin at multiples of their length.
 
     Positions are divided into spans of a canvas's ``length``, and a query sees to the end of its
     span. So keys and values are final only where their span is: prompts are computed in whole
@@ -52,3 +53,47 @@ class CanvasBlocks(SequenceBlocks):
 
     def forked_at(self, parent: Sequence) -> int:
         return self.start_of_span(super().forked_at(parent))
+
+
+def computed_at_once(length: int, block_size: int) -> int:
+    """Count the positions that a sequence with free canvases computes together, in the shortest
+    steps. It is one more than a canvas: see `FreeCanvasBlocks.slide`."""
+    return max(length, block_size) + 1
+
+
+def longest_sequence(
+    windows: tuple[int, ...], num_blocks: int, block_size: int, length: int, most: int
+) -> int:
+    """Count the tokens of the longest sequence with free canvases that fits these blocks. Its last
+    canvas begins before its last token, and ends within the ``most`` positions that there may
+    be."""
+    at_once = computed_at_once(length, block_size)
+    return most_tokens(windows, num_blocks, block_size, most, at_once) - length + 1
+
+
+class FreeCanvasBlocks(WindowedBlocks):
+    """Block tables of canvases that begin directly behind the known tokens, of models with sliding
+    windows or without.
+
+    Known tokens are causal, so chunks and cached prefixes end anywhere. All positions of a canvas
+    see what its first one sees through a window.
+    """
+
+    def __init__(self, pool: BlockPool, windows: tuple[int, ...], length: int) -> None:
+        super().__init__(pool, windows)
+        self._length = length
+
+    def end_of_canvas(self, known: int) -> int:
+        """The position behind the canvas of a sequence with so many tokens."""
+        return known + self._length
+
+    def most_held(self, tokens: int, chunk: int | None = None) -> int:
+        at_once = max(chunk or 0, computed_at_once(self._length, self._block_size))
+        return most_blocks(self.windows, self.end_of_canvas(tokens), self._block_size, at_once)
+
+    def slide(self, sequence: Sequence, position: int) -> None:
+        """Keep what the prompt's last token sees while other samples wait for the prompt: they
+        compute that token when the first canvas is settled."""
+        if sequence.fork is not None and sequence.fork.siblings:
+            position = min(position, self.forked_at(sequence))
+        super().slide(sequence, position)

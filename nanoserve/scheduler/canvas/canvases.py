@@ -1,55 +1,55 @@
 """Canvases: puts the canvases of sequences into plans, and keeps them from one denoising step to
-the next."""
+the next. Its two kinds are AlignedCanvases and FreeCanvases."""
 
-from msgspec.structs import replace
+from abc import abstractmethod
 
 from nanoserve.errors import UsageError
-from nanoserve.request import PlannedRow, Request, Sequence, Status
-from nanoserve.scheduler.canvas.canvas_blocks import CanvasBlocks
+from nanoserve.request import PlannedRow, Request, Sequence
 from nanoserve.scheduler.extension import Extension
-from nanoserve.scheduler.kv import BlockPool
-from nanoserve.scheduler.optional import CanvasRow
+from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
 from nanoserve.scheduler.plan import Answer, Row
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.scheduler import Scheduler
-
-_DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 
 
 class Canvases(Extension):
     """The canvases of a scheduler's sequences (text diffusion).
 
-    A sequence that decodes has a canvas: the span of positions in which its next token is. The
-    canvas begins with the tokens of the span that are known, and masks. Each row of the sequence
-    is a denoising step, which ends with the whole canvas. When all of it is settled, the sequence
-    gets its tokens. Its next row begins with them, now known, so that their keys and values are
-    written for good, and ends with the first step of the next canvas. In the same way the last row
-    of a prompt ends with the first step of the first canvas.
+    A sequence that decodes has a canvas of ``length`` positions. A row that ends with the canvas is
+    a denoising step. When the canvas is settled, the sequence gets its tokens, and a later row
+    writes their keys and values for good.
 
     A row has more tokens than one, so a step holds fewer sequences than a policy decides for:
     as many as the ``token_budget`` holds. Prompts get the rest of it.
     """
 
-    def __init__(self, *, length: int, mask_token: int, token_budget: int) -> None:
-        self._length, self._mask_token, self._token_budget = length, mask_token, token_budget
+    def __init__(self, *, length: int, token_budget: int) -> None:
+        self.length, self.token_budget = length, token_budget
         self._unsettled: dict[int, tuple[tuple[int, ...], int]] = {}
         """The canvas of each sequence after its last step, and the number of its steps."""
         self._decodes: list[Sequence] = []  # of the plan that is being made
 
-    def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> CanvasBlocks:
-        """Make the block tables of a scheduler. Raises ValueError if one of its cache groups has a
-        window."""
-        if any(windows):
-            raise ValueError("canvases together with sliding windows: choose one")
-        return CanvasBlocks(pool, self._length)
+    @abstractmethod
+    def make_blocks(self, pool: BlockPool, windows: tuple[int, ...]) -> SequenceBlocks:
+        """Make the block tables of a scheduler, whose cache groups have these windows. Raises
+        ValueError if the kind does not go together with them."""
+
+    @abstractmethod
+    def count(self, sequence: Sequence) -> int:
+        """Count the tokens of the next row of a sequence that decodes."""
+
+    @abstractmethod
+    def add_row(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """Put the next row of a sequence that decodes into the plan; its blocks are free."""
+
+    @abstractmethod
+    def room_for_prompts(self, taken: int) -> int:
+        """Count the prompt tokens of a plan whose rows of decodes have ``taken`` tokens."""
 
     def attach(self, scheduler: Scheduler) -> None:
         if scheduler.async_scheduling:
             raise ValueError("canvases together with asynchronous scheduling: choose one")
-        self._table = scheduler.table
-        blocks = scheduler.table.blocks
-        assert isinstance(blocks, CanvasBlocks), "the scheduler took them from here"
-        self._blocks = blocks
+        self.table = scheduler.table
 
     def check(self, request: Request) -> None:
         params = request.params
@@ -61,7 +61,7 @@ class Canvases(Extension):
         for name, is_asked in asked.items():
             if is_asked:
                 raise UsageError(
-                    f"{name}: the model writes {self._length} tokens at a time, which does not "
+                    f"{name}: the model writes {self.length} tokens at a time, which does not "
                     "support it; leave it out"
                 )
 
@@ -75,84 +75,32 @@ class Canvases(Extension):
         return []
 
     def after_decodes(self, builder: PlanBuilder) -> None:
-        """Add a row for each canvas that fits, oldest first, and leave the rest of the budget to
-        prompts. A prompt's last row may be longer than its budget: by a part of a span, and by the
-        first canvas."""
+        """Add a row for each sequence that fits, oldest first, and leave the rest of the budget to
+        prompts."""
         taken = 0
         for sequence in self._decodes:
-            count = self._count(sequence)
-            if taken and taken + count > self._token_budget:
+            count = self.count(sequence)
+            if taken and taken + count > self.token_budget:
                 break
             if sequence.sequence_id not in builder.skipped and builder.make_room(sequence, count):
-                self._add_row(builder, sequence, count)
+                self.add_row(builder, sequence)
                 taken += count
-        most = self._token_budget - taken - 2 * self._length
+        most = self.room_for_prompts(taken)
         builder.taken_tokens = max(0, builder.decision.prefill_tokens - most)
 
-    def _count(self, sequence: Sequence) -> int:
-        """Count the tokens of a sequence's next row: those that are known and not computed, and the
-        rest of the canvas."""
-        return self._blocks.end_of_canvas(len(sequence.tokens)) - sequence.computed
+    def unsettled(self, sequence: Sequence) -> tuple[tuple[int, ...] | None, int]:
+        """Return the canvas of a sequence after its last step, None before its first one, and the
+        number of its steps."""
+        return self._unsettled.get(sequence.sequence_id, (None, 0))
 
-    def _add_row(self, builder: PlanBuilder, sequence: Sequence, count: int) -> None:
-        new_blocks, _ = self._blocks.grow(sequence, count)  # its prompt's row has made the copies
-        known = sequence.tokens[sequence.computed :]
-        fixed = len(sequence.tokens) % self._length
-        canvas, steps = self._unsettled.get(sequence.sequence_id, (None, 0))
-        if canvas is None:
-            canvas = self._masked(sequence)
-        row = Row(
-            sequence.sequence_id,
-            sequence.computed,
-            (*known[: len(known) - fixed], *canvas),
-            True,
-            tuple(new_blocks),
-            canvas=CanvasRow(self._length, fixed, steps),
-        )
+    @staticmethod
+    def put(builder: PlanBuilder, sequence: Sequence, row: Row) -> None:
+        """Put a row that ends with a canvas into the plan."""
         builder.rows.append(row)
-        builder.prompt_tokens += count
-        builder.longer_rows += 1
         sequence.in_flight.append(row)
-        sequence.computed += count - self._length
-
-    def _masked(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return a canvas that has had no step: the known tokens of its span, then masks."""
-        fixed = len(sequence.tokens) % self._length
-        known = sequence.tokens[len(sequence.tokens) - fixed :]
-        return (*known, *[self._mask_token] * (self._length - fixed))
-
-    def after_prompt_row(self, builder: PlanBuilder, prompt: Sequence) -> None:
-        """Put the first canvas behind the prompt's last row."""
-        row = builder.rows[-1]
-        if not row.sample:
-            return
-        fixed = len(prompt.tokens) % self._length
-        masks = self._masked(prompt)[fixed:]
-        new_blocks, _ = self._blocks.grow(prompt, len(masks))
-        if len(row.tokens) == 1:
+        if len(row.tokens) > 1:
+            builder.prompt_tokens += len(row.tokens)
             builder.longer_rows += 1
-            builder.prompt_tokens += 1
-        builder.prompt_tokens += len(masks)
-        row = replace(
-            row,
-            tokens=row.tokens + masks,
-            new_blocks=row.new_blocks + tuple(new_blocks),
-            canvas=CanvasRow(self._length, fixed, 0),
-        )
-        builder.rows[-1] = prompt.in_flight[-1] = row
-        prompt.computed -= fixed
-
-    def run_first(self, builder: PlanBuilder, first: Sequence | None) -> bool:
-        assert first is not None, "a sequence runs or waits, as nothing is in flight"
-        if first.status is Status.WAITING:
-            self._table.admit(first)
-        count = self._count(first)
-        if builder.make_room(first, count):
-            if first.status is _DECODE:
-                self._add_row(builder, first, count)
-            else:
-                builder.add_chunk(first, max(self._length, self._token_budget - 2 * self._length))
-        return builder.does_something
 
     # ---- results ---------------------------------------------------------------------------------
 
