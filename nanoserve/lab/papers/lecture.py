@@ -1,5 +1,6 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-what smaller caches cost, what models recall, paging, few bits, speculative sampling.
+what smaller caches cost, what models recall, text diffusion, paging, few bits, speculative
+sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
@@ -26,6 +27,11 @@ from nanoserve.lab.papers.kv_quality import KV_QUALITY_COLUMNS, KV_QUALITY_COUNT
 from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
 from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
+from nanoserve.lab.papers.text_diffusion import (
+    DIFFUSION_COLUMNS,
+    DIFFUSION_COUNTED,
+    diffusion,
+)
 from nanoserve.lab.simulator.workload import length_tables
 from nanoserve.record.metrics import Spread
 from nanoserve.request import RequestShape
@@ -537,6 +543,13 @@ PAPER = Paper(
             counted=RECALL_COUNTED,
             make=recall,
             columns=RECALL_COLUMNS,
+        ),
+        PaperFigure(
+            number="diffusion",
+            title="speedup of text diffusion over a token a step",
+            counted=DIFFUSION_COUNTED,
+            make=diffusion,
+            columns=DIFFUSION_COLUMNS,
         ),
         PaperFigure(
             number="paging",
