@@ -201,6 +201,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "engine/assembly.py: executor.kv_transfer.host_pool",
         "executor/start/device_start.py: executor.async_scheduling.placeholder_tokens",
         "executor/start/device_start.py: executor.canvas.denoising",
+        "executor/start/device_start.py: executor.canvas.free_denoising",
         "executor/start/device_start.py: executor.cpu_attention.cpu_attention",
         "executor/start/device_start.py: executor.cpu_attention.pipeline",
         "executor/start/device_start.py: executor.drafting.drafting",

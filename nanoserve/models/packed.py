@@ -10,8 +10,13 @@ from torch import Tensor, nn
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, VocabParallelEmbedding, VocabularyShard
-from nanoserve.models.experts import MixtureOfExperts, SparseExperts
+from nanoserve.models.decoder import (
+    Decoder,
+    MixtureOfExperts,
+    SparseExperts,
+    VocabParallelEmbedding,
+    VocabularyShard,
+)
 from nanoserve.models.tensor_parts import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS

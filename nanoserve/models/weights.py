@@ -108,8 +108,8 @@ def unfilled_regions(
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in
     8 bits, a copy of a tied matrix, layers for drafts (multi-token prediction), keys and values of
-    a layer that shares others, or a part that reads images. What an encoder shares with the decoder
-    is a copy, too."""
+    a layer that shares others, a part that reads images, or an encoder's copy of the decoder's
+    weights."""
     names = checkpoint_names(config)
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True

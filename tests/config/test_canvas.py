@@ -133,6 +133,11 @@ def test_denoising_is_named_with_its_settings() -> None:
         "steps": 2,
     }
     assert Denoising.parse("entropy").settings == {"bound": 0.35}
+    assert Denoising.parse("renoise").settings == {}, "those of the model"
+    chosen = Denoising.parse("renoise:max_denoising_steps=9:t_min=0.5").settings
+    changed = RenoisingConfig(entropy_bound=0.3).changed(chosen)
+    assert changed == RenoisingConfig(max_denoising_steps=9, entropy_bound=0.3, t_min=0.5)
+    assert isinstance(changed.max_denoising_steps, int)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +149,8 @@ def test_denoising_is_named_with_its_settings() -> None:
         ("confidence:threshold", "say threshold=NUMBER"),
         ("confidence:threshold=1.5", "threshold must be from 0 to 1"),
         ("entropy:bound=nan", "bound must be from 0 to 1e"),
+        ("renoise:steps=3", "renoise has max_denoising_steps and entropy_bound and t_min"),
+        ("renoise:max_denoising_steps=0", "max_denoising_steps must be from 1 to 1024"),
     ],
 )
 def test_denoising_that_makes_no_sense_is_refused(text: str, problem: str) -> None:

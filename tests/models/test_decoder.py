@@ -11,8 +11,7 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder
-from nanoserve.models.experts import MixtureOfExperts
+from nanoserve.models.decoder import Decoder, MixtureOfExperts
 from nanoserve.models.mixer import RecurrentStates, make_states
 from tests.executor.small_model import small_config
 from tests.oracle.checkpoints import FAMILIES

@@ -13,7 +13,7 @@ from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.experts import MixtureOfExperts
+from nanoserve.models.decoder import MixtureOfExperts
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts

@@ -14,8 +14,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.quantization import Quantization
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.decoder import Decoder
-from nanoserve.models.experts import MixtureOfExperts
+from nanoserve.models.decoder import Decoder, MixtureOfExperts
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedExperts, PackedLinear
 from nanoserve.models.quantized_tensors import _decode_fp8, _decode_mxfp4

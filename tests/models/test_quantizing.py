@@ -312,6 +312,11 @@ def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
             "the experts of granitemoe, which are one tensor, are not quantized here; round the",
         ),
         (
+            "gemma4_text-moe",
+            "rtn",
+            "the experts of gemma4_text, which are one tensor, are not quantized here; round the",
+        ),
+        (
             "olmo3",
             "awq",
             "--method awq needs norms before both parts of a layer, which olmo3 has not; choose "

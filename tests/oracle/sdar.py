@@ -37,10 +37,15 @@ def make_sdar(directory: Path, length: int = 4, *, vocab_size: int = VOCAB_SIZE)
 
 def make_sdar_for_text(directory: Path, length: int = 4) -> PreTrainedModel:
     """Write one with the tokenizer of the bundled model, and its vocabulary."""
+    copy_tokenizer(directory)
+    return make_sdar(directory, length, vocab_size=4096)
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Give a checkpoint of 4,096 tokens the tokenizer of the bundled model."""
     storyteller = Path(nanoserve.__file__).parent / "assets/storyteller"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(storyteller / name, directory)
-    return make_sdar(directory, length, vocab_size=4096)
 
 
 @torch.inference_mode()

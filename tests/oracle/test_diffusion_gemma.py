@@ -3,7 +3,7 @@ transformers' DiffusionGemma."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import DiffusionGemmaConfig
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import CanvasConfig, RenoisingConfig
@@ -24,6 +25,8 @@ from tests.models.test_decoder import layer_caches
 from tests.oracle.checkpoints import VOCAB_SIZE
 from tests.oracle.diffusion_gemma import (
     LENGTH,
+    TEXT,
+    VISION,
     WINDOW,
     canvas_logits,
     encode,
@@ -237,6 +240,21 @@ def test_it_is_not_divided(
     config = ModelConfig.from_directory(checkpoint[0])
     with pytest.raises(UsageError, match=f"^{problem}[^\n]*$"):
         make_shards(config, **layout)
+
+
+def test_every_default_is_that_of_transformers() -> None:
+    """A config.json with the sizes alone, as transformers fills it. It writes no cap of logits: the
+    class has one."""
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size", "hidden_size")
+    text = {name: TEXT[name] for name in (*names, "intermediate_size", "num_hidden_layers")}
+    text |= {"model_type": "diffusion_gemma_text", "num_hidden_layers": 6, "num_experts": 8}
+    filled = DiffusionGemmaConfig(text_config=text, vision_config=VISION)
+    values = json.loads(filled.to_json_string(use_diff=False))
+    found = ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": text})
+    assert values["text_config"].keys() > {"rope_parameters", "per_layer_config", "sliding_window"}
+    assert replace(found, bos_token_id=2, eos_token_ids=(1,)) == ModelConfig.from_hf(values)
+    assert (found.canvas or CanvasConfig(0, 0)).length == filled.canvas_length
+    assert found.logits.soft_cap == filled.text_config.final_logit_softcapping
 
 
 def test_weights_that_encoder_and_decoder_do_not_share_are_refused(

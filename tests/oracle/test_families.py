@@ -15,8 +15,7 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
-from nanoserve.models.decoder import Decoder
-from nanoserve.models.experts import route
+from nanoserve.models.decoder import Decoder, route
 from nanoserve.models.loading import load_model
 from tests.models.test_decoder import layer_caches, layer_states, set_segments
 from tests.oracle.checkpoints import (

@@ -8,13 +8,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nanoserve import LLM
+from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
 from nanoserve.executor.canvas import free_denoising
+from nanoserve.executor.canvas.free_denoising import FreeCanvasDenoising
+from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams
 from tests.oracle.canvas_generation import answer, make_generating
 from tests.oracle.checkpoints import VOCAB_SIZE
 from tests.oracle.diffusion_gemma import END_TOKEN, LENGTH, WINDOW
 from tests.oracle.runs import Outputs, Run
+from tests.oracle.sdar import copy_tokenizer
 
 MOST = 15
 """Tokens of an answer: three canvases, of which the last is cut."""
@@ -53,6 +58,7 @@ def expected(checkpoint: tuple[Path, PreTrainedModel]) -> tuple[Outputs, int]:
     for number, prompt in enumerate(prompts()):
         answers[str(number), 0], taken = answer(model, prompt, MOST, seed=number)
         steps += taken
+    assert sum(len(each) == MOST for each in answers.values()) >= 2
     return answers, steps
 
 
@@ -87,8 +93,17 @@ def test_answers_are_those_of_transformers(
 
 
 def test_canvases_that_are_preempted_begin_again(
-    checkpoint: tuple[Path, PreTrainedModel], expected: tuple[Outputs, int]
+    checkpoint: tuple[Path, PreTrainedModel],
+    expected: tuple[Outputs, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nothing is kept of a canvas that is over."""
+    kept = list[dict[int, Any]]()
+
+    def close(denoising: FreeCanvasDenoising) -> None:
+        kept.append(denoising._unsettled)
+
+    monkeypatch.setattr(FreeCanvasDenoising, "close", close)
     ran = Run(
         checkpoint[0],
         requests_of(prompts()),
@@ -99,6 +114,7 @@ def test_canvases_that_are_preempted_begin_again(
     )
     assert ran.outputs == expected[0]
     assert ran.scheduler.table.preemptions > 0
+    assert kept == [{}]
 
 
 def test_an_answer_ends_with_the_first_end_token_of_a_canvas(
@@ -157,8 +173,17 @@ def test_tokens_come_a_canvas_at_a_time(
     """However few positions are looked at together, and with the log probabilities of the step that
     ends a canvas."""
     whole = Run(checkpoint[0], requests_of(prompts()[:1], logprobs=2, ignore_eos=True))
+    computed = list[int]()
+    compute_logits = Decoder.compute_logits
+
+    def counted(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        computed.append(len(hidden))
+        return compute_logits(decoder, hidden)
+
+    monkeypatch.setattr(Decoder, "compute_logits", counted)
     monkeypatch.setattr(free_denoising, "rows_per_chunk", lambda vocab_size: 4)
     ran = Run(checkpoint[0], requests_of(prompts()[:1], logprobs=2, ignore_eos=True))
+    assert computed == [4, 2] * ran.denoising_steps
     assert [gain for gain in ran.gains if gain] == [6, 6, 3]
     assert ran.outputs == whole.outputs
     (found,), (logprobs,) = ran.outputs.values(), ran.logprobs.values()
@@ -214,3 +239,28 @@ def test_requests_that_canvases_cannot_carry_out_are_refused_by_name(
     (name,) = params
     with pytest.raises(UsageError, match=f"^[^\n]*{name}[^\n]*: the model writes 6 tokens at a"):
         Run(checkpoint[0], requests_of(prompts()[:1], **params))
+
+
+def test_text_is_streamed_a_canvas_at_a_time_until_a_stop_string(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_generating(tmp_path, vocab_size=4096)
+    copy_tokenizer(tmp_path)
+    settings = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 22, "seed": 3}
+    params: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True, "seed": 5}
+    with LLM(str(tmp_path), **settings) as llm:
+        pieces = [piece.outputs[0] for piece in llm.stream("Once upon", SamplingParams(**params))]
+        (whole,) = llm.generate(["Once upon"], SamplingParams(**params))
+        text = whole.outputs[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        (stopped,) = llm.generate(["Once upon"], SamplingParams(**params, stop=(stop,)))
+    assert [len(piece.token_ids) for piece in pieces] == [6, 6, 2]
+    assert "".join(piece.text for piece in pieces) == text
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].finish_reason == "stop"
+    model = ["-m", str(tmp_path), "--eager", "--dtype", "float32"]
+    model += ["--denoising", "renoise:max_denoising_steps=2:confidence_threshold=0"]
+    assert main(["explain", "Once upon a time", "--max-tokens", "7", *model]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    steps = [line.rpartition(" ")[2] for line in lines if "denoising step" in line]
+    assert steps == ["1", "2", "1", "2"]

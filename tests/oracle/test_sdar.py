@@ -311,6 +311,14 @@ def test_what_does_not_go_together_with_canvases_is_refused_by_name(
         Run(checkpoint[0], [], **REFUSED_SETTINGS[named])
 
 
+def test_denoising_for_random_tokens_is_refused(
+    checkpoint: tuple[Path, PreTrainedModel],
+) -> None:
+    problem = "canvases of sdar begin as masks; choose one of confidence, static, entropy$"
+    with pytest.raises(UsageError, match=f"^--denoising renoise: {problem}"):
+        Run(checkpoint[0], [], denoising="renoise")
+
+
 def test_what_measures_decode_steps_refuses_canvases(
     checkpoint: tuple[Path, PreTrainedModel],
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanoserve.config.model_parts import CanvasConfig
+from nanoserve.config.model_parts import RenoisingConfig
 from nanoserve.executor.canvas.renoising import Renoising, random_tokens
 from nanoserve.executor.canvas.samplers import STEP_STRIDE, entropies_of
 from nanoserve.executor.mechanism import Mechanism
@@ -50,8 +50,8 @@ class FreeCanvasDenoising(Mechanism):
     """Has each canvas see itself whole, tells the decoder which tokens are canvases and what their
     last steps expected, and puts sampled and random tokens into them."""
 
-    def __init__(self, canvas: CanvasConfig, renoising: Renoising) -> None:
-        self._length, self._renoising = canvas.length, renoising
+    def __init__(self, length: int, renoising: RenoisingConfig) -> None:
+        self._length, self._renoising = length, Renoising(renoising)
         self._unsettled: dict[int, UnsettledCanvas] = {}
         self._staged: dict[int, _StagedStep] = {}  # of steps that are prepared and have not begun
 

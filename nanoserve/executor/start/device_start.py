@@ -174,10 +174,9 @@ def _canvas_denoising(canvas: CanvasConfig, config: EngineConfig) -> Mechanism:
     """Settle the tokens of canvases."""
     if canvas.renoising is not None:
         from nanoserve.executor.canvas.free_denoising import FreeCanvasDenoising
-        from nanoserve.executor.canvas.renoising import Renoising
 
         chosen = Denoising.parse(config.denoising or RENOISE)
-        return FreeCanvasDenoising(canvas, Renoising(canvas.renoising.changed(chosen.settings)))
+        return FreeCanvasDenoising(canvas.length, canvas.renoising.changed(chosen.settings))
     from nanoserve.executor.canvas.denoising import CanvasDenoising
 
     return CanvasDenoising(canvas, Denoising.parse(config.denoising or "confidence"))

@@ -75,6 +75,10 @@ class AlignedCanvases(Canvases):
         known = sequence.tokens[len(sequence.tokens) - fixed :]
         return (*known, *[self._mask_token] * (self.length - fixed))
 
+    def new_tokens(self, sequence: Sequence, canvas: tuple[int, ...]) -> list[int | None]:
+        new = canvas[len(sequence.tokens) % self.length :]
+        return [None if token == self._mask_token else token for token in new]
+
     def after_prompt_row(self, builder: PlanBuilder, prompt: Sequence) -> None:
         """Put the first canvas behind the prompt's last row."""
         row = builder.rows[-1]

@@ -46,6 +46,10 @@ class Canvases(Extension):
     def room_for_prompts(self, taken: int) -> int:
         """Count the prompt tokens of a plan whose rows of decodes have ``taken`` tokens."""
 
+    @abstractmethod
+    def new_tokens(self, sequence: Sequence, canvas: tuple[int, ...]) -> list[int | None]:
+        """Return those tokens of a sequence's canvas that are not known, None for each mask."""
+
     def attach(self, scheduler: Scheduler) -> None:
         if scheduler.async_scheduling:
             raise ValueError("canvases together with asynchronous scheduling: choose one")
@@ -115,10 +119,11 @@ class Canvases(Extension):
 
     def draft(self, sequence: Sequence) -> list[int | None]:
         """Return the new tokens of a sequence's canvas as its last step left them, None for each
-        that is not settled. There are none before the first step, and after the last one."""
-        canvas, _ = self._unsettled.get(sequence.sequence_id, ((), 0))
-        new = canvas[len(sequence.tokens) % self._length :]
-        return [None if token == self._mask_token else token for token in new]
+        mask. There are none before the first step, and after the last one."""
+        canvas, _ = self.unsettled(sequence)
+        if canvas is None:
+            return []
+        return self.new_tokens(sequence, canvas)
 
     def released(self, sequence: Sequence) -> None:
         """Drop the canvas of a sequence that has given up its blocks: it will begin again."""

@@ -53,6 +53,9 @@ class FreeCanvases(Canvases):
         )
         self.put(builder, sequence, row)
 
+    def new_tokens(self, sequence: Sequence, canvas: tuple[int, ...]) -> list[int | None]:
+        return list(canvas)
+
     def after_prompt_row(self, builder: PlanBuilder, prompt: Sequence) -> None:
         """Sample nothing after known tokens."""
         row = builder.rows[-1]
