@@ -110,6 +110,8 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
         ("jamba", "Q8_0", (2, 2)),
         ("granitemoehybrid", "Q8_0", (1, 2)),
         ("deepseek_v3", "Q8_0", (2, 2)),
+        ("gpt_oss", "MXFP4", (2, 2)),
+        ("gemma4_text", "Q8_0", (1, 2)),
     ],
 )
 def test_shards_compute_what_the_whole_model_does(
