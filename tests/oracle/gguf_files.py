@@ -13,16 +13,20 @@ from transformers import PreTrainedModel
 
 from tests.oracle import gguf_hybrids, gguf_layers
 
-ARCHITECTURES = gguf_hybrids.ARCHITECTURES | gguf_layers.ARCHITECTURES | {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "lfm2_moe": "lfm2moe",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-}
+ARCHITECTURES = (
+    gguf_hybrids.ARCHITECTURES
+    | gguf_layers.ARCHITECTURES
+    | {
+        "llama": "llama",
+        "mistral": "llama",
+        "mixtral": "llama",
+        "qwen3_moe": "qwen3moe",
+        "lfm2_moe": "lfm2moe",
+        "qwen3_next": "qwen3next",
+        "qwen3_5_text": "qwen35",
+        "qwen3_5_moe_text": "qwen35moe",
+    }
+)
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
