@@ -268,7 +268,7 @@ class LLM:
     # ---- engine ----------------------------------------------------------------------------------
 
     def _canvases(self, request_id: str) -> dict[int, Canvas]:
-        """The canvases that the samples of a request write now, by their indices."""
+        """Return the canvases that the samples of a request write now, by their indices."""
         found = dict[int, Canvas]()
         for engine in self._engine.engines:
             canvases = engine.scheduler.extensions.canvases

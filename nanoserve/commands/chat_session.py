@@ -323,11 +323,14 @@ class _ParsedAnswer:
 
     def __init__(self, parser: "AnswerParser") -> None:
         self._parser = parser
-        self._read: list[ChatAnswer] = []
+        self._read, self._marks = list[str](), list[tuple[int, int]]()
+        self._length = 0  # characters of the texts that were read
         self.texts: dict[Part, str] = {"answer": "", "thinking": ""}
 
     def push(self, answer: ChatAnswer) -> Iterator[Piece]:
-        self._read.append(answer)
+        self._marks += self._placed(answer)
+        self._read.append(answer.text)
+        self._length += len(answer.text)
         if answer.reasoning:
             yield from self._collected([("thinking", answer.reasoning)])
         yield from self._collected(self._parser.push(answer.text, answer.marks))
@@ -336,16 +339,21 @@ class _ParsedAnswer:
         yield from self._collected(self._parser.push("", ended=True))
 
     def draft(self, draft: ChatAnswer) -> Draft:
-        """Return what a draft would add to the text so far if the answer ended with it. It is read
-        by a parser of its own, from the answer's beginning."""
-        parser, texts = self._parser.anew(), dict[Part, str]()
-        pieces = [piece for one in self._read for piece in parser.push(one.text, one.marks)]
-        for part, text in pieces + parser.push(draft.text, draft.marks, ended=True):
-            texts[part] = texts.get(part, "") + text
+        """Return what a draft would add to the text so far if the answer ended with it. A parser of
+        its own reads all of it."""
+        whole = "".join([*self._read, draft.text])
+        marks = self._marks + self._placed(draft)
+        texts: dict[Part, str] = {"answer": "", "thinking": ""}
+        for part, text in self._parser.anew().push(whole, marks, ended=True):
+            texts[part] += text
         return Draft(
-            texts.get("thinking", "")[len(self.texts["thinking"]) :],
-            texts.get("answer", "")[len(self.texts["answer"]) :],
+            texts["thinking"][len(self.texts["thinking"]) :],
+            texts["answer"][len(self.texts["answer"]) :],
         )
+
+    def _placed(self, answer: ChatAnswer) -> list[tuple[int, int]]:
+        """Return the marker tokens of the next text, with their places in the whole."""
+        return [(self._length + place, token) for place, token in answer.marks]
 
     def _collected(self, pieces: list[Piece]) -> list[Piece]:
         for part, text in pieces:
