@@ -1,9 +1,10 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-what models recall, paging, few bits, speculative sampling.
+what models recall, paging, few bits, pruning, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
-Perplexity and what drafters foresee are measured; small models that recall were trained once.
+Perplexity and what drafters foresee are measured; small models that recall, and pruned ones, were
+trained once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from nanoserve.costs.step_costs import StepCosts
 from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.lab.papers.pruned_perplexity import PRUNING_COLUMNS, PRUNING_COUNTED, pruning
 from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
 from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
@@ -545,6 +547,13 @@ PAPER = Paper(
             make=quantization,
             columns=_QUANTIZATION_COLUMNS,
             measured=True,
+        ),
+        PaperFigure(
+            number="pruning",
+            title="perplexity of the storyteller without its least important parts",
+            counted=PRUNING_COUNTED,
+            make=pruning,
+            columns=PRUNING_COLUMNS,
         ),
         PaperFigure(
             number="speculative",
