@@ -1,11 +1,11 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-what smaller caches cost, what models recall, text diffusion, paging, few bits, speculative
-sampling.
+what smaller caches cost, what models recall, text diffusion, paging, few bits, pruning,
+speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
-Perplexity and what drafters foresee are measured. Small models that recall, and those with smaller
-caches, were trained once.
+Perplexity and what drafters foresee are measured. Small models that recall, those with smaller
+caches, and pruned ones were trained once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.lab.papers.kv_quality import KV_QUALITY_COLUMNS, KV_QUALITY_COUNTED, kv_quality
+from nanoserve.lab.papers.pruned_perplexity import PRUNING_COLUMNS, PRUNING_COUNTED, pruning
 from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
 from nanoserve.lab.papers.sequence_memory import KV_COLUMNS, STATE_COLUMNS, kv, state
@@ -567,6 +568,13 @@ PAPER = Paper(
             make=quantization,
             columns=_QUANTIZATION_COLUMNS,
             measured=True,
+        ),
+        PaperFigure(
+            number="pruning",
+            title="perplexity of the storyteller without its least important parts",
+            counted=PRUNING_COUNTED,
+            make=pruning,
+            columns=PRUNING_COLUMNS,
         ),
         PaperFigure(
             number="speculative",
