@@ -248,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="of the model's answers")
     parser.add_argument("--top-p", type=float, default=0.95, help="of the model's answers")
     parser.add_argument("--speed", action="store_true", help="measure the speeds")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     if options.speed:
         compare_speeds(options.model, options.denoising)
     else:
