@@ -132,7 +132,7 @@ LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/settings_
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up
 of what chooses."""
 
-MOST_LAZY_IMPORTS = 86
+MOST_LAZY_IMPORTS = 88
 LAZY_IMPORTS: dict[str, list[str]] = {
     "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
         "commands/engine_options.py: llm",

@@ -23,7 +23,7 @@ from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.loading import INDEX_NAME, load_model, read_tensors
 from nanoserve.models.pruning.importance import Importance, measure_importance
 from nanoserve.models.pruning.trimming import (
-    Kept,
+    KeptUnits,
     Sizes,
     check_prunable,
     check_sizes,
@@ -76,7 +76,7 @@ def drawn(config: ModelConfig, seed: int = 0) -> Importance:
     )
 
 
-def trim(source: Path, output: Path, **sizes: int) -> Kept:
+def trim(source: Path, output: Path, **sizes: int) -> KeptUnits:
     """Trim to these sizes, by an importance drawn at random."""
     config = ModelConfig.from_directory(source)
     output.mkdir()
@@ -363,7 +363,7 @@ def test_layers_whose_kind_follows_from_their_number_do_not_leave(
         )
         output = tmp_path / "output"
         output.mkdir()
-        trim_checkpoint(unlisted, output, Kept((1, 2), kept.hidden, kept.groups, kept.neurons))
+        trim_checkpoint(unlisted, output, KeptUnits((1, 2), kept.hidden, kept.groups, kept.neurons))
 
 
 def test_a_run_that_fails_leaves_nothing(

@@ -49,7 +49,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptUnits:
     """The parts of a model that stay, in order. Numbers are those of the whole model."""
 
     layers: tuple[int, ...]
@@ -101,7 +101,7 @@ def prune_checkpoint(
         return Pruned(before, _perplexity_of(trimmed, held_out), kept.layers)
 
 
-def trim_checkpoint(source: Path, output: Path, kept: Kept) -> None:
+def trim_checkpoint(source: Path, output: Path, kept: KeptUnits) -> None:
     """Write the parts of the model directory `source` that are kept to the empty directory
     `output`. Raises as `prune_checkpoint` does."""
     config = ModelConfig.from_directory(source)
@@ -124,7 +124,7 @@ def trim_checkpoint(source: Path, output: Path, kept: Kept) -> None:
     write_config(output, described)
 
 
-def choose(importance: Importance, sizes: Sizes, config: ModelConfig) -> Kept:
+def choose(importance: Importance, sizes: Sizes, config: ModelConfig) -> KeptUnits:
     """The most important parts, as many as the sizes say; in each layer as many."""
     groups = config.num_kv_heads
     if sizes.num_heads is not None:
@@ -132,7 +132,7 @@ def choose(importance: Importance, sizes: Sizes, config: ModelConfig) -> Kept:
     hidden_size = sizes.hidden_size or config.hidden_size
     inner = sizes.intermediate_size or config.intermediate_size
     layers = _best(importance.layers, sizes.num_layers or config.num_layers)
-    return Kept(
+    return KeptUnits(
         layers=tuple(layers.tolist()),
         hidden=_best(importance.hidden, hidden_size),
         groups=[_best(scores, groups) for scores in importance.groups],
@@ -225,7 +225,7 @@ def _check_division(sizes: Sizes, config: ModelConfig) -> None:
 # ---- config.json ---------------------------------------------------------------------------------
 
 
-def _trimmed_description(source: Path, config: ModelConfig, kept: Kept) -> dict[str, Any]:
+def _trimmed_description(source: Path, config: ModelConfig, kept: KeptUnits) -> dict[str, Any]:
     """The config.json of the trimmed model. Raises UsageError if it would be read as another
     model: the kind of a layer may follow from its number."""
     described = read_json_object(source / "config.json")
@@ -257,7 +257,7 @@ def _trimmed_description(source: Path, config: ModelConfig, kept: Kept) -> dict[
 
 
 def _trimmed(
-    parts: Sequence[TensorPart], checkpoint: Checkpoint, config: ModelConfig, kept: Kept
+    parts: Sequence[TensorPart], checkpoint: Checkpoint, config: ModelConfig, kept: KeptUnits
 ) -> Iterator[tuple[str, Tensor]]:
     """The names of parts, and what stays of them."""
     for part in parts:
@@ -280,7 +280,7 @@ def _layer_of(part: TensorPart) -> int | None:
 
 
 def _kept_rows_and_columns(
-    part: TensorPart, config: ModelConfig, kept: Kept
+    part: TensorPart, config: ModelConfig, kept: KeptUnits
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rows and the columns of a part's parameter that stay; None for all, and for the columns
     of vectors."""
@@ -297,7 +297,7 @@ def _kept_rows_and_columns(
 
 
 def _kept_of_module(
-    module: str, layer: int, config: ModelConfig, kept: Kept
+    module: str, layer: int, config: ModelConfig, kept: KeptUnits
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rows and the columns that stay of the weight of a layer's module."""
     groups, neurons = kept.groups[layer], kept.neurons[layer]
