@@ -55,8 +55,14 @@ def shipped_timings() -> Sequence[Timing]:
 
 
 def _timing(row: Mapping[str, str]) -> Timing:
-    numbers = (int(row[name]) for name in ("batch", "repeat", "tokens", "steps"))
-    return Timing(row["model"], *numbers, float(row["seconds"]))
+    return Timing(
+        row["model"],
+        batch=int(row["batch"]),
+        repeat=int(row["repeat"]),
+        tokens=int(row["tokens"]),
+        steps=int(row["steps"]),
+        seconds=float(row["seconds"]),
+    )
 
 
 DIFFUSION_COUNTED = (
@@ -108,7 +114,7 @@ def diffusion(scale: Scale, run: Run) -> Finding:
 
 
 def speedup(seconds: Callable[[int], float], batch: int, tokens: int = TOKENS) -> float:
-    """By how much a batch is written sooner: ``tokens`` steps of a token each, over STEPS that
+    """Return how much sooner a batch is written: ``tokens`` steps of a token each, over STEPS that
     compute all of them, where a step of so many tokens takes these ``seconds``."""
     return tokens * seconds(batch) / (STEPS * seconds(batch * tokens))
 
