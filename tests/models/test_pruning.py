@@ -69,7 +69,7 @@ def drawn(config: ModelConfig, seed: int = 0) -> Importance:
 
     layers = config.num_layers
     return Importance(
-        scores(layers),
+        scores(layers).index_fill(0, torch.tensor([1]), -1.0),  # so that the rest is renumbered
         scores(config.hidden_size),
         scores(layers, config.num_kv_heads),
         scores(layers, config.intermediate_size),
@@ -161,6 +161,7 @@ def test_a_model_without_layers_is_one_whose_layers_were_taken_out(
         # transformers lists their kinds of layers when it writes the config
         assert json.loads((source / "config.json").read_text())["layer_types"]
     kept = trim(source, tmp_path / "output", num_layers=2)
+    assert kept.layers == (0, 2)
     oracle = oracle_of(source)
     oracle.model.layers = nn.ModuleList(oracle.model.layers[layer] for layer in kept.layers)
     oracle.config.num_hidden_layers = 2
