@@ -551,7 +551,7 @@ def _expressions(file: GgufFile, words: str) -> tuple[str, ...]:
     alike = SAME_WORDS.get(words, words)
     if alike in _WORDS:
         return (_WORDS[alike],)
-    supported = ", ".join(_WORDS | SAME_WORDS | MORE_WORDS)
+    supported = ", ".join(dict.fromkeys([*_WORDS, *SAME_WORDS, *MORE_WORDS]))
     raise file.fail(f"pre-tokenizer {shown(words)} is not supported; supported: {supported}")
 
 

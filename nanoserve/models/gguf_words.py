@@ -45,6 +45,7 @@ MORE_WORDS: Mapping[str, tuple[str, ...]] = {
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK3,
+    "joyai-llm": _DEEPSEEK3,  # also DeepSeek-V3's, where it adds no BOS
 }
 """Regular expressions by `tokenizer.ggml.pre`; each divides what those before it have left. They
 are those of the models' own tokenizer.json."""

@@ -3,7 +3,6 @@ values follow from the graphs of llama.cpp (olmo2, cohere2, smollm3, mistral3, d
 its converter."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from tests.models.test_gguf_bad_input import file, tensor
 from tests.models.test_gguf_metadata import described
 
 MAGNITUDE = 1 + 0.1 * math.log(4)
-YARN = {
+YARN: dict[str, Any] = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 1024,
 }
-SIZES: Mapping[str, Any] = {
+SIZES: dict[str, Any] = {
     "block_count": 4,
     "context_length": 4096,
     "embedding_length": 64,
@@ -32,9 +31,9 @@ SIZES: Mapping[str, Any] = {
     "attention.head_count": 2,
     "attention.layer_norm_rms_epsilon": 1e-5,
 }
-WINDOW = {"attention.sliding_window": 8}
-COHERE = WINDOW | {"attention.layer_norm_epsilon": 2.0**-17, "logit_scale": 0.25}
-LATENT: Mapping[str, Any] = {
+WINDOW: dict[str, Any] = {"attention.sliding_window": 8}
+COHERE: dict[str, Any] = WINDOW | {"attention.layer_norm_epsilon": 2.0**-17, "logit_scale": 0.25}
+LATENT: dict[str, Any] = {
     "attention.kv_lora_rank": 16,
     "attention.key_length_mla": 24,
     "attention.value_length_mla": 12,
@@ -49,7 +48,7 @@ LATENT: Mapping[str, Any] = {
 CHOICE_BIAS = tensor("blk.1.exp_probs_b.bias", (4,), offset=2048)
 
 
-def config_of(path: Path, architecture: str, keys: Mapping[str, Any], *more: bytes) -> ModelConfig:
+def config_of(path: Path, architecture: str, keys: dict[str, Any], *more: bytes) -> ModelConfig:
     """The config of a file with these keys and tensors."""
     entries = [described("general.architecture", architecture)]
     for key, value in (SIZES | keys).items():
@@ -76,14 +75,14 @@ def config_of(path: Path, architecture: str, keys: Mapping[str, Any], *more: byt
     ],
 )
 def test_layers_have_the_windows_that_llama_cpp_gives_them(
-    architecture: str, keys: Mapping[str, Any], windows: tuple[int, ...], tmp_path: Path
+    architecture: str, keys: dict[str, Any], windows: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert config_of(tmp_path, architecture, keys).layers.sliding_windows == windows
 
 
 @pytest.mark.parametrize(("architecture", "keys"), [("smollm3", {}), ("cohere2", COHERE)])
 def test_every_fourth_layer_does_not_rotate(
-    architecture: str, keys: Mapping[str, Any], tmp_path: Path
+    architecture: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, architecture, keys)
     assert [rope.kind for rope in config.layers.ropes] == ["default"] * 3 + ["none"]
@@ -117,7 +116,7 @@ def test_norms_and_logits_of_cohere(tmp_path: Path) -> None:
     ],
 )
 def test_yarn_enlarges_what_rotates(
-    architecture: str, numbers: Mapping[str, float], magnitude: float, tmp_path: Path
+    architecture: str, numbers: dict[str, float], magnitude: float, tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {**YARN}
     if architecture == "deepseek2":
@@ -152,7 +151,7 @@ def test_queries_of_ministral_grow(tmp_path: Path) -> None:
     ],
 )
 def test_the_router_tells_the_family(
-    keys: Mapping[str, Any], biases: list[bytes], family: str, tmp_path: Path
+    keys: dict[str, Any], biases: list[bytes], family: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "deepseek2", LATENT | keys, *biases)
     assert config.family == family
@@ -188,7 +187,7 @@ def test_the_last_layer_of_glm_may_be_for_drafts(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_followed_is_refused(
-    architecture: str, keys: Mapping[str, Any], complaint: str, tmp_path: Path
+    architecture: str, keys: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     given = LATENT | keys if architecture == "deepseek2" else keys
     with pytest.raises(ModelError, match=complaint):
