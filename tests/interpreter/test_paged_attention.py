@@ -3,6 +3,7 @@ anything."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -278,8 +279,9 @@ def test_blocks_that_a_window_has_left_behind_may_be_gone() -> None:
         gone = batch.block_tables[index, : first_seen // 16]
         batch.key_cache[gone.long()] = batch.value_cache[gone.long()] = torch.nan
         gone.fill_(10**6)
-    for multiprocessors in (1, 8):
-        check(batch, window, multiprocessors=multiprocessors)
+    canvases = torch.tensor([[row.queries, row.context - row.queries] for row in rows]).int()
+    for multiprocessors, spans in product((1, 8), (None, canvases)):
+        check(batch, window, multiprocessors=multiprocessors, spans=spans)
 
 
 def test_tensors_may_be_parts_of_wider_ones() -> None:
