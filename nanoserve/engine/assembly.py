@@ -26,6 +26,7 @@ from nanoserve.executor.start.model_loading import (
     check_state_settings,
     keeps_all_positions,
     load_decoder,
+    longest_with_canvas,
     read_config,
     usable_device,
     with_cache_groups,
@@ -412,8 +413,6 @@ def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     most = config.max_model_len or model.max_position_embeddings
     windows = model.cache_groups.windows
     if model.canvas is not None:
-        from nanoserve.engine.extensions import longest_with_canvas  # few models write any
-
         return longest_with_canvas(model.canvas, windows, num_blocks, config.block_size, most)
     return most_tokens(windows, num_blocks, config.block_size, most)
 

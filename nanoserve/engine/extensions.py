@@ -5,16 +5,13 @@ from collections.abc import Sequence
 
 from nanoserve.config.model_parts import CanvasConfig
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import UsageError
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases
-from nanoserve.scheduler.canvas.canvas_blocks import longest_sequence
 from nanoserve.scheduler.canvas.canvases import Canvases
 from nanoserve.scheduler.canvas.free_canvases import FreeCanvases
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.optional import LayoutCapacity
 from nanoserve.scheduler.speculation.draft_proposer import DraftProposer
-from nanoserve.scheduler.windows import most_tokens
 
 
 def engine_extensions(
@@ -55,22 +52,3 @@ def _canvases(canvas: CanvasConfig, token_budget: int) -> Canvases:
     return AlignedCanvases(
         length=canvas.length, mask_token=canvas.mask_token, token_budget=token_budget
     )
-
-
-def longest_with_canvas(
-    canvas: CanvasConfig, windows: tuple[int, ...], num_blocks: int, block_size: int, most: int
-) -> int:
-    """Tokens of the longest sequence that fits these blocks of cache groups with these windows. Its
-    last canvas ends within the ``most`` positions that there may be. Raises UsageError if none
-    fits."""
-    if canvas.is_free:
-        longest = longest_sequence(windows, num_blocks, block_size, canvas.length, most)
-    else:
-        longest = most_tokens(windows, num_blocks, block_size, most)
-        longest -= longest % canvas.length
-    if longest < 2:  # a token of a prompt, and one of an answer
-        raise UsageError(
-            f"the KV cache of {num_blocks} blocks of {block_size} tokens does not hold a canvas of "
-            f"{canvas.length}; raise --kv-cache-memory"
-        )
-    return longest

@@ -63,6 +63,22 @@ def most_tokens(
     return min(longest, columns * block_size)
 
 
+def computed_at_once(length: int, block_size: int) -> int:
+    """Count the positions that a sequence with free canvases of this length computes together, in
+    the shortest steps: a canvas, and one that siblings still read."""
+    return max(length, block_size) + 1
+
+
+def longest_sequence(
+    windows: tuple[int, ...], num_blocks: int, block_size: int, length: int, most: int
+) -> int:
+    """Count the tokens of the longest sequence with free canvases that fits these blocks. Its last
+    canvas begins before its last token, and ends within the ``most`` positions that there may
+    be."""
+    at_once = computed_at_once(length, block_size)
+    return most_tokens(windows, num_blocks, block_size, most, at_once) - length + 1
+
+
 class WindowedBlocks(SequenceBlocks):
     """Block tables of a model with sliding windows: blocks that no query sees any longer are given
     back.

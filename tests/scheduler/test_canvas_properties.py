@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanoserve.request import FinishReason, Request
 from nanoserve.scheduler import POLICIES, make_policy
-from nanoserve.scheduler.canvas.canvas_blocks import longest_sequence
+from nanoserve.scheduler.windows import longest_sequence
 from tests.scheduler.canvases import (
     CanvasBench,
     expected_free_tokens,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nanoserve.config.model_parts import CanvasConfig
-from nanoserve.engine.extensions import longest_with_canvas
 from nanoserve.errors import UsageError
+from nanoserve.executor.start.model_loading import longest_with_canvas
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.canvas.aligned_canvases import AlignedCanvases

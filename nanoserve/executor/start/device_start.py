@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_parts import CanvasConfig
-from nanoserve.engine_config import RENOISE, Denoising, EngineConfig
+from nanoserve.engine_config import EngineConfig
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.stage import Stage, compiled_layers
@@ -172,14 +172,9 @@ def _state_slots(num_slots: int) -> Mechanism:
 
 def _canvas_denoising(canvas: CanvasConfig, config: EngineConfig) -> Mechanism:
     """Settle the tokens of canvases."""
-    if canvas.renoising is not None:
-        from nanoserve.executor.canvas.free_denoising import FreeCanvasDenoising
+    from nanoserve.executor.canvas.choice import make_denoising
 
-        chosen = Denoising.parse(config.denoising or RENOISE)
-        return FreeCanvasDenoising(canvas.length, canvas.renoising.changed(chosen.settings))
-    from nanoserve.executor.canvas.denoising import CanvasDenoising
-
-    return CanvasDenoising(canvas, Denoising.parse(config.denoising or "confidence"))
+    return make_denoising(canvas, config.denoising)
 
 
 def _fed_tokens() -> Mechanism:

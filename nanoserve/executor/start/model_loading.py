@@ -28,6 +28,7 @@ from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, dummy_config
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import Shard, shards_of_layouts
+from nanoserve.scheduler.windows import longest_sequence, most_tokens
 from nanoserve.utils.files import unreadable_as_model_error
 from nanoserve.utils.sizes import format_size
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
@@ -307,6 +308,25 @@ def _check_denoising(config: EngineConfig, canvas: CanvasConfig, family: str) ->
         canvas.renoising.changed(chosen.settings)
     except UsageError as error:
         raise UsageError(f"{asked}: {error}") from error
+
+
+def longest_with_canvas(
+    canvas: CanvasConfig, windows: tuple[int, ...], num_blocks: int, block_size: int, most: int
+) -> int:
+    """Tokens of the longest sequence that fits these blocks of cache groups with these windows. Its
+    last canvas ends within the ``most`` positions that there may be. Raises UsageError if none
+    fits."""
+    if canvas.is_free:
+        longest = longest_sequence(windows, num_blocks, block_size, canvas.length, most)
+    else:
+        longest = most_tokens(windows, num_blocks, block_size, most)
+        longest -= longest % canvas.length
+    if longest < 2:  # a token of a prompt, and one of an answer
+        raise UsageError(
+            f"the KV cache of {num_blocks} blocks of {block_size} tokens does not hold a canvas of "
+            f"{canvas.length}; raise --kv-cache-memory"
+        )
+    return longest
 
 
 def load_decoder(

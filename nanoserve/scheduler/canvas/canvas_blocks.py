@@ -2,7 +2,7 @@
 
 from nanoserve.request import Sequence
 from nanoserve.scheduler.kv import BlockPool, CachedColumn, SequenceBlocks
-from nanoserve.scheduler.windows import WindowedBlocks, most_blocks, most_tokens
+from nanoserve.scheduler.windows import WindowedBlocks, computed_at_once, most_blocks
 
 
 class AlignedCanvasBlocks(SequenceBlocks):
@@ -53,22 +53,6 @@ class AlignedCanvasBlocks(SequenceBlocks):
 
     def forked_at(self, parent: Sequence) -> int:
         return self.start_of_span(super().forked_at(parent))
-
-
-def computed_at_once(length: int, block_size: int) -> int:
-    """Count the positions that a sequence with free canvases computes together, in the shortest
-    steps. It is one more than a canvas: see `FreeCanvasBlocks.slide`."""
-    return max(length, block_size) + 1
-
-
-def longest_sequence(
-    windows: tuple[int, ...], num_blocks: int, block_size: int, length: int, most: int
-) -> int:
-    """Count the tokens of the longest sequence with free canvases that fits these blocks. Its last
-    canvas begins before its last token, and ends within the ``most`` positions that there may
-    be."""
-    at_once = computed_at_once(length, block_size)
-    return most_tokens(windows, num_blocks, block_size, most, at_once) - length + 1
 
 
 class FreeCanvasBlocks(WindowedBlocks):
