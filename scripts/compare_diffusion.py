@@ -44,7 +44,7 @@ SIBLING = REPOSITORY / "nanoserve/assets" / DRAFT
 DATA = REPOSITORY / "nanoserve/lab/papers/diffusion.csv"
 MOST_TOKENS = 350
 BATCHES = (1, 4, 16)
-SPEED_TOKENS = 128
+SPEED_TOKENS = 64
 REPEATS = 3
 
 
