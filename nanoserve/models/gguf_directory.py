@@ -168,13 +168,6 @@ _QWEN3_5_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT4O_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
@@ -188,7 +181,6 @@ _WORDS = {
     "chatglm-bpe": _LLAMA3_WORDS % "1,3",
     "qwen2": _LLAMA3_WORDS % "1",
     "qwen35": _QWEN3_5_WORDS,
-    "gpt-4o": _GPT4O_WORDS,
 }
 """Regular expressions that divide text into words before pairs are merged, by
 `tokenizer.ggml.pre`."""
@@ -352,10 +344,10 @@ def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     known = _ROPE_KEYS
     if prefix.startswith("qwen35"):  # sections are for images; a text's positions are all the same
         known |= {"dimension_sections"}
-    if prefix.startswith("gemma"):  # of layers with a window
-        known |= {"freq_base_swa", "dimension_count_swa"}
-    if prefix.startswith("olmo2."):
+    if prefix.startswith(("gemma", "olmo2.")):  # of layers with a window
         known |= {"freq_base_swa"}
+    if prefix.startswith("gemma"):
+        known |= {"dimension_count_swa"}
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in known:
             raise file.fail(f"{key:.80} is not supported")

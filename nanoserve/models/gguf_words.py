@@ -41,6 +41,7 @@ _DEEPSEEK3 = (
 
 MORE_WORDS: Mapping[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_AYA,),
     "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", _AYA),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
