@@ -41,7 +41,7 @@ def run(options: PruneOptions) -> None:
     [bold]Examples[/bold]
 
       nanoserve prune --ffn-size 384 --calibrate text.txt --output small
-      nanoserve prune -m Qwen/Qwen3-0.6B --layers 20 --heads 12 --calibrate text.txt --output small
+      nanoserve prune -m ./big --layers 20 --calibrate text.txt --output small
     """
     resolved = locate_model(options.model, offline=options.offline)
     source = resolved.directory

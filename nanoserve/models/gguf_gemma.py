@@ -38,6 +38,8 @@ def gemma4(file: GgufFile, architecture: str) -> dict[str, Any]:
             f"{architecture}.rope.dimension_count_swa must be the whole head of {sliding_dim}, "
             f"not {rotated}"
         )
+    if any(".ffn_gate_inp." in name for name in file.tensors):
+        raise file.fail("a Gemma 4 with a mixture of experts loads from safetensors alone")
     own = {}
     for layer, has_window in enumerate(slides):
         if not has_window:
@@ -53,7 +55,6 @@ def gemma4(file: GgufFile, architecture: str) -> dict[str, Any]:
         "hidden_size_per_layer_input": file.get(
             f"{architecture}.embedding_length_per_layer_input", int, 0
         ),
-        "enable_moe_block": any(".ffn_gate_inp." in name for name in file.tensors),
         "rope_parameters": _proportional_rope(file, architecture),
         "rope_local_base_freq": file.get(f"{architecture}.rope.freq_base_swa", float, 10000.0),
     }
