@@ -77,7 +77,7 @@ class Writing(NamedTuple):
 
     tokens: int
     perplexities: tuple[float, ...]
-    """Of each judge."""
+    """Perplexity under each judge."""
     repeated: float
     """Share of the sequences of four words that were in the answer before."""
     distinct: int

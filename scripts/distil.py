@@ -57,10 +57,10 @@ class Step(NamedTuple):
 
     number: int
     share: float
-    """Of the run that is done."""
+    """Share of the run that is done."""
     tokens: int
     seconds: float
-    """Of processor time."""
+    """Seconds of processor time."""
     loss: float
 
 

@@ -155,8 +155,8 @@ def _decode_variants(
             num_stages=configuration.num_stages,
         )
         yield variant
-        # Spans of single tokens move the window, and nothing else. Triton 3.6.0 spills up to 48 bytes
-        # of three such forms in float32, which no model needs.
+        # Spans of single tokens move the window, and nothing else. Triton 3.6.0 spills up to 48
+        # bytes of three such forms in float32, which no model needs.
         if features == _SLIDING and dtype != "fp32":
             yield _with_spans(variant)
 
@@ -259,11 +259,20 @@ _FORMATS = {
     "Q4_K": (4, 32, 3, 3, 0),
     "Q5_K": (5, 32, 3, 3, 0),
     "Q6_K": (6, 16, 3, 0, 32),
+    "Q2_K": (6, 16, 3, 3, 0),
 }
 """Numbers of PackedFormats: codes of every width, in groups of every length, with scales and
 offsets of every kind."""
 _SIZES = ("num_outputs", "num_columns", "num_rows", "row_stride", "block_quads", "steps_per_part")
 _COUNTS = ("num_elements", "num_outputs", "num_parts")
+
+
+def _packed_program(*, unpacks: bool, rows: int) -> str:
+    if unpacks:
+        return "unpack_matrix"
+    if rows > 1:
+        return "multiply_packed"
+    return "multiply_row"
 
 
 def packed_variants() -> Iterator[Variant]:
@@ -287,11 +296,7 @@ def packed_variants() -> Iterator[Variant]:
         )
         yield Variant(
             module="packed",
-            program="unpack_matrix"
-            if unpacks
-            else "multiply_packed"
-            if tile.rows > 1
-            else "multiply_row",
+            program=_packed_program(unpacks=unpacks, rows=tile.rows),
             label=f"{name}, {dtype}" + (f", {tile.rows} rows" if tile.rows > 1 else ""),
             types={**types, **dict.fromkeys(sizes, "i32")},
             divisible=frozenset(

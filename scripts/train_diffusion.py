@@ -66,7 +66,7 @@ REPORT_STEPS = 25
 SEED_STRIDE = 1_000_003
 """Between the seeds of the noise of two runs: more than a run has steps."""
 PADDING = 2.0**14
-"""What the added dimensions of queries and keys hold, far more than the others. See
+"""Value of the added dimensions of queries and keys, far larger than the others. See
 `sdar_tensors`."""
 
 

@@ -65,7 +65,7 @@ class LayerNames:
 
     @property
     def shared_parts(self) -> tuple[str, ...]:
-        """What a layer does not need that shares the keys and values of another."""
+        """Parts that a layer which shares the keys and values of another does not need."""
         return (*self.qkv[1:], self.key_norm)
 
 

@@ -101,8 +101,8 @@ def _named(slides: list[bool]) -> list[str]:
 
 
 def _bounds_and_scale(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """What bounds the scores of attention and the logits, where the file says so, and the scale of
-    the scores."""
+    """Read the bounds of attention's scores and of logits, where the file has them, and the scale
+    of the scores."""
     found: dict[str, Any] = {}
     for key, name in {
         "attn_logit_softcapping": "attn_logit_softcapping",

@@ -1,4 +1,4 @@
-"""What transformers' own generate makes of DiffusionGemma's prompts with our random numbers in
+"""Answers of transformers' own generate to DiffusionGemma's prompts, with our random numbers in
 place of torch's, for tests."""
 
 import copy

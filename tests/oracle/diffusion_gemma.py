@@ -68,7 +68,7 @@ def encode(model: Any, tokens: Tensor, cache: DynamicCache | None = None) -> Any
 
 
 def encoder_logits(model: Any, tokens: Tensor) -> Tensor:
-    """What the output matrix makes of the encoder's hidden states, [T, vocab_size]."""
+    """Multiply the encoder's hidden states by the output matrix, [T, vocab_size]."""
     hidden = encode(model, tokens).last_hidden_state[0]
     cap = model.final_logit_softcapping
     with torch.inference_mode():

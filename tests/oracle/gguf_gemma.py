@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes to GGUF files of Gemma 2, 3 and 4 and of gpt-oss: keys, and the
+"""GGUF files of Gemma 2, 3 and 4 and of gpt-oss as llama.cpp's converter writes them: keys, and the
 names and values of tensors."""
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""What llama.cpp's converter writes to GGUF files of SmolLM3, Olmo 3, Cohere 2, Ministral 3, DeepSeek
-and GLM-4.7-Flash: keys, and the names and values of tensors."""
+"""GGUF files of SmolLM3, Olmo 3, Cohere 2, Ministral 3, DeepSeek and GLM-4.7-Flash as llama.cpp's
+converter writes them: keys, and the names and values of tensors."""
 
 from collections.abc import Iterator
 from typing import Any

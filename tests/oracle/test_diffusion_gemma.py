@@ -57,7 +57,7 @@ class DrivenRow:
     start: int
     tokens: Tensor
     soft_embeddings: Tensor | None = None
-    """Of a canvas; None: its tokens are known."""
+    """Soft embeddings of a canvas; None: its tokens are known."""
 
 
 class Driven:

@@ -26,7 +26,7 @@ from nanoserve.scheduler.plan import Answer, Row
 
 @dataclass(slots=True)
 class UnsettledCanvas:
-    """What is kept of a sequence's canvas between its steps."""
+    """A sequence's canvas between its steps."""
 
     soft_embeddings: Tensor
     """[length, hidden_size], on the device: what the last step expected at each position."""
@@ -37,13 +37,13 @@ class UnsettledCanvas:
 
 @dataclass(slots=True)
 class _StagedStep:
-    """What a step needs on the device, beside its rows."""
+    """Tensors on the device that a step needs beside its rows."""
 
     spans: Tensor
     """int32 [R, 2], as `AttentionBatch.spans`."""
     is_canvas: Tensor
     places: Tensor
-    """As in CanvasInputs."""
+    """See CanvasInputs."""
 
 
 class FreeCanvasDenoising(Mechanism):
@@ -202,7 +202,7 @@ class Piece:
 
 
 class Samples(NamedTuple):
-    """What a step finds at N positions of canvases."""
+    """Results of a step at N positions of canvases."""
 
     tokens: Tensor
     """int64 [N], drawn."""

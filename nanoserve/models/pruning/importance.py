@@ -27,11 +27,13 @@ class Importance:
     layers: Tensor
     """[num_layers]."""
     hidden: Tensor
-    """Of the channels of hidden states, [hidden_size]. A channel leaves all layers or none."""
+    """Importance of the channels of hidden states, [hidden_size]. A channel leaves all layers or
+    none."""
     groups: Tensor
-    """Of a key-value head and the query heads that share it, [num_layers, num_kv_heads]."""
+    """Importance of a key-value head with the query heads that share it, [num_layers,
+    num_kv_heads]."""
     neurons: Tensor
-    """Of the inner channels of feed-forward parts, [num_layers, intermediate_size]."""
+    """Importance of the inner channels of feed-forward parts, [num_layers, intermediate_size]."""
 
 
 class _Activations:

@@ -45,7 +45,7 @@ class Sizes:
     intermediate_size: int | None = None
     num_layers: int | None = None
     num_heads: int | None = None
-    """Of query heads, in each layer."""
+    """Query heads of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class KeptUnits:
     hidden: Tensor
     """Channels of hidden states, int64."""
     groups: Sequence[Tensor]
-    """Of each layer of the whole model, the key-value heads, int64."""
+    """Key-value heads of each layer of the whole model, int64."""
     neurons: Sequence[Tensor]
-    """Of each layer of the whole model, the inner channels of the feed-forward part, int64."""
+    """Inner channels of the feed-forward part of each layer of the whole model, int64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,11 @@ def _load_step(
 
 @triton.jit
 def _weights(
-    word, more, last, place, scale, second, minimum, second_minimum, zero,
-    byte: tl.constexpr, half: tl.constexpr,
+    word, more, last, place, scale, minimum, zero, byte: tl.constexpr, half: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """The weights of one byte of each word, or of half of it, in float32; without their scales
-    unless IS_SCALED."""
+    unless IS_SCALED. Scales and minimums are those of this half."""
     if BITS == 8:
         code = (word >> 8 * byte & 255) ^ 128
     else:
@@ -105,9 +104,9 @@ def _weights(
     # An integer below 2^23 plus 2^23 as float32 is cheaper than a conversion.
     number = (code ^ _BASE_BITS).to(tl.float32, bitcast=True) - zero
     if OFFSET >= 2:
-        return number * (second if half else scale) - (second_minimum if half else minimum)
+        return number * scale - minimum
     if IS_SCALED:
-        return number * (second if half else scale)
+        return number * scale
     return number
 
 
@@ -148,26 +147,16 @@ def multiply_row(
         inside = begin + place // lines * 32 < num_columns
         partial = tl.zeros((TILE_OUTPUTS, STEP // 32 * lines), tl.float32)
         for half in tl.static_range(1 if BITS == 8 else 2):
+            half_scale = second if half else scale
+            half_minimum = second_minimum if half else minimum
             for byte in tl.static_range(4):
                 input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0).to(
                     tl.float32
                 )
                 partial += input[None, :] * _weights(
-                    word,
-                    more,
-                    last,
-                    place,
-                    scale,
-                    second,
-                    minimum,
-                    second_minimum,
-                    zero,
-                    byte,
-                    half,
-                    BITS,
-                    OFFSET,
-                    not is_uniform,
-                )
+                    word, more, last, place, half_scale, half_minimum, zero, byte, half,
+                    BITS, OFFSET, not is_uniform,
+                )  # fmt: skip
         if is_uniform and OFFSET < 2:
             partial *= scale
         sums += partial
@@ -211,24 +200,14 @@ def multiply_packed(
         inside = (begin + place // lines * 32 < num_columns)[:, None] & (row < num_rows)[None, :]
         partial = sums if not is_uniform else tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
         for half in tl.static_range(1 if BITS == 8 else 2):
+            half_scale = second if half else scale
+            half_minimum = second_minimum if half else minimum
             for byte in tl.static_range(4):
                 input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0)
                 weights = _weights(
-                    word,
-                    more,
-                    last,
-                    place,
-                    scale,
-                    second,
-                    minimum,
-                    second_minimum,
-                    zero,
-                    byte,
-                    half,
-                    BITS,
-                    OFFSET,
-                    not is_uniform,
-                )
+                    word, more, last, place, half_scale, half_minimum, zero, byte, half,
+                    BITS, OFFSET, not is_uniform,
+                )  # fmt: skip
                 partial = tl.dot(weights.to(input.dtype), input, partial)
         sums = sums + partial * scale if is_uniform else partial
     kept = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
@@ -260,71 +239,25 @@ def unpack_matrix(
     targets = out + output.to(tl.int64)[:, None] * num_columns
     quad = tl.arange(0, STEP // 32 * lines * 4)
     for half in tl.static_range(1 if BITS == 8 else 2):
+        half_scale = second if half else scale
+        half_minimum = second_minimum if half else minimum
         column = begin + (quad if BITS == 8 else quad // 16 * 32 + quad % 16 + half * 16)
         first = _weights(
-            word,
-            more,
-            last,
-            place,
-            scale,
-            second,
-            minimum,
-            second_minimum,
-            zero,
-            0,
-            half,
-            BITS,
-            OFFSET,
-            True,
-        )
+            word, more, last, place, half_scale, half_minimum, zero, 0, half,
+            BITS, OFFSET, True,
+        )  # fmt: skip
         after = _weights(
-            word,
-            more,
-            last,
-            place,
-            scale,
-            second,
-            minimum,
-            second_minimum,
-            zero,
-            1,
-            half,
-            BITS,
-            OFFSET,
-            True,
-        )
+            word, more, last, place, half_scale, half_minimum, zero, 1, half,
+            BITS, OFFSET, True,
+        )  # fmt: skip
         third = _weights(
-            word,
-            more,
-            last,
-            place,
-            scale,
-            second,
-            minimum,
-            second_minimum,
-            zero,
-            2,
-            half,
-            BITS,
-            OFFSET,
-            True,
-        )
+            word, more, last, place, half_scale, half_minimum, zero, 2, half,
+            BITS, OFFSET, True,
+        )  # fmt: skip
         fourth = _weights(
-            word,
-            more,
-            last,
-            place,
-            scale,
-            second,
-            minimum,
-            second_minimum,
-            zero,
-            3,
-            half,
-            BITS,
-            OFFSET,
-            True,
-        )
+            word, more, last, place, half_scale, half_minimum, zero, 3, half,
+            BITS, OFFSET, True,
+        )  # fmt: skip
         # Side by side, the four columns of a word are stored together.
         weights = tl.reshape(
             tl.join(tl.join(first, third), tl.join(after, fourth)),
