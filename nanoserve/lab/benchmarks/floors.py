@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_fields
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.work import Chunk, StepWork, work_of
 
@@ -83,3 +84,17 @@ class ModelCost:
 
     def floor_seconds(self, work: StepWork, limits: Limits) -> float:
         return limits.seconds(self.step_bytes(work), self.step_operations(work))
+
+    def requests_floor_seconds(self, shapes: Sequence[RequestShape], limits: Limits) -> float:
+        """The floor of requests that are issued together: of one step with all prompts, which gives
+        each its first token, and of the decode steps behind it. Every request that has not ended
+        takes part in each of them."""
+        whole = [(0, shape.input_tokens) for shape in shapes]
+        seconds = self.floor_seconds(StepWork.of(chunks=whole, windows=self.windows), limits)
+        for known in range(1, max(shape.output_tokens for shape in shapes)):
+            contexts = [
+                shape.input_tokens + known for shape in shapes if shape.output_tokens > known
+            ]
+            step = StepWork.of(contexts, windows=self.windows)
+            seconds += self.floor_seconds(step, limits)
+        return seconds

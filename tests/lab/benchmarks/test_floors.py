@@ -4,7 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from nanoserve.lab.benchmarks.floors import Limits, ModelCost, step_kind, step_work
+from nanoserve.lab.workloads import PRESETS
 from nanoserve.models.hub import dummy_config
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.plan import Row, StepPlan
 from nanoserve.scheduler.work import StepWork
 
@@ -84,3 +86,56 @@ def test_the_floor_is_the_longer_of_reading_and_computing() -> None:
 def test_a_reading_above_the_limit_is_the_limit() -> None:
     assert Limits(5.0, 7.0).at_least(4.0, 6.0) == Limits(6.0, 7.0)
     assert Limits(5.0, 7.0).at_least(4.0, 3.0) == Limits(5.0, 7.0)
+
+
+H200 = Limits(bytes_per_second=4.28e12, operations_per_second=804e12)
+H100 = Limits(bytes_per_second=3.0e12, operations_per_second=700e12)
+
+
+def test_requests_need_their_prompts_and_then_a_step_for_each_token() -> None:
+    """Qwen3-0.6B by hand: 28 layers of 16 query and 8 key-value heads of 128, 1024 columns and an
+    inner size of 3072; a head of 151,936 tokens."""
+    layer = 1024 * (16 + 2 * 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
+    matrices, head = 28 * layer, 151_936 * 1024
+    kept = 28 * 2 * 8 * 128 * 2  # bytes of a token's keys and values
+    shapes = [RequestShape(1000, 3), RequestShape(500, 2), RequestShape(20, 1)]
+    seen = 1000 * 1001 / 2 + 500 * 501 / 2 + 20 * 21 / 2
+    prompts = 2 * 1520 * matrices + 2 * 3 * head + 4 * 28 * 16 * 128 * seen
+    first, second = (1001 + 501) * kept + 2 * 2 * 1024, 1002 * kept + 2 * 1024
+    decodes = 2 * 2 * (matrices + head) + first + second
+    cost = ModelCost(dummy_config("qwen3-0.6b"), 2)
+    seconds = prompts / H200.operations_per_second + decodes / H200.bytes_per_second
+    assert cost.requests_floor_seconds(shapes, H200) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "limits", "rate"),
+    [
+        ("qwen3-0.6b", H200, 35_500),
+        ("qwen3-0.6b", H100, 25_400),
+        ("qwen3-8b", H200, 12_900),
+        ("qwen3-8b", H100, 9_900),
+    ],
+)
+def test_the_floor_of_the_preset(model: str, limits: Limits, rate: float) -> None:
+    """Rates that were worked out apart, from mean lengths, as the time for keys and values, for
+    weights and for prompts."""
+    shapes = PRESETS["nano-vllm"].draw(seed=0)
+    tokens = sum(shape.output_tokens for shape in shapes)
+    seconds = ModelCost(dummy_config(model), 2).requests_floor_seconds(shapes, limits)
+    assert tokens / seconds == pytest.approx(rate, rel=0.03)
+
+
+def test_windows_bound_what_the_decode_steps_of_requests_read() -> None:
+    """Gemma 3 1B: 4 layers see all, 22 the last 512, one key-value head of 256."""
+    cost = ModelCost(dummy_config("gemma-3-1b"), 2)
+    bytes_only = Limits(bytes_per_second=1.0, operations_per_second=1e30)
+    longer, shorter = (
+        cost.requests_floor_seconds([RequestShape(1000, 2)], bytes_only),
+        cost.requests_floor_seconds([RequestShape(1000, 1)], bytes_only),
+    )
+    decode = cost.step_bytes(StepWork.of([1001], windows=cost.windows))
+    assert longer - shorter == pytest.approx(decode)
+    empty = StepWork(decodes=1, sampled=1, windowed_decode_context=(0,))
+    read = longer - shorter - cost.step_bytes(empty)
+    assert read == pytest.approx(2 * 2 * 256 * (4 * 1001 + 22 * 512))

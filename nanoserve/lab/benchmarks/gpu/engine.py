@@ -20,19 +20,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nanoserve.config.published_shapes import published_shapes
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.lab.benchmarks.floors import ModelCost
+from nanoserve.lab.benchmarks.driving import EngineRun
+from nanoserve.lab.benchmarks.floors import Limits, ModelCost
 from nanoserve.lab.benchmarks.gpu.cases import CannotRun, GpuCase, Row
 from nanoserve.lab.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.lab.benchmarks.gpu.models import EngineShelf, TimedEngine
 from nanoserve.lab.workloads import PRESETS, Preset, random_prompts
 from nanoserve.models.dtypes import format_name
 from nanoserve.record.metrics import BatchRates
-from nanoserve.request import Request, SamplingParams
+from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.work import StepWork
 from nanoserve.utils.temporary import temporary_directory
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"
 PRESET = "nano-vllm"
+TEMPERATURE = 0.6
+"""The temperature at which nano-vllm and mini-sglang run the preset."""
 LONGEST_PROMPT = 8192
 _REPEATS = 3
 _TRANSFORMERS_SECONDS = 70.0
@@ -82,7 +85,8 @@ class EngineBench:
         if model == SMALL:
             measures |= {
                 "steps of a full batch": partial(self._trace, self.batch),
-                "preset": self._measure_preset,
+                "preset": partial(self._measure_preset, 0.0),
+                f"preset, temperature {TEMPERATURE}": partial(self._measure_preset, TEMPERATURE),
             }
         for name, measure in measures.items():
             yield GpuCase(
@@ -165,24 +169,24 @@ class EngineBench:
         idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
         return {**fields, **found, "idle_without_profiler": idle}
 
-    def _preset_work(self, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Prompts of the preset, and tokens of their answers."""
-        prompts = random_prompts([shape.input_tokens for shape in self._shapes], vocab_size, seed=0)
-        return prompts, [shape.output_tokens for shape in self._shapes]
-
-    def _measure_preset(self, open_engine: OpenEngine) -> Row:
-        """The preset on this engine, warmed up with the same prompts."""
+    def _measure_preset(self, temperature: float, open_engine: OpenEngine) -> Row:
+        """The preset on this engine, warmed up with the same prompts, against its floor."""
         engine = open_engine()
-        prompts, lengths = self._preset_work(engine.llm.built.model.vocab_size)
-        engine.driver.run(prompts, [2] * len(prompts))
-        run = engine.driver.run(prompts, lengths)
+        preset = PresetRun(engine, self._shapes, temperature)
+        preset.warm_up()
+        run = preset.run()
         rates = BatchRates.of(run.timings)
+        cost = ModelCost(engine.llm.built.model, self._bench.dtype.itemsize)
+        floor_rate = preset_floor_rate(cost, self._shapes, self._bench.limits)
         return {
             "preset": PRESET,
-            "requests": len(prompts),
+            "requests": len(self._shapes),
+            "temperature": temperature,
             "output_tokens_per_s": rates.output,
             "total_tokens_per_s": rates.total,
             "run_seconds": max(timing.e2el for timing in run.timings),
+            "floor_output_tokens_per_s": floor_rate,
+            "of_floor": rates.output / floor_rate,
         }
 
     def measure_transformers(self) -> Row:
@@ -201,7 +205,7 @@ class EngineBench:
             ) from error
         library = cast(Any, transformers)  # which is typed in part
         config = dict(published_shapes()[SMALL])
-        prompts, lengths = self._preset_work(config["vocab_size"])
+        prompts, lengths = preset_work(self._shapes, config["vocab_size"])
         hf_config = library.AutoConfig.for_model(config.pop("model_type"), **config)
         with self._bench.device:
             from_config = library.AutoModelForCausalLM.from_config
@@ -234,6 +238,38 @@ class EngineBench:
             "attention": attention,
             "run_seconds": seconds,
         }
+
+
+def preset_work(
+    shapes: Sequence[RequestShape], vocab_size: int
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Prompts of these requests, and tokens of their answers."""
+    prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed=0)
+    return prompts, [shape.output_tokens for shape in shapes]
+
+
+def preset_floor_rate(cost: ModelCost, shapes: Sequence[RequestShape], limits: Limits) -> float:
+    """The most output tokens per second that these requests can have."""
+    output_tokens = sum(shape.output_tokens for shape in shapes)
+    return output_tokens / cost.requests_floor_seconds(shapes, limits)
+
+
+class PresetRun:
+    """The requests of a preset on one engine, all at one temperature."""
+
+    def __init__(
+        self, engine: TimedEngine, shapes: Sequence[RequestShape], temperature: float
+    ) -> None:
+        self._driver = engine.driver
+        self._params = SamplingParams(temperature=temperature)
+        self._prompts, self._lengths = preset_work(shapes, engine.llm.built.model.vocab_size)
+
+    def warm_up(self) -> None:
+        """Answer every prompt with two tokens."""
+        self._driver.run(self._prompts, [2] * len(self._prompts), self._params)
+
+    def run(self) -> EngineRun:
+        return self._driver.run(self._prompts, self._lengths, self._params)
 
 
 def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> list[int]:

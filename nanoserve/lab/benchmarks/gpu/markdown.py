@@ -115,6 +115,8 @@ _ENGINE_COLUMNS = {
     "preset": columns(
         ("", ("preset", "case")),
         (",.0f", ("output tok/s", "output_tokens_per_s")),
+        (",.0f", ("floor", "floor_output_tokens_per_s")),
+        (".0%", "of_floor"),
         (",.1f", ("seconds", "run_seconds")),
     ),
     "opening": columns(

@@ -38,6 +38,10 @@ def test_every_case_of_a_part_runs(part: str, monkeypatch: pytest.MonkeyPatch) -
     assert told["limits"].keys() == {"copy_gb_per_s", "matmul_tflops"}
     problems = {row["case"]: row for row in run.rows if "error" in row or "skipped" in row}
     assert problems.keys() <= EXPECTED_ABSENT, problems
+    presets = {row["temperature"]: row for row in run.rows if "temperature" in row}
+    assert list(presets) == ([] if part == "kernels" else [0.0, 0.6])
+    for row in presets.values():
+        assert row["of_floor"] == row["output_tokens_per_s"] / row["floor_output_tokens_per_s"]
     for row in run.rows:
         for name, difference in row.get("differences", {}).items():
             assert difference < 1e-5, (row["case"], name)

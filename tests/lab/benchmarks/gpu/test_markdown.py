@@ -61,7 +61,18 @@ def test_targets_are_met_missed_or_not_measured() -> None:
                 kernel(PREFILL, of_matmul_peak=0.55, slower={"SDPA flash": 0.9}),
             ],
             engine=[
-                {"case": "qwen3-0.6b: preset", "output_tokens_per_s": 10_000.0},
+                {
+                    "case": "qwen3-0.6b: preset",
+                    "output_tokens_per_s": 10_000.0,
+                    "floor_output_tokens_per_s": 20_000.0,
+                    "of_floor": 0.5,
+                },
+                {
+                    "case": "qwen3-0.6b: preset, temperature 0.6",
+                    "output_tokens_per_s": 9_000.0,
+                    "floor_output_tokens_per_s": 20_000.0,
+                    "of_floor": 0.45,
+                },
                 {
                     "case": "qwen3-0.6b: preset, transformers",
                     "output_tokens_per_s": 2000.0,
@@ -99,6 +110,10 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         "met",
         pytest.approx(1.25),
     )
+    sampled = "256-request preset, Qwen3-0.6B, temperature 0.6: share of the preset's floor"
+    assert found[sampled] == ("missed", pytest.approx(0.45 / 0.75))
+    over_greedy = "256-request preset, Qwen3-0.6B: output tokens/s at temperature 0.6 over greedy"
+    assert found[over_greedy] == ("missed", pytest.approx(0.9 / 0.97))
     host = "host overhead, Qwen3-0.6B, batch 1: device idle between two steps, share of a step"
     assert found[host] == ("missed", pytest.approx(0.5))
 
@@ -137,9 +152,17 @@ def test_a_row_that_failed_is_shown_with_its_reason() -> None:
             engine=[
                 {"case": "qwen3-0.6b: decode, batch 1", "tokens_per_s": 512.25, "of_floor": 0.5},
                 {"case": "llama-3.1-8b: decode, batch 1", "error": "out of memory"},
+                {
+                    "case": "qwen3-0.6b: preset, temperature 0.6",
+                    "output_tokens_per_s": 9_000.0,
+                    "floor_output_tokens_per_s": 36_000.0,
+                    "of_floor": 0.25,
+                    "run_seconds": 16.0,
+                },
             ],
         )
     )
+    assert "| qwen3-0.6b: preset, temperature 0.6 | 9,000 | 36,000 | 25% | 16.0 |" in text
     assert "| paged_attention | 0 | 1 | 0 |" in text
     assert "* paged_attention, decode: ValueError: no | such thing" in text
     assert "* cache_write, float16: unwanted nans 3" in text
