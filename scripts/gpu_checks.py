@@ -1,17 +1,22 @@
 """Check on a GPU what `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks
-tokens|step|products [--device cpu]`.
+tokens|step|sampling|preset|products [--device cpu]`.
 
 `tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's
-tokens in float32. `step`: the kernels of a decode step by name, from torch's trace. `products`:
-products with packed matrices in CUDA graphs over copies of the matrix, so that no cache holds it;
-that part needs a GPU, the others can be tried on a CPU.
+tokens in float32. `step`: the kernels of a decode step by name, from torch's trace. `sampling`: the
+sampler as engines run it against its operators in plain torch on the same device, their times and
+tokens, and the CPU's tokens. `preset`: the preset of 256 requests greedily and at a temperature, in
+turns. `products`: products with packed matrices in CUDA graphs over copies of the matrix, so that
+no cache holds it; that part needs a GPU, the others can be tried on a CPU.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import zlib
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +25,31 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanoserve.lab.workloads import random_prompts
+from nanoserve.errors import NanoserveError
+from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.executor.step.staging import Staging
+from nanoserve.lab.benchmarks.floors import ModelCost
+from nanoserve.lab.benchmarks.gpu.correctness import random_logits
+from nanoserve.lab.benchmarks.gpu.device import GpuBench
+from nanoserve.lab.benchmarks.gpu.engine import (
+    LONGEST_PROMPT,
+    PRESET,
+    TEMPERATURE,
+    PresetRun,
+    preset_floor_rate,
+)
+from nanoserve.lab.benchmarks.gpu.models import EngineShelf
+from nanoserve.lab.benchmarks.rounds import rotated
+from nanoserve.lab.benchmarks.verdicts import spread_text
+from nanoserve.lab.workloads import PRESETS, Preset, random_prompts
 from nanoserve.llm import LLM
 from nanoserve.models import dummy
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import DUMMY_PREFIX
+from nanoserve.record.metrics import BatchRates
 from nanoserve.request import Request, SamplingParams
-from triton_ops import pack, packed_linear, round_to_nearest
+from nanoserve.scheduler.plan import Begin
+from triton_ops import pack, packed_linear, reference_operators, round_to_nearest
 
 VOCAB_SIZE = 4096  # of the tokenizer of dummy models
 SHAPE = {
@@ -186,6 +210,93 @@ def show_step(device: str, model: str, batch: int, context: int) -> None:
         )
 
 
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top-p": {"top_p": 0.95},
+    "top-k": {"top_k": 50},
+}
+"""How each differs from sampling at a temperature alone."""
+
+
+@torch.inference_mode()
+def compare_samplers(
+    bench: GpuBench, row_counts: Sequence[int], vocab_size: int, temperature: float
+) -> None:
+    """Print for each sampler and number of rows how many tokens are equal, and both times."""
+    for count in row_counts:
+        logits = random_logits(count, vocab_size)
+        moved = logits.to(bench.device)
+        for name, settings in SAMPLERS.items():
+            params = SamplingParams(**{"temperature": temperature, **settings})
+            on_cpu = sample(logits, staged_rows(params, count, vocab_size, logits.device)).tokens
+            rows = staged_rows(params, count, vocab_size, bench.device)
+            call = partial(sample, moved, rows)
+            tokens = call().tokens
+            own = bench.times({name: call})[name].us
+            with reference_operators(bench.device.type.upper()):
+                plain_tokens = call().tokens
+                plain = bench.times({name: call})[name].us
+            print(
+                f"{count} x {vocab_size}, {name}: {num_equal(tokens, plain_tokens)} of {count} "
+                f"tokens are those of plain torch, {num_equal(tokens, on_cpu)} the CPU's; "
+                f"{own:.1f} us, plain torch {plain:.1f} us, {plain / own:.2f} times as long",
+                flush=True,
+            )
+
+
+def staged_rows(
+    params: SamplingParams, count: int, vocab_size: int, device: torch.device
+) -> SamplingRows:
+    """The settings of `count` requests of one token that differ in their seeds, on the device."""
+    begins = [Begin(row, (0,), 1, 0, 7919 * row, params) for row in range(count)]
+    states = [SamplingState(begin, vocab_size) for begin in begins]
+    staging = Staging(device)
+    rows = SamplingRows.stage(states, [1] * count, staging)
+    staging.transfer()
+    return rows
+
+
+def num_equal(tokens: torch.Tensor, others: torch.Tensor) -> int:
+    return int((tokens.cpu() == others.cpu()).sum())
+
+
+def compare_presets(
+    bench: GpuBench, model: str, preset: Preset, temperature: float, rounds: int
+) -> None:
+    """Print the output tokens per second of both, and their ratio within each round."""
+    shapes = preset.draw(seed=0)
+    limits = bench.limits  # measured before the engine takes the memory
+    memory = None
+    if bench.dry_run:
+        memory = 64 << 20
+    rates = {"greedy": list[float](), f"temperature {temperature:g}": list[float]()}
+    with closing(EngineShelf(bench)) as shelf:
+        engine = shelf.get(
+            model,
+            dtype=format_name(bench.dtype),
+            max_model_len=max(shape.total_tokens for shape in shapes) + 16,
+            max_num_seqs=len(shapes),
+            max_num_batched_tokens=LONGEST_PROMPT,
+            kv_cache_memory=memory,
+        )
+        temperatures = zip(rates, (0.0, temperature), strict=True)
+        runs = {name: PresetRun(engine, shapes, one) for name, one in temperatures}
+        for run in runs.values():
+            run.warm_up()
+        for number in range(rounds):
+            for name in rotated(runs, number):
+                rates[name].append(BatchRates.of(runs[name].run().timings).output)
+        cost = ModelCost(engine.llm.built.model, bench.dtype.itemsize)
+    floor = preset_floor_rate(cost, shapes, limits)
+    print(f"floor: {floor:,.0f} tokens/s")
+    for name, found in rates.items():
+        share = statistics.median(found) / floor
+        print(f"{name}: {spread_text(found, ',.0f')} tokens/s, {share:.0%} of the floor")
+    ratios = [sampled / greedy for greedy, sampled in zip(*rates.values(), strict=True)]
+    print(f"sampled over greedy: {spread_text(ratios, '.3f')}")
+
+
 @torch.inference_mode()
 def time_products(device: str) -> None:
     for outputs, columns in ((14336, 4096), (1024, 3072)):
@@ -225,17 +336,58 @@ def graph_us(calls: list[Any]) -> float:
     return statistics.median(times)
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str]) -> None:
+    preset = PRESETS[PRESET]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "step", "products"))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=512)
-    given = parser.parse_args()
+    parser.add_argument("what", choices=("tokens", "step", "sampling", "preset", "products"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", default="qwen3-0.6b", help="of step and preset")
+    parser.add_argument("--batch", type=int, default=1, help="of step")
+    parser.add_argument("--context", type=int, default=512, help="of step")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE)
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 64, 256), help="of sampling")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="of sampling")
+    parser.add_argument("--requests", type=int, default=preset.requests, help="of preset")
+    parser.add_argument("--rounds", type=int, default=2, help="of preset")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        default=preset.input_range,
+        help="in and out of each request of preset",
+    )
+    given = parser.parse_args(words)
+    if given.temperature <= 0:
+        parser.error("--temperature must be above 0: greedy sampling is measured in any case")
+    if min(given.rounds, given.requests, given.vocabulary, *given.rows) < 1:
+        parser.error("--rounds, --requests, --vocabulary and --rows take numbers from 1")
+    if not 1 <= given.tokens[0] <= given.tokens[1]:
+        parser.error("--tokens takes the least and the most, both from 1")
+    try:
+        check(given)
+    except NanoserveError as error:
+        sys.exit(str(error))
+
+
+def check(given: argparse.Namespace) -> None:
+    """Do what was asked for."""
+    bench = GpuBench.open(
+        dry_run=given.device == "cpu", asked="gpu_checks", instead="try it with --device cpu"
+    )
     if given.what == "tokens":
         compare_tokens(given.device)
     elif given.what == "step":
         show_step(given.device, given.model, given.batch, given.context)
+    elif given.what == "sampling":
+        compare_samplers(bench, given.rows, given.vocabulary, given.temperature)
+    elif given.what == "preset":
+        lengths = tuple(given.tokens)
+        preset = Preset(given.requests, lengths, lengths)
+        compare_presets(bench, given.model, preset, given.temperature, given.rounds)
     else:
         time_products(given.device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

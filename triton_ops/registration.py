@@ -63,10 +63,10 @@ class Operators:
         self._library.impl(name, implementation, device)
 
     @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Within it the CPU runs the plain implementations, whatever has been built: to compare one
-        with the other."""
-        overriding = _Library(self._namespace, "IMPL", "CPU")
+    def plain(self, device: str = "CPU") -> Iterator[None]:
+        """Within it a kind of device runs the plain implementations, whatever it has of its own: to
+        compare one with the other."""
+        overriding = _Library(self._namespace, "IMPL", device)
         try:
             with warnings.catch_warnings():
                 # as intended
@@ -74,7 +74,8 @@ class Operators:
                     "ignore", "[\\s\\S]*Overriding a previously registered kernel"
                 )
                 for name, plain in self._plain.items():
-                    overriding.impl(name, plain, "CPU")
+                    # torch may refuse to take the place of a function in Python without being told
+                    overriding.impl(name, plain, device, allow_override=True)
             yield
         finally:
             overriding._destroy()

@@ -470,11 +470,11 @@ def _check_sampling(bench: GpuBench, batch: Sequence[SamplingParams]) -> Row:
     }
 
 
-def random_logits(rows: int) -> Tensor:
-    """float32 [rows, vocabulary], of numbers that a bfloat16 model could give: the likeliest often
+def random_logits(rows: int, vocab_size: int = SAMPLED_VOCABULARY) -> Tensor:
+    """float32 [rows, vocab_size], of numbers that a bfloat16 model could give: the likeliest often
     tie."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, SAMPLED_VOCABULARY, generator=generator).mul(3.0).bfloat16().float()
+    return torch.randn(rows, vocab_size, generator=generator).mul(3.0).bfloat16().float()
 
 
 def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:

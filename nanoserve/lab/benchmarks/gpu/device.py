@@ -134,12 +134,12 @@ class GpuBench:
             self.dtype = torch.float32
 
     @classmethod
-    def open(cls, *, dry_run: bool) -> "GpuBench":
-        """The GPU of this process, or the CPU. Raises UsageError if there is no GPU that the
-        kernels run on."""
+    def open(cls, *, dry_run: bool, asked: str = "bench gpu", instead: str = INSTEAD) -> "GpuBench":
+        """The GPU of this process, or the CPU. Raises UsageError, which says who asked and what to
+        do instead, if there is no GPU that the kernels run on."""
         if dry_run:
             return cls(torch.device("cpu"), dry_run=True)
-        device = usable_gpu(None, asked="bench gpu", instead=INSTEAD)
+        device = usable_gpu(None, asked=asked, instead=instead)
         use_writable_triton_cache()
         return cls(device, dry_run=False)
 

@@ -1,0 +1,106 @@
+"""The checks that need a GPU, on the CPU: they run, and a difference is found."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, sample
+from nanoserve.lab.benchmarks.driving import EngineRun
+from nanoserve.lab.benchmarks.gpu.engine import PresetRun
+from scripts import gpu_checks
+from scripts.gpu_checks import SAMPLERS, main
+
+LINE = re.compile(
+    r"(\d+) x 500, (\S+): (\d+) of \d+ tokens are those of plain torch, (\d+) the CPU's; "
+    r"[\d.]+ us, plain torch [\d.]+ us, [\d.]+ times as long"
+)
+SAMPLING = ["sampling", "--device", "cpu", "--vocabulary", "500", "--rows"]
+
+
+def found(printed: str) -> list[tuple[int, str, int, int]]:
+    """Rows, the sampler, and how many tokens are those of plain torch and of the CPU."""
+    lines = [LINE.fullmatch(line) for line in printed.splitlines()]
+    return [(int(line[1]), line[2], int(line[3]), int(line[4])) for line in lines if line]
+
+
+def test_every_sampler_is_compared_with_every_number_of_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main([*SAMPLING, "1", "6"])
+    expected = [(rows, name, rows, rows) for rows in (1, 6) for name in SAMPLERS]
+    assert found(capsys.readouterr().out) == expected
+    assert list(SAMPLERS) == ["greedy", "temperature", "top-p", "top-k"]
+
+
+def test_another_token_of_the_device_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second call of each sampler is the device's; its times come after it."""
+    settings: list[SamplingRows] = []
+
+    def differing(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+        settings.append(rows)
+        sampled = sample(logits, rows)
+        calls_of_these_rows = sum(one is rows for one in settings)
+        if len(settings) == 1 or calls_of_these_rows > 1:
+            return sampled
+        return Sampled(sampled.tokens + (torch.arange(5) == 3), sampled.valid)
+
+    monkeypatch.setattr(gpu_checks, "sample", differing)
+    monkeypatch.setattr(gpu_checks, "SAMPLERS", {"top-p": SAMPLERS["top-p"]})
+    main([*SAMPLING, "5"])
+    assert found(capsys.readouterr().out) == [(5, "top-p", 4, 4)]
+
+
+def test_the_preset_runs_greedily_and_at_a_temperature_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3", **shape, **heads}), encoding="utf-8")
+    runs: list[EngineRun] = []
+    run = PresetRun.run
+
+    def noted(self: PresetRun) -> EngineRun:
+        runs.append(run(self))
+        return runs[-1]
+
+    monkeypatch.setattr(PresetRun, "run", noted)
+    sizes = ["--requests", "3", "--tokens", "4", "9", "--rounds", "2"]
+    main(["preset", "--device", "cpu", "--model", str(path), *sizes])
+    greedy, sampled, sampled_again, greedy_again = (one.tokens for one in runs)
+    assert greedy == greedy_again != sampled == sampled_again
+    assert len(greedy) == 3 and all(4 <= len(tokens) <= 9 for tokens in greedy)
+    floor, first, second, ratio = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"floor: [\d,]+ tokens/s", floor)
+    assert re.fullmatch(r"greedy: [\d,]+ \([\d,]+-[\d,]+\) tokens/s, \d+% of the floor", first)
+    assert re.fullmatch(
+        r"temperature 0.6: [\d,]+ \([\d,]+-[\d,]+\) tokens/s, \d+% of the floor", second
+    )
+    assert re.fullmatch(r"sampled over greedy: [\d.]+ \([\d.]+-[\d.]+\)", ratio)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["preset", "--temperature", "0"], "--temperature must be above 0"),
+        (["preset", "--tokens", "9", "4"], "--tokens takes the least and the most"),
+        (["sampling", "--rows", "0"], "take numbers from 1"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(SystemExit, match=r"^gpu_checks: .*, or try it with --device cpu$"):
+        main(["sampling"])
