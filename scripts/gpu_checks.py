@@ -46,6 +46,7 @@ from nanoserve.llm import LLM
 from nanoserve.models import dummy
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import DUMMY_PREFIX
+from nanoserve.models.tensor_parts import TensorPart
 from nanoserve.record.metrics import BatchRates
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.plan import Begin
@@ -124,13 +125,19 @@ VARIANTS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
 }
 
 
-def draw_on_the_cpu(part: Any, region: torch.Tensor, _: torch.Generator) -> None:
+def draw_on_the_cpu(
+    filling: Sequence[tuple[TensorPart, torch.Tensor]], generator: torch.Generator
+) -> None:
     """Draw the same weights on every device, wide enough that all of them leave their mark on the
-    logits."""
-    generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-    is_scale = "norm" in part.name or part.name.endswith("layer_scalar")
-    numbers = torch.empty(part.shape).normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)
-    region.copy_(numbers if part.rows is None and part.columns is None else numbers[part.source])
+    logits. The generator is one of the CPU, and not the device's."""
+    whole, _ = filling[0]
+    generator = torch.Generator().manual_seed(zlib.crc32(whole.name.encode()))
+    mean = 0.0
+    if "norm" in whole.name or whole.name.endswith("layer_scalar"):
+        mean = 1.0
+    numbers = torch.empty(whole.shape).normal_(mean, 0.15, generator=generator)
+    for part, region in filling:
+        region.copy_(numbers[part.source])
 
 
 def answers(
@@ -172,7 +179,8 @@ def compare_tokens(device: str) -> None:
 
 
 def show_step(device: str, model: str, batch: int, context: int) -> None:
-    settings = {"max_model_len": 2048, "max_num_seqs": batch, "kv_cache_memory": batch << 27}
+    settings: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": batch}
+    settings["kv_cache_memory"] = batch << 27
     with LLM(
         DUMMY_PREFIX + model,
         device=device,
@@ -360,7 +368,8 @@ def main(words: Sequence[str]) -> None:
     given = parser.parse_args(words)
     if given.temperature <= 0:
         parser.error("--temperature must be above 0: greedy sampling is measured in any case")
-    if min(given.rounds, given.requests, given.vocabulary, *given.rows) < 1:
+    numbers = [given.rounds, given.requests, given.vocabulary] + list(given.rows)
+    if min(numbers) < 1:
         parser.error("--rounds, --requests, --vocabulary and --rows take numbers from 1")
     if not 1 <= given.tokens[0] <= given.tokens[1]:
         parser.error("--tokens takes the least and the most, both from 1")

@@ -63,9 +63,10 @@ class PlainLayer(nn.Module):
         self, hidden: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> Tensor:
         """hidden [batch, tokens, hidden_size], at the same positions in every sequence."""
+        batch, count, _ = hidden.shape
         projected = functional.linear(self.norm(hidden, self.attention_norm), self.qkv)
-        by_head = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        query, key, value = by_head.split(self.heads, dim=1)
+        by_head = projected.view(batch, count, -1, self.head_dim).transpose(1, 2)
+        query, key, value = torch.split(by_head, self.heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.norm(query, self.query_norm), self.norm(key, self.key_norm)
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
@@ -203,7 +204,10 @@ def compare(bench: GpuBench, model: str, given: argparse.Namespace) -> None:
     with closing(EngineShelf(bench)) as shelf:
         length = given.context + given.tokens
         engine = open_engine(bench, shelf, model, config, given.batch, length)
-        routes = {OURS: partial(decode, engine, prompts, given.tokens), PEER: peer.run}
+        routes: dict[str, Callable[[], Decoded]] = {
+            OURS: partial(decode, engine, prompts, given.tokens),
+            PEER: peer.run,
+        }
         routes[OURS]()
         for number in range(given.rounds):
             for name in rotated(routes, number):
@@ -244,7 +248,6 @@ def main(words: Sequence[str]) -> None:
         bench = GpuBench.open(dry_run=is_dry, asked="gpu_peer", instead="try it with --device cpu")
         for model in given.models:
             compare(bench, model, given)
-            torch.compiler.reset()
             bench.give_back()
     except NanoserveError as error:
         sys.exit(str(error))

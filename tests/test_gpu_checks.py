@@ -2,6 +2,8 @@
 
 import json
 import re
+import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, sample
 from nanoserve.lab.benchmarks.driving import EngineRun
 from nanoserve.lab.benchmarks.gpu.engine import PresetRun
+from nanoserve.models import dummy
 from scripts import gpu_checks
-from scripts.gpu_checks import SAMPLERS, main
+from scripts.gpu_checks import FAMILIES, SAMPLERS, SHAPE, answers, main
 
 LINE = re.compile(
     r"(\d+) x 500, (\S+): (\d+) of \d+ tokens are those of plain torch, (\d+) the CPU's; "
@@ -104,3 +107,42 @@ def test_without_a_gpu_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(SystemExit, match=r"^gpu_checks: .*, or try it with --device cpu$"):
         main(["sampling"])
+
+
+def test_tokens_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an engine that is opened twice, without compiling it."""
+    monkeypatch.setattr(dummy, "_draw", dummy._draw)  # which the script replaces
+    monkeypatch.setattr(gpu_checks, "FAMILIES", {"qwen3": FAMILIES["qwen3"]})
+    monkeypatch.setattr(gpu_checks, "VARIANTS", {})
+    monkeypatch.setattr(gpu_checks, "LENGTHS", (5, 9))
+    opened: list[bool] = []
+
+    def eagerly(*arguments: object, **settings: object) -> list[tuple[int, ...]]:
+        opened.append(bool(settings.pop("eager")))
+        return partial(answers, eager=True)(*arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gpu_checks, "answers", eagerly)
+    main(["tokens", "--device", "cpu"])
+    assert opened == [True, True, True, False]
+    assert capsys.readouterr().out.splitlines() == [
+        "qwen3 {'eager': True}: 2 of 2 equal",
+        "qwen3 {'eager': False}: 2 of 2 equal",
+    ]
+
+
+def test_weights_of_the_token_check_depend_on_their_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **SHAPE}), encoding="utf-8")
+    monkeypatch.setattr(dummy, "_draw", gpu_checks.draw_on_the_cpu)
+    decoder, config = dummy.make_dummy_model(str(path), "float32")
+    generator = torch.Generator().manual_seed(zlib.crc32(b"model.layers.1.self_attn.k_proj.weight"))
+    kv_size = config.num_kv_heads * config.head_dim
+    expected = torch.empty(kv_size, config.hidden_size).normal_(0.0, 0.15, generator=generator)
+    layer = decoder.layers[1]
+    assert torch.equal(layer.qkv.weight[-2 * kv_size : -kv_size], expected)
+    assert layer.attention_norm.weight.mean().item() == pytest.approx(1.0, abs=0.1)
+    assert layer.attention_norm.weight.std().item() == pytest.approx(0.15, abs=0.05)
