@@ -24,7 +24,12 @@ from triton_ops.packed import (
 )
 from triton_ops.recurrent import causal_convolution, gated_delta_rule
 from triton_ops.registration import OPERATORS
-from triton_ops.sampling import allow_tokens, draw_tokens, token_logprobs
+from triton_ops.sampling import (
+    allow_tokens,
+    draw_tokens,
+    likeliest_tokens,
+    token_logprobs,
+)
 from triton_ops.state_space import selective_scan, state_space_dual
 
 reference_operators = OPERATORS.plain
@@ -40,6 +45,8 @@ OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "ca
 OPERATORS.implement("gated_delta_rule", "CUDA", on_first_call("recurrent", "gated_delta_rule"))
 OPERATORS.implement("state_space_dual", "CUDA", on_first_call("state_space", "state_space_dual"))
 OPERATORS.implement("selective_scan", "CUDA", on_first_call("state_space", "selective_scan"))
+OPERATORS.implement("likeliest_tokens", "CUDA", on_first_call("sampling", "likeliest_tokens"))
+OPERATORS.implement("draw_tokens", "CUDA", on_first_call("sampling", "draw_tokens"))
 
 __all__ = [
     "GroupQuantized",
@@ -52,6 +59,7 @@ __all__ = [
     "draw_tokens",
     "gated_delta_rule",
     "gather_blocks",
+    "likeliest_tokens",
     "linear",
     "pack",
     "packed_linear",

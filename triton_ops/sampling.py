@@ -61,19 +61,58 @@ def draw_tokens(
     """
     tokens = list[Tensor]()
     for part in _pieces(len(rows), logits):
-        scaled = (logits[rows[part]] - maxima[rows[part], None]) / temperature[part, None]
-        values, ids = keep_likely(
-            scaled,
-            top_k[part],
-            top_p[part],
-            min_p[part],
-            largest_top_k,
+        settings = keys[part], temperature[part], top_k[part], top_p[part], min_p[part]
+        perturbed, ids = perturb_likely(
+            logits,
+            maxima,
+            rows[part],
+            *settings,
+            largest_top_k=largest_top_k,
             uses_top_p=uses_top_p,
             uses_min_p=uses_min_p,
         )
-        winners = (values - exponential(keys[part], ids).log_()).argmax(dim=1, keepdim=True)
-        tokens.append(ids.expand_as(values).gather(1, winners)[:, 0])
+        winners = perturbed.argmax(dim=1, keepdim=True)
+        tokens.append(ids.expand_as(perturbed).gather(1, winners)[:, 0])
     return torch.cat(tokens) if tokens else torch.empty_like(rows)
+
+
+def perturb_likely(
+    logits: Tensor,
+    maxima: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    largest_top_k: int,
+    uses_top_p: bool,
+    uses_min_p: bool,
+) -> tuple[Tensor, Tensor]:
+    """Add Gumbel noise to the logits that are left to draw from, with the arguments of
+    `draw_tokens`. Returns K values per row [G, K], of which the largest is drawn, and their token
+    ids, [G, K] or [1, K]."""
+    scaled = (logits[rows] - maxima[rows, None]) / temperature[:, None]
+    values, ids = keep_likely(
+        scaled, top_k, top_p, min_p, largest_top_k, uses_top_p=uses_top_p, uses_min_p=uses_min_p
+    )
+    return values - exponential(keys, ids).log_(), ids
+
+
+def _fake_likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = len(logits)
+    tokens, finite = (logits.new_empty(rows, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    return logits.new_empty(rows), tokens, finite
+
+
+@OPERATORS.define(fake=_fake_likeliest_tokens)
+def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the largest logit of each row of logits, float32 [R, V] -> that logit, float32 [R]; the
+    lowest token that has it, int64 [R]; and whether it is finite, bool [R]. NaN is larger than all
+    numbers, so this tells of every row with a NaN."""
+    maxima, tokens = logits.max(dim=1)
+    return maxima, tokens, maxima.abs() < torch.inf  # fewer operators than isfinite
 
 
 def _fake_allow_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
@@ -173,16 +212,20 @@ def keep_likely(
 
 def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
     weights = (scaled.exp().double() * _FIXED_POINT).long()
-    total = weights.sum(1)
-    needed = torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
     if is_sorted:
+        needed = needed_weight(weights.sum(1), top_p[:, 0])
         dropped = weights.cumsum(1) - weights >= needed[:, None]
     else:
         keys = order_keys(scaled)
-        dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
+        dropped = keys < smallest_sufficient_key(keys, weights, top_p[:, 0])[:, None]
     # A row without top_p keeps what weighs nothing too, whether or not another row of the group has
     # one.
     return scaled.masked_fill(dropped & (top_p < 1), -torch.inf)
+
+
+def needed_weight(total: Tensor, share: Tensor) -> Tensor:
+    """The least weight that is a share, float64 [R], of a total, int64 [R]: int64 [R]."""
+    return torch.minimum((share * total.double()).ceil().long(), total)
 
 
 def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -230,16 +273,17 @@ def top_tokens(values: Tensor, count: int) -> Tensor:
     return _MAX_TOKEN - (best & _MAX_TOKEN)
 
 
-def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """The largest key such that everything at or above it weighs at least `needed`; found digit by
-    digit, no sort.
+def smallest_sufficient_key(keys: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+    """The largest key such that everything at or above it weighs at least a share of the whole;
+    found digit by digit, no sort.
 
-    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; needed: int64 [R], 1
-    to the row's sum. Integer sums do not depend on the order of adding, so neither does the result:
-    int64 [R]. A row whose arguments break these rules (its logits were NaN) gets some key, and
-    never an index out of range.
+    keys: int64 [R, V] from `order_keys`; weights: int64 [R, V], not negative; share: float64 [R],
+    above 0 and at most 1. Integer sums do not depend on the order of adding, so neither does the
+    result: int64 [R]. A row whose arguments break these rules (its logits were NaN) gets some key,
+    and never an index out of range.
     """
-    prefix = torch.zeros_like(needed)
+    needed: Tensor | None = None
+    prefix = keys.new_zeros(len(keys))
     for shift in _SHIFTS:
         in_prefix = (keys >> (shift + _DIGIT_BITS)) == prefix[:, None]
         digit = (keys >> shift) & (_DIGITS - 1)
@@ -247,6 +291,8 @@ def smallest_sufficient_key(keys: Tensor, weights: Tensor, needed: Tensor) -> Te
             1, digit, weights * in_prefix
         )
         at_or_above = histogram.flip(1).cumsum(1).flip(1)
+        if needed is None:  # the first digit's histogram has every token
+            needed = needed_weight(at_or_above[:, 0], share)
         chosen = (at_or_above >= needed[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
         above = at_or_above.gather(1, chosen) - histogram.gather(1, chosen)
         needed = needed - above[:, 0]

@@ -23,23 +23,27 @@ class FakeRecorder(CudaRecorder):
     """Replays by computing the step again, from what its tensors hold then.
 
     Attributes:
-        replayed: rows of the graphs that ran, in order.
-        recorded: rows of the graphs, in the order of recording.
+        replayed: rows of the decode steps that ran, in order.
+        recorded: rows of the decode steps, in the order of recording.
+        sampled: rows of the graphs that sampled, in order.
     """
 
     def __init__(self) -> None:
         self.replayed: list[int] = []
         self.recorded: list[int] = []
+        self.sampled: list[int] = []
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        hidden = step()
-        self.recorded.append(len(hidden))
+        result = step()
+        is_decode_step = result.is_floating_point()
+        if is_decode_step:
+            self.recorded.append(len(result))
 
         def replay() -> None:
-            hidden.copy_(step())
-            self.replayed.append(len(hidden))
+            result.copy_(step())
+            (self.replayed if is_decode_step else self.sampled).append(len(result))
 
-        return replay, hidden
+        return replay, result
 
 
 def answer_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:

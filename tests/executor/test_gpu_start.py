@@ -89,7 +89,9 @@ def test_a_gpu_is_warmed_measured_and_captured(
     start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
     reserved = start.measure(128, lambda *now: told.append(now))
     graphs = 3 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
-    assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs
+    # of three rows; two graphs for each bucket: the tokens are drawn or not
+    sampling = 8 * 3 * decoder.config.vocab_size + 2 * 3 * 2**20
+    assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs + sampling
     assert len(compiled) == 2
     executor = executor_of(decoder, start)
     facts = start.capture(executor.runner, 20, lambda *now: told.append(now))
@@ -104,6 +106,7 @@ def test_a_gpu_is_warmed_measured_and_captured(
     ] * 4
     assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
     assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
+    assert recorder.sampled == [1, 1, 1, 1], "and is sampled by a graph"
     assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
     assert len(compiled) == 2, "nothing was left to be compiled"
 
@@ -130,6 +133,40 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
         assert llm.built.compiled and llm.built.gpu is not None and llm.built.gpu.graphs == 3
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert {1, 2, 4} == set(recorder.replayed)
+
+
+def test_graphs_sample_what_is_all_greedy_or_all_by_temperature(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
+) -> None:
+    """Tokens and log probabilities are the CPU's, in steps that overlap; batches of both kinds, and
+    all others, are sampled without a graph."""
+    put_cpu_in_place_of_gpu(monkeypatch)
+    greedy_one, drawn = SamplingParams(temperature=0.0, max_tokens=6), {"max_tokens": 6, "seed": 5}
+    batches = {
+        "greedy": [greedy_one] * 3,
+        "drawn": [SamplingParams(temperature=value, **drawn) for value in (0.5, 1.0, 2.0)],
+        "both": [greedy_one, SamplingParams(temperature=1.0, **drawn)],
+        "min_p": [SamplingParams(temperature=1.5, min_p=0.2, **drawn)] * 2,
+        "log probabilities": [SamplingParams(temperature=1.0, logprobs=2, **drawn)] * 2,
+        "penalties": [SamplingParams(temperature=1.0, frequency_penalty=1.0, **drawn)] * 2,
+    }
+    prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
+    settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4}
+    sampled_by_graphs = set[str]()
+    with LLM(device="cuda", **settings) as llm:
+        for name, params in batches.items():
+            recorder.sampled.clear()
+            found, wanted = (
+                [
+                    output.outputs[0].token_ids
+                    for output in engine.generate(prompts[: len(params)], params)
+                ]
+                for engine in (llm, storyteller)
+            )
+            assert found == wanted, name
+            if len(recorder.sampled) == 6:
+                sampled_by_graphs.add(name)
+    assert sampled_by_graphs == {"greedy", "drawn"}
 
 
 def test_pieces_are_compiled_before_the_first_step_that_needs_them(

@@ -1,5 +1,6 @@
 """Choosing without sorting gives what sorting gives."""
 
+import math
 import struct
 
 import torch
@@ -39,10 +40,13 @@ def test_smallest_sufficient_key_is_where_the_sorted_sum_arrives(
     items: list[tuple[float, int]], data: st.DataObject
 ) -> None:
     total = sum(weight for _, weight in items)
-    needed = data.draw(st.integers(min(1, total), total))
+    share = data.draw(st.floats(1e-12, 1.0) | st.just(1.0))
+    needed = min(math.ceil(share * total), total)
     keys = order_keys(torch.tensor([[value for value, _ in items]], dtype=torch.float32))
     weights = torch.tensor([[weight for _, weight in items]])
-    found = smallest_sufficient_key(keys, weights, torch.tensor([needed])).item()
+    found = smallest_sufficient_key(
+        keys, weights, torch.tensor([share], dtype=torch.float64)
+    ).item()
     pairs = list(zip(keys[0].tolist(), weights[0].tolist(), strict=True))
     assert sum(weight for key, weight in pairs if key >= found) >= needed
     assert sum(weight for key, weight in pairs if key > found) < needed or needed == 0

@@ -15,7 +15,6 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanoserve.executor.sampling.adjustments import (
@@ -26,7 +25,7 @@ from nanoserve.executor.sampling.adjustments import (
 )
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
-from triton_ops import draw_tokens
+from triton_ops import draw_tokens, likeliest_tokens
 
 _SETTINGS = np.dtype(
     [
@@ -196,7 +195,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         logits = rows.adjustments.apply(logits)
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
-    maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
+    maxima, tokens, valid = likeliest_tokens(logits)
     for draw in rows.draws:
         drawn = draw_tokens(
             logits,
@@ -211,8 +210,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
             uses_top_p=draw.uses_top_p,
             uses_min_p=draw.uses_min_p,
         )
-        tokens = tokens.index_copy(0, draw.rows, drawn)
-    return Sampled(tokens, maxima.abs() < torch.inf)  # fewer operators than isfinite
+        # one way for the whole batch is the usual case: then its rows are in their order
+        tokens = drawn if len(drawn) == len(tokens) else tokens.index_copy(0, draw.rows, drawn)
+    return Sampled(tokens, valid)
 
 
 def row_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from nanoserve.executor.step.decode_graphs import (
 )
 from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.executor.step.model_runner import ModelRunner
+from nanoserve.executor.step.sampling_graphs import SamplingGraphs
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
@@ -53,6 +54,8 @@ CAPTURE_WORKSPACE = 64 * 2**20
 
 # Sampling that takes the most memory: over the whole vocabulary, after the logits are changed.
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5)
+# The other ways of sampling, for which there is other code.
+_OTHER_WAYS = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,9 @@ class GpuStart:
         )
         buckets = bucket_sizes(config.max_num_seqs) if captures else ()
         self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
+        # where tokens are drafted, a mechanism samples in its own way
+        captures_sampling = captures and config.speculate is None
+        self._sampling = SamplingGraphs(decoder, buckets) if captures_sampling else None
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 
@@ -119,6 +125,7 @@ class GpuStart:
             for run in runs:
                 run()
                 run(num_tokens=1, num_rows=1)  # for which layers have code of their own
+            warm_sampling(self._decoder, num_rows)
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
@@ -130,7 +137,10 @@ class GpuStart:
         # The graphs keep the memory of the largest of their steps, whose activations grow with its
         # tokens at most.
         activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
-        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._sizes)
+        graphs = GRAPH_BYTES * len(self._sizes)
+        if self._sampling is not None:
+            graphs += self._sampling.memory()
+        return self._step_memory + activations + CAPTURE_WORKSPACE + graphs
 
     def capture(
         self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
@@ -163,9 +173,11 @@ class GpuStart:
             static = StaticInputs(
                 self._sizes, most_blocks=most_blocks, device=self._device, groups=groups
             )
-            graphs = DecodeGraphs(runner.forward, static)
+            graphs, recorder = DecodeGraphs(runner.forward, static), CudaRecorder(self._device)
             try:
-                graphs.capture(CudaRecorder(self._device), progress)
+                graphs.capture(recorder, progress)
+                if self._sampling is not None:
+                    self._sampling.capture(recorder)
             except RuntimeError as error:  # whatever cannot be captured can still be run
                 # Ending a recording that failed fails as well, and that error comes in the place of
                 # the first.
@@ -177,6 +189,8 @@ class GpuStart:
                 logging.getLogger("nanoserve").warning(notice, first_line(first))
                 return False
         runner.forward = graphs
+        if self._sampling is not None:
+            runner.stage_sampled = self._sampling.stage
         return True
 
 
@@ -218,6 +232,21 @@ def run_largest_step(
     staging.transfer()
     logits = decoder.compute_logits(hidden[last_tokens])
     return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
+
+
+@torch.inference_mode()
+def warm_sampling(decoder: Decoder, num_rows: int) -> None:
+    """Compile what the largest step does not sample with, for one row and for more."""
+    if not decoder.shard.is_last:
+        return
+    vocab_size = decoder.config.vocab_size
+    for params in _OTHER_WAYS:
+        for count in {1, num_rows}:
+            states = [SamplingState(Begin(0, (0,), 1, 0, 0, params), vocab_size)] * count
+            staging = Staging(decoder.device)
+            settings = SamplingRows.stage(states, [1] * count, staging)
+            staging.transfer()
+            sample(torch.zeros(count, vocab_size, device=decoder.device), settings)
 
 
 def _largest_inputs(
