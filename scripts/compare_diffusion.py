@@ -1,13 +1,14 @@
 """Compare a block-diffusion storyteller with the bundled one: what they write, and how fast.
 
-    python scripts/compare_diffusion.py --model DIR
-    python scripts/compare_diffusion.py --model DIR --speed
+    python scripts/compare_diffusion.py
+    python scripts/compare_diffusion.py --speed
 
 The first prints what answers to the 40 requests of the model card are like: perplexities, repeated
 4-grams and distinct words, at equal length, and how many answers have both nouns. The judges of
 perplexity are the bundled storyteller and its small sibling. The second measures tokens a step and
 tokens a second of batches, one model after the other in turn, and writes
-nanoserve/lab/papers/diffusion.csv. `scripts/train_diffusion.py` makes such a model.
+nanoserve/lab/papers/diffusion.csv. `scripts/train_diffusion.py` makes such a model; without --model
+it is the one that ships with the package.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from torch.nn import functional
 from nanoserve import LLM, SamplingParams
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.hub import DRAFT
+from nanoserve.models.hub import DIFFUSION, DRAFT
 from nanoserve.models.loading import load_model
 from nanoserve.utils.files import replace_file
 from scripts.storyteller_tales import HELD_OUT_PAIRS, plural, with_article
 
-STORYTELLER = REPOSITORY / "nanoserve/assets/storyteller"
-SIBLING = REPOSITORY / "nanoserve/assets" / DRAFT
+ASSETS = REPOSITORY / "nanoserve/assets"
+STORYTELLER, SIBLING, SHIPPED = ASSETS / "storyteller", ASSETS / DRAFT, ASSETS / DIFFUSION
 DATA = REPOSITORY / "nanoserve/lab/papers/diffusion.csv"
 MOST_TOKENS = 350
 BATCHES = (1, 4, 16)
@@ -243,10 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="directory of the model")
     parser.add_argument("--denoising", default="confidence", help="how tokens are settled")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of the model's answers")
-    parser.add_argument("--top-p", type=float, default=0.95, help="of the model's answers")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the model's answers")
+    parser.add_argument("--top-p", type=float, default=0.97, help="of the model's answers")
     parser.add_argument("--speed", action="store_true", help="measure the speeds")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     options = parser.parse_args(arguments)

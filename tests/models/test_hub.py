@@ -157,10 +157,10 @@ def test_smollm2_is_the_file_in_its_package_or_a_download(
 def test_known_models_are_what_resolve_model_takes(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(hub, "find_spec", lambda _: None)
-    assert [name for name, *_ in known_models()] == ["storyteller"]
+    assert [name for name, *_ in known_models()] == ["storyteller", "storyteller-diffusion"]
     assert resolve_model("storyteller") == resolve_model(None)
     (home / "hub").touch()
-    assert [name for name, *_ in known_models()] == ["storyteller"]
+    assert [name for name, *_ in known_models()] == ["storyteller", "storyteller-diffusion"]
     (home / "hub").unlink()
     (home / "here.gguf").write_bytes(b"12")
     (home / "directory.gguf").mkdir()

@@ -2,7 +2,7 @@
 torch's compiler when it first runs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -55,10 +55,7 @@ def draw_tokens(
         if count == 1:  # two rows at least: a single one among others has no code of its own
             columns = [torch.cat((column, column)) for column in columns]
         logits, maxima = logits.detach(), maxima.detach()
-        for tensor in (logits, maxima):
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-        for tensor in columns:
-            torch._dynamo.decorators.mark_dynamic(tensor, 0)
+        mark_any_rows((logits, maxima), columns)
     if largest_top_k:
         power = max(_LEAST_CANDIDATES, 1 << (largest_top_k - 1).bit_length())
         draw = compiled(draw_by_top_k, min(power, logits.shape[1]))
@@ -107,6 +104,14 @@ def draw_by_top_k(candidates: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     )
     winners = perturbed.argmax(dim=1, keepdim=True)
     return (ids.gather(1, winners)[:, 0],)
+
+
+def mark_any_rows(batch: Sequence[Tensor], columns: Sequence[Tensor]) -> None:
+    """Have torch compile for any number of rows in the batch, and for any number that is drawn."""
+    for tensor in batch:
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    for tensor in columns:
+        torch._dynamo.decorators.mark_dynamic(tensor, 0)
 
 
 # ---- compiling -----------------------------------------------------------------------------------

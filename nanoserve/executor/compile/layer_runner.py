@@ -341,7 +341,7 @@ class _TorchCompiled:
 
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
         for tensor in tensors:
-            _mark_any_length(tensor)
+            mark_any_length(tensor)
         try:
             outputs = self._function(tensors, weights)
         except Exception as error:  # torch's compiler may fail in any way
@@ -358,7 +358,7 @@ class _TorchCompiled:
         return outputs
 
 
-def _mark_any_length(tensor: Tensor) -> None:
+def mark_any_length(tensor: Tensor) -> None:
     """Have torch compile for any first size of a tensor, and for any width of a block table.
 
     Sizes that only our operators learn of are unbacked, so that 1 is no other case. The number of

@@ -1,0 +1,306 @@
+"""Count what a GPU is given to launch, without one: `python -m scripts.launch_counts [NAME...]`.
+
+torch's compiler makes code for tensors that are said to be on an H200 and have no memory. The code
+is counted and never run: kernels of Triton, calls of torch's own products and other operators, and
+calls of nanoserve's operators. What such a call launches in turn is not counted, but for attention.
+
+NAME is a family ("llama"), or "sampling"; without one, all are counted. The table is written as
+CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor
+from torch._dynamo import device_interface
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.compile.aot_build import (
+    FunctionalLayer,
+    layer_kind,
+    layer_without_numbers,
+)
+from nanoserve.executor.compile.layer_runner import mark_any_length
+from triton_ops.gpu import sampling
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 128},
+    "qwen2": {},
+    "mistral": {},
+    "gemma3_text": {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 512},
+    "olmo3": {"sliding_window": 512, "layer_types": ["sliding_attention"]},
+    "smollm3": {"no_rope_layers": [1]},
+    "cohere2": {"sliding_window": 512, "layer_types": ["sliding_attention"], "logit_scale": 1.0},
+}
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+TOKENS = (1, 256)
+ROWS = (1, 256)
+VOCABULARY = 151_936
+BLOCK_SIZE = 16
+ATTENTION_LAUNCHES = 2
+"""Programs of decode attention: over the splits of the keys, and their sum."""
+# Without it torch asks a device guard of CUDA for the device at every index of a tensor.
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace { using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>; }
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+"""
+
+
+class Launches(NamedTuple):
+    """Launches of one compiled function."""
+
+    name: str
+    size: int
+    """Tokens of a layer, or rows that are sampled."""
+    launches: int
+
+
+# ---- a GPU that is not there ---------------------------------------------------------------------
+
+
+def pretend_gpu() -> None:
+    """Have torch's compiler believe for the rest of this process that there is an H200."""
+    _load_guard()
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=140 << 30,
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device=None: properties,
+        "get_compute_capability": lambda device=None: 90,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "is_bf16_supported": lambda including_emulation=False: True,
+        "get_raw_stream": lambda index: 0,
+    }
+    interface: Any = device_interface.CudaInterface
+    for name, answer in answers.items():
+        setattr(interface, name, staticmethod(answer))
+    for name in ("get_device_properties", "current_device"):
+        setattr(interface.Worker, name, staticmethod(answers[name]))
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = answers["get_device_properties"]
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.current_device = answers["current_device"]
+    version: Any = torch.version
+    version.cuda = "13.0"
+    _pretend_triton_driver()
+    # it would compute constants on the device
+    inductor_config.joint_graph_constant_folding = False
+
+
+def _load_guard() -> None:
+    headers = Path(torch.__file__).parent
+    with TemporaryDirectory() as folder:
+        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(_GUARD, encoding="utf-8")
+        command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", f"-I{headers}/include"]
+        linked = [f"-L{headers}/lib", "-lc10"]
+        subprocess.run([*command, str(source), "-o", str(library), *linked], check=True)
+        ctypes.CDLL(str(library))
+
+
+def _pretend_triton_driver() -> None:
+    import torch._inductor.scheduler as scheduler
+    import torch.utils._triton as torch_triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+    driver.set_active(Driver())
+    for module in (torch_triton, scheduler):
+        module.has_triton = lambda: True  # type: ignore[attr-defined]
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+
+class _Generated(Exception):
+    """Raised with the code in the place of running it."""
+
+
+@contextmanager
+def _stopped_at_code() -> Iterator[None]:
+    generate = GraphLowering.codegen
+
+    def stop(graph: GraphLowering) -> None:
+        code, _ = generate(graph)
+        raise _Generated(getattr(code, "value", code))
+
+    with mock.patch.object(GraphLowering, "codegen", stop):
+        yield
+
+
+def generated_code(
+    function: Callable[..., object], make_arguments: Callable[[], Sequence[Any]], **options: Any
+) -> str:
+    """The Python module that Inductor makes of a function for these arguments."""
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), _stopped_at_code(), torch.no_grad():
+        arguments = make_arguments()
+        try:
+            torch.compile(function, fullgraph=True, options=options)(*arguments)
+        except Exception as error:  # the compiler wraps what is raised within it
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, _Generated):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            return str(cause)
+    raise AssertionError("the compiler has made no code")
+
+
+def count_launches(code: str) -> int:
+    """Count the launches in a module that Inductor made."""
+    calls = code[code.index("def call(") : code.index("def get_args(")]
+    kernels = len(re.findall(r"\.run\(", calls))
+    others = len(re.findall(r"(?:extern_kernels|aten|torch\.ops\.aten)\.\w+(?:\.\w+)?\(", calls))
+    own = re.findall(r"torch\.ops\.nanoserve\.(\w+)", calls)
+    attention = own.count("paged_attention") * ATTENTION_LAUNCHES
+    return kernels + others + attention + sum(name != "paged_attention" for name in own)
+
+
+# ---- what is counted -----------------------------------------------------------------------------
+
+
+def layer_code(family: str, tokens: int) -> str:
+    """The code of a layer for a decode step of so many rows, in bfloat16."""
+    config = ModelConfig.from_hf({"model_type": family, **SHAPE, **FAMILIES[family]})
+    layer = layer_without_numbers(layer_kind("layer", config, 0), torch.bfloat16)
+    function = FunctionalLayer(layer.requires_grad_(False).eval(), "layer")
+
+    def arguments() -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        angles = (tokens, 1, config.rope.rotary_dim // 2)
+        cache = (100, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        tensors = (
+            empty(tokens, config.hidden_size),
+            empty(*angles),
+            empty(*angles),
+            empty(*cache),
+            empty(*cache),
+            empty(tokens, 40, dtype=torch.int32),
+            empty(tokens + 1, dtype=torch.int32),
+            empty(tokens, dtype=torch.int32),
+            empty(tokens, dtype=torch.int64),
+        )
+        for tensor in tensors:
+            mark_any_length(tensor)
+        weights = [empty(*weight.shape, dtype=weight.dtype) for weight in layer.parameters()]
+        return tensors, weights
+
+    return generated_code(function.forward, arguments)
+
+
+def sampling_codes(way: str, rows: int) -> list[str]:
+    """The code of the functions that sample so many rows."""
+    options = sampling.COMPILER["options"]
+
+    def logits() -> list[Tensor]:
+        made = torch.empty(rows, VOCABULARY, device="cuda")
+        if rows > 1:
+            torch._dynamo.decorators.mark_dynamic(made, 0)
+        return [made]
+
+    codes = [generated_code(sampling.likeliest_of_rows, logits, **options)]
+    if way == "greedy":
+        return codes
+
+    def arguments() -> list[Tensor]:
+        made = [torch.empty(rows, VOCABULARY, device="cuda"), torch.empty(rows, device="cuda")]
+        integer, double = torch.int64, torch.float64
+        columns = [torch.empty(rows, dtype=integer, device="cuda")]
+        columns.append(torch.empty(rows, 2, dtype=torch.int32, device="cuda"))
+        columns.append(torch.empty(rows, device="cuda"))
+        for dtype in (integer, double, double):
+            columns.append(torch.empty(rows, dtype=dtype, device="cuda"))
+        if rows > 1:
+            sampling.mark_any_rows(made, columns)
+        return [*made, *columns]
+
+    draws: dict[str, Callable[..., object]] = {
+        "temperature": sampling.draw_by_temperature,
+        "top_p": sampling.draw_by_top_p,
+        "top_k": lambda *tensors: sampling.draw_by_top_k(64, *tensors),
+    }
+    return [*codes, generated_code(draws[way], arguments, **options)]
+
+
+def count(names: Sequence[str]) -> Iterator[Launches]:
+    """Count layers of families, and all ways of sampling."""
+    for name in names:
+        if name != "sampling":
+            for tokens in TOKENS:
+                yield Launches(name, tokens, count_launches(layer_code(name, tokens)))
+            continue
+        for way in ("greedy", "temperature", "top_p", "top_k"):
+            for rows in ROWS:
+                codes = sampling_codes(way, rows)
+                yield Launches(f"sampling, {way}", rows, sum(map(count_launches, codes)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = [*FAMILIES, "sampling"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in known:
+            parser.error(f"{name} is not known; choose from {', '.join(known)}")
+    pretend_gpu()
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(Launches._fields)
+    for row in count(options.names or known):
+        table.writerow(row)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
