@@ -248,7 +248,8 @@ def test_the_shell_completes_models(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
     )
-    assert result.stdout.split() == ["storyteller", "stories.gguf"], result.stderr
+    expected = ["storyteller", "storyteller-diffusion", "stories.gguf"]
+    assert result.stdout.split() == expected, result.stderr
 
 
 @pytest.mark.parametrize(
