@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_ops import allow_tokens, draw_tokens, reference_operators, token_logprobs
+from triton_ops import (
+    allow_tokens,
+    draw_tokens,
+    likeliest_tokens,
+    reference_operators,
+    token_logprobs,
+)
 from triton_ops.cpu import cpu_operators
 from triton_ops.sampling import top_tokens
 
@@ -212,6 +218,17 @@ def test_the_largest_of_a_large_vocabulary_are_found_whatever_is_asked_for() -> 
         assert torch.equal(
             token_logprobs(logits, torch.tensor([0, 1]), most)[2], top_tokens(logits, most)
         )
+
+
+@pytest.mark.usefixtures("implementation")
+def test_the_likeliest_token_is_the_lowest_of_equal_ones_and_unsound_rows_are_told() -> None:
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0], [-inf, -inf, -2.0], [-inf, -inf, -inf], [5.0, inf, 1.0], [2.0, 4.0, nan]]
+    )
+    maxima, tokens, finite = likeliest_tokens(logits)
+    assert finite.tolist() == [True, True, False, False, False]
+    assert (maxima[:2].tolist(), tokens[:2].tolist()) == ([3.0, -2.0], [1, 2])
 
 
 @pytest.mark.usefixtures("implementation")

@@ -99,6 +99,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
   library.impl("cache_write", &nanoserve::cache_write);
   library.impl("causal_convolution", &nanoserve::causal_convolution);
   library.impl("draw_tokens", &nanoserve::draw_tokens);
+  library.impl("likeliest_tokens", &nanoserve::likeliest_tokens);
   library.impl("gated_delta_rule", &nanoserve::matrix_recurrence<nanoserve::DeltaRule>);
   library.impl("linear", &nanoserve::linear);
   library.impl("packed_linear", &nanoserve::packed_linear);

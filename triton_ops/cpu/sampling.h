@@ -410,6 +410,14 @@ inline at::Tensor draw_tokens(
   return tokens;
 }
 
+// ---- the likeliest tokens ------------------------------------------------------------------------------------------
+
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> likeliest_tokens(const at::Tensor& logits) {
+  auto [maxima, tokens] = logits.max(1);
+  const at::Tensor finite = maxima.abs().lt(std::numeric_limits<float>::infinity());
+  return {maxima, tokens, finite};
+}
+
 // ---- what a grammar forbids ----------------------------------------------------------------------------------------
 
 inline at::Tensor allow_tokens(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& allowed) {

@@ -15,7 +15,6 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanoserve.executor.sampling.adjustments import (
@@ -196,9 +195,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         logits = rows.adjustments.apply(logits)
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
-    if not rows.draws:  # two operators of torch: nothing to compile on any device
-        maxima, tokens = logits.max(dim=1)
-        return Sampled(tokens, maxima.abs() < torch.inf)
     maxima, tokens, valid = likeliest_tokens(logits)
     for draw in rows.draws:
         drawn = draw_tokens(
