@@ -49,6 +49,7 @@ class FakeRecorder(CudaRecorder):
 def answer_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     """Answer calls of CUDA for the CPU; the compiler only traces."""
     recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
+    monkeypatch.setattr(gpu_start, "keep_compiled_code", lambda environment: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)

@@ -4,6 +4,7 @@ is put to use."""
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from subprocess import CalledProcessError
 
 import pytest
@@ -167,6 +168,17 @@ def test_graphs_sample_what_is_all_greedy_or_all_by_temperature(
             if len(recorder.sampled) == 6:
                 sampled_by_graphs.add(name)
     assert sampled_by_graphs == {"greedy", "drawn"}
+
+
+def test_compiled_code_is_kept_in_the_cache_folder(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TRITON_CACHE_DIR": "/of/the/user"}
+    gpu_start.keep_compiled_code(environment)
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "nanoserve" / "inductor")
+    assert environment["TRITON_CACHE_DIR"] == "/of/the/user"
+    (tmp_path / "file").touch()
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    gpu_start.keep_compiled_code(nowhere)
+    assert set(nowhere) == {"XDG_CACHE_HOME"}
 
 
 def test_pieces_are_compiled_before_the_first_step_that_needs_them(

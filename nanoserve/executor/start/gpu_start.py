@@ -2,8 +2,10 @@
 steps."""
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,6 +41,7 @@ from nanoserve.scheduler.optional import NO_STATE
 from nanoserve.scheduler.plan import Begin
 from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
+from triton_ops.cpu import CannotBuild, cache_directory
 from triton_ops.gpu.experts import never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
@@ -49,6 +52,8 @@ COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
 """Memory of a graph beside the tensors of its step: a driver keeps its kernels' arguments on the
 device."""
+MOST_SAMPLED = 256
+"""Rows of the largest graph that samples: its logits take the memory of as many vocabularies."""
 CAPTURE_WORKSPACE = 64 * 2**20
 """Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
 
@@ -88,6 +93,7 @@ class GpuStart:
         self._decoder = decoder
         self._config = config
         self._device = device
+        keep_compiled_code(os.environ)
         self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
         """Runs the layers from now on."""
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and
@@ -99,7 +105,8 @@ class GpuStart:
         self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
         # where tokens are drafted, a mechanism samples in its own way
         captures_sampling = captures and config.speculate is None
-        self._sampling = SamplingGraphs(decoder, buckets) if captures_sampling else None
+        sampled = [size for size in buckets if size <= MOST_SAMPLED]
+        self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 
@@ -192,6 +199,18 @@ class GpuStart:
         if self._sampling is not None:
             runner.stage_sampled = self._sampling.stage
         return True
+
+
+def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
+    """Have what torch's compiler and Triton make kept in the user's cache folder, where it outlasts
+    the machine's next start. Folders that the environment names already stay as they are."""
+    with suppress(CannotBuild):  # then they are kept where torch and Triton keep them
+        for name, folder in (
+            ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
+            ("TRITON_CACHE_DIR", "triton"),
+        ):
+            if not environment.get(name):
+                environment[name] = str(cache_directory(environment, folder))
 
 
 @torch.inference_mode()

@@ -18,8 +18,11 @@ from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.hub import ProgressCallback
 from triton_ops.cache import SKIPPED_SLOT
 
-LARGEST_BUCKET = 256
-"""Rows: beyond it a step's kernels run longer than the host needs to launch them."""
+LARGEST_BUCKET = 1024
+"""Rows: beyond it a step's kernels run longer than the host needs to launch them, also for small
+models."""
+FINE_BUCKETS = 256
+"""Up to so many rows a step is padded by 7 rows at most, beyond it by 63."""
 WIDTHS = (2, 4, 8)
 """Tokens of a row in graphs of steps with draft tokens: a row's draft tokens are at most 7, and it
 is padded."""
@@ -28,12 +31,11 @@ STAGE = "capturing decode steps"
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that
-    may run."""
+    """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, from 256 on 320, 384
+    and so on, the last for all that may run."""
     largest = min(max_num_seqs, LARGEST_BUCKET)
-    smaller = [size for size in (1, 2, 4) if size < largest]
-    smaller.extend(range(8, largest, 8))
-    return (*smaller, largest)
+    sizes = (1, 2, 4, *range(8, FINE_BUCKETS, 8), *range(FINE_BUCKETS, LARGEST_BUCKET, 64))
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def graph_sizes(buckets: Sequence[int], *, draft_tokens: bool) -> list[tuple[int, int]]:
@@ -208,7 +210,13 @@ class CudaRecorder:
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # other threads go on using the device: those of swaps and of attention on the CPU
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ):
                 hidden = step()
         finally:
             torch.cuda.set_stream(usual)  # a recording that fails leaves its own in place
