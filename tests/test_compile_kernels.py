@@ -69,7 +69,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 
 
 PROGRAMS = (
-    *("write_slots", "move_blocks", "decode_attention", "prefill_attention", "reduce_splits"),
+    *("write_slots", "move_blocks", "decode_attention", "prefill_attention"),
     *("multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
     *("convolve", "step_delta_rule", "prepare_chunks", "scan_delta_rule"),
     *("step_dual", "attend_in_chunks", "scan_dual", "scan_selectively"),
@@ -143,16 +143,16 @@ from scripts.compile_kernels import TARGETS, Target, build, prepare
 
 with tempfile.TemporaryDirectory() as folder:
     prepare(folder)
-    from scripts.kernel_variants import attention_variants, cache_variants
+    from scripts.kernel_variants import cache_variants, packed_variants
 
     *_, widest = cache_variants()
-    forms = {(form.program, form.label): form for form in attention_variants(9)}
-    reducing = forms["reduce_splits", "bf16 head_dim 256"]
+    forms = {(form.program, form.label): form for form in packed_variants()}
+    adding = forms["add_up_parts", "bf16"]
     fitting = build(TARGETS[1], widest)
     assert fitting.breaches() == [] and fitting.registers > 0, fitting
     for bad in (
         build(TARGETS[1], dataclasses.replace(widest, num_warps=1)),
-        build(Target(90, 512), reducing),
+        build(Target(90, 8), adding),
         build(TARGETS[1], dataclasses.replace(widest, constants={**widest.constants, "DIMS": 3})),
     ):
         print(*bad.breaches(), sep="\\n")
