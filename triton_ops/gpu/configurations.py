@@ -94,11 +94,9 @@ def program_shape(
 _FLOAT32 = {
     32: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     64: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
-    80: AttentionConfiguration(DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
-    96: AttentionConfiguration(DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
-    128: AttentionConfiguration(
-        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
-    ),
+    80: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
+    96: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
+    128: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
     256: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 16, 2)),
 }
 """Exact products leave the matrix units idle: these serve to check the others, and only have to
@@ -110,6 +108,15 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         for generation in (8, 9, 10)
         for head_dim, entry in _FLOAT32.items()
     },
+    (8, 4, 80): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (8, 4, 96): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (8, 4, 128): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
     (10, 4, 32): AttentionConfiguration(
         DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)
     ),
