@@ -172,6 +172,36 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
     assert broken.startswith("sm_90 move_blocks") and "does not compile: " in broken
 
 
+ORDER_OF_SPLITS = """
+import re, tempfile
+from scripts.compile_kernels import TARGETS, _compile, prepare
+
+with tempfile.TemporaryDirectory() as folder:
+    prepare(folder)
+    from scripts.kernel_variants import attention_variants
+
+    form = next(form for form in attention_variants(9) if form.program == "decode_attention")
+    assembly = _compile(TARGETS[1], form).asm["ptx"]
+print(*re.findall(r"(?:st|ld|atom)[.]global[.a-z_]*|bar[.]sync", assembly))
+"""
+
+
+@pytest.mark.slow
+def test_a_split_is_counted_when_all_its_threads_have_stored_and_read_after_the_count() -> None:
+    """PTX's memory model (PTX ISA, "Memory Consistency Model"): stores, a barrier of the program's
+    threads, and a count of one thread that releases and acquires for the whole GPU; then a barrier,
+    and loads that do not ask the multiprocessor's own cache."""
+    found = _run("-c", ORDER_OF_SPLITS)
+    assert found.returncode == 0, found.stderr
+    words = found.stdout.splitlines()[-1].split()
+    (count,) = (place for place, word in enumerate(words) if word.startswith("atom"))
+    assert words[count].startswith("atom.global.gpu.acq_rel.add")
+    assert words[count - 2].startswith("st.global") and words[count - 1] == "bar.sync"
+    assert words[count + 1] == "bar.sync"
+    loads = [word for word in words[count:] if word.startswith("ld")]
+    assert loads and all(load.startswith("ld.global.cg") for load in loads)
+
+
 @pytest.mark.slow
 def test_every_program_fits_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     """In all its forms if they have changed, which the script then records."""
