@@ -32,8 +32,8 @@ Canvas = SequenceOf[int | None]
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_WINDOW = 8
-"""Ids that a Detokenizer decodes again with each new one, at most: more are dropped at once, as that
-takes a second decoding."""
+"""Ids that a Detokenizer decodes again with each new one, at most: more are dropped together, as
+dropping some takes a second decoding."""
 _PROMPT_WINDOW = 6
 """Prompt tokens that tell how the first generated token joins the prompt: with a blank or
 without."""
@@ -217,8 +217,8 @@ class StopStrings:
 class _Sample:
     """One sample of a request, as text.
 
-    Tokens are decoded when somebody reads them: many at once where nobody reads before the end. With
-    stop strings they are decoded as they come, since one of them may end the sample.
+    Tokens are decoded when somebody reads them: many at once where nobody reads before the end.
+    With stop strings they are decoded as they come, since one of them may end the sample.
     """
 
     def __init__(self, request: Request, index: int, tokenizer: TokenDecoder) -> None:
