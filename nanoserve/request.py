@@ -334,7 +334,8 @@ class PlannedRow(Protocol):
 
 @dataclass(slots=True)
 class Placeholders:
-    """How a sequence may enter plans before its latest token is known (asynchronous scheduling)."""
+    """How a decode may enter plans before its latest token is known (asynchronous scheduling): with
+    a placeholder for it."""
 
     limit: int
     """It may while it has fewer tokens than this."""

@@ -19,7 +19,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.config.cache_groups import CacheGroups
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine.outputs import StopStrings
-from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
+from nanoserve.executor.step.forward_pass import BlockTables, InputBuilder, row_ends
 from nanoserve.lab.papers.s4d import S4D
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
@@ -84,7 +84,8 @@ def slots_of_two_rows() -> None:
     """6. A decode at position 37 with blocks 5, 2, 9, and a chunk of positions 15 to 17 with blocks
     7, 4."""
     rows = [Row(0, 37, (11,), True), Row(1, 15, (21, 22, 23), True)]
-    tables = [BlockTable(), BlockTable()]
+    every = BlockTables()
+    tables = [every.open(), every.open()]
     for table, blocks in zip(tables, ((5, 2, 9), (7, 4)), strict=True):
         table.extend(blocks)
     inputs = InputBuilder(16).build(

@@ -39,7 +39,13 @@ from train_storyteller import (
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.executor.sampling.sampler import Draw, SamplingRows, row_keys, sample
+from nanoserve.executor.sampling.sampler import (
+    Draw,
+    SamplingRows,
+    position_keys,
+    sample,
+    sequence_keys,
+)
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
 from nanoserve.models.draft_heads import EagleHead, MedusaHeads, load_eagle, load_medusa
 from nanoserve.models.loading import load_model
@@ -292,9 +298,8 @@ def draw(logits: Tensor, places: Tensor, seed: int, params: SamplingParams) -> T
     if params.temperature == 0:
         return logits.argmax(-1)
     rows, column = torch.arange(len(logits)), torch.ones(len(logits))
-    keys = row_keys(
-        torch.full_like(rows, seed).numpy(), torch.zeros_like(rows).numpy(), places.numpy()
-    )
+    key = sequence_keys(torch.full_like(rows, seed).numpy(), torch.zeros_like(rows).numpy())
+    keys = position_keys(key, places.numpy())
     rule = Draw(
         rows=rows,
         keys=torch.from_numpy(keys),

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nanoserve.request import (
     CompletionOutput,
@@ -31,6 +31,9 @@ Canvas = SequenceOf[int | None]
 """New tokens of a canvas, None for each that is not settled."""
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_WINDOW = 8
+"""Ids that a Detokenizer decodes again with each new one, at most: more are dropped together, as
+dropping some takes a second decoding."""
 _PROMPT_WINDOW = 6
 """Prompt tokens that tell how the first generated token joins the prompt: with a blank or
 without."""
@@ -54,9 +57,9 @@ class Detokenizer:
     """Turns a growing list of token ids into text that never ends in half a character.
 
     All pushes and the flush, joined, equal the text of all ids decoded at once. The text of a token
-    depends only on its neighbours. So each push decodes a short window: the ids of the last
-    complete text, then the new ones. The text beyond the known part of the window is new. Time per
-    token does not grow with the output.
+    depends only on its neighbours. So each push decodes a short window: at least the ids of the
+    last complete text, then the new ones. The text beyond the known part of the window is new. Time
+    per token does not grow with the output.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_ids: SequenceOf[int] = ()) -> None:
@@ -89,9 +92,10 @@ class Detokenizer:
         fresh = complete[self._emitted :]
         self._emitted += len(fresh)
         if fresh and complete == text:
-            self._window = self._window[self._known_ids :]
+            if len(self._window) > _LONGEST_WINDOW:
+                self._window = self._window[self._known_ids :]
+                self._emitted = len(self._tokenizer.decode(self._window))
             self._known_ids = len(self._window)
-            self._emitted = len(self._tokenizer.decode(self._window))
         return fresh
 
     def flush(self) -> str:
@@ -210,19 +214,12 @@ class StopStrings:
         return held
 
 
-class _Extent(NamedTuple):
-    """How far a sample had come after an update."""
-
-    pieces: int  # of text
-    tokens: int
-    ended: bool
-
-
-_NOTHING = _Extent(0, 0, ended=False)
-
-
 class _Sample:
-    """One sample of a request, as text."""
+    """One sample of a request, as text.
+
+    Tokens are decoded when somebody reads them: many at once where nobody reads before the end.
+    With stop strings they are decoded as they come, since one of them may end the sample.
+    """
 
     def __init__(self, request: Request, index: int, tokenizer: TokenDecoder) -> None:
         self.index = index
@@ -231,102 +228,150 @@ class _Sample:
         self._markers = tokenizer.markers
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(request.params.stop)
-        self._text: list[str] = []
-        # the number of pieces of text before a marker token, and its id
-        self._marks: list[tuple[int, int]] = []
         self._tokens: list[int] = []
+        # a piece for each token that is decoded, perhaps empty, then one for the end
+        self._text: list[str] = []
+        # the number of pieces up to a marker token, its own included, and its id
+        self._marks: list[tuple[int, int]] = []
         self._logprobs: list[TokenLogprob] = []
         self.sequence: Sequence | None = None  # as of the last update
         self._last_token_time: float | None = None
-        self._shown = _NOTHING
-        self.unread: deque[_Extent] = deque()  # one for each update that no delta has returned yet
+        self._shown = 0  # tokens
+        # for each update that no delta has returned yet, the number of tokens behind it
+        self.unread: deque[int] = deque()
         self.stop_string: str | None = None
         self.finished = False
 
     def take(self, update: SequenceUpdate, now: float) -> None:
         """Add an update; sets ``stop_string`` when the text meets one."""
         sequence = self.sequence = update.sequence
-        if self.finished or not (update.new_tokens or update.finished):
+        new_tokens, is_last = update.new_tokens, update.finished
+        if self.finished or not (new_tokens or is_last):
             return
-        if update.new_tokens:
+        if new_tokens:
             self._last_token_time = now
-        for token in update.new_tokens:
-            self._tokens.append(token)
-            if token in self._markers:
-                self._mark(token)
-            elif not (update.finished and token == sequence.stop_token):
-                self._show(self._detokenizer.push([token]))
+            self._tokens += new_tokens
+        self.finished = is_last
+        if self._params.stop:
+            self._read(len(self._tokens))
             if self.stop_string is not None:
-                break
-        self._logprobs += sequence.logprobs[len(self._logprobs) : len(self._tokens)]
-        if update.finished and self.stop_string is None:
-            self._show(self._detokenizer.flush())
-            if self.stop_string is None:
-                self._text.append(self._stops.flush())
-        self.finished = update.finished or self.stop_string is not None
+                self.finished = True
+                del self._tokens[len(self._text) :]
+        if self._params.logprobs is not None:
+            self._logprobs += sequence.logprobs[len(self._logprobs) : len(self._tokens)]
         if len(self.unread) == MAX_DELTAS:
             self.unread.pop()
-        self.unread.append(_Extent(len(self._text), len(self._tokens), self.finished))
+        self.unread.append(len(self._tokens))
 
-    def _show(self, text: str) -> None:
-        if len(self._tokens) > self._params.min_tokens:
+    def _read(self, end: int) -> None:
+        """Turn the first ``end`` tokens into text, if it does not meet a stop string before."""
+        while self.stop_string is None and (place := len(self._text)) < end:
+            token = self._tokens[place]
+            if token in self._markers:
+                self._mark(token, place + 1)
+            elif self._is_stop_token(place):
+                self._text.append("")
+            else:
+                run = self._tokens[place : self._end_of_run(place, end)]
+                text = self._shown_of(self._detokenizer.push(run), place + len(run))
+                self._text += [""] * (len(run) - 1)
+                self._text.append(text)
+        if self.finished and self.stop_string is None and len(self._text) == len(self._tokens):
+            rest = self._shown_of(self._detokenizer.flush(), len(self._tokens))
+            if self.stop_string is None:
+                rest += self._stops.flush()
+            self._text.append(rest)
+
+    def _end_of_run(self, place: int, end: int) -> int:
+        """Return up to which place tokens from this one on are decoded together. With stop strings
+        that is one token: those behind the stop string are dropped."""
+        if self._params.stop:
+            return place + 1
+        if self._is_stop_token(end - 1):
+            end -= 1
+        last = place + 1
+        while last < end and self._tokens[last] not in self._markers:
+            last += 1
+        return last
+
+    def _is_stop_token(self, place: int) -> bool:
+        """Whether the token there ended the sample, so that its text is left out."""
+        if not self.finished or place + 1 < len(self._tokens):
+            return False
+        return self.sequence is not None and self._tokens[place] == self.sequence.stop_token
+
+    def _shown_of(self, text: str, num_tokens: int) -> str:
+        """Return what may be shown of the text that this number of tokens has made known."""
+        if num_tokens > self._params.min_tokens:
             text, self.stop_string = self._stops.push(text)
-        self._text.append(text)
+        return text
 
-    def _mark(self, token: int) -> None:
+    def _mark(self, token: int, num_tokens: int) -> None:
         """Note a marker token after all text before it; no stop string reaches over it."""
-        self._show(self._detokenizer.cut())
-        if self.stop_string is None:
-            self._text.append(self._stops.flush())
-            self._marks.append((len(self._text), token))
+        text = self._shown_of(self._detokenizer.cut(), num_tokens)
+        if self.stop_string is not None:
+            self._text.append(text)
+            return
+        self._text.append(text + self._stops.flush())
+        self._marks.append((len(self._text), token))
 
     def draft(self, canvas: Canvas) -> CompletionOutput:
         """Return the text that a canvas would add as it is now, with MASK for each token that is
         not settled. The sample itself stays as it is."""
         sequence = self.sequence
         assert sequence is not None, "an update tells of every denoising step"
+        known = len(self._tokens)
+        self._read(known)
         ahead = copy(self)
         ahead._detokenizer, ahead._stops = self._detokenizer.copy(), self._stops.copy()
         ahead._tokens = self._tokens + [token for token in canvas if token is not None]
         ahead._text, ahead._marks = [], []
+        num_tokens = len(ahead._tokens)
         for token in canvas[: sequence.max_length - len(sequence.tokens)]:
             if token in sequence.stop_tokens:
                 break
             if token is None:
                 ahead._end_whole_characters(MASK)
             elif token in self._markers:
-                ahead._mark(token)
+                ahead._mark(token, num_tokens)
             else:
-                ahead._show(ahead._detokenizer.push([token]))
+                ahead._text.append(ahead._shown_of(ahead._detokenizer.push([token]), num_tokens))
             if ahead.stop_string is not None:
                 break
         ahead._end_whole_characters("")
-        known = len(self._tokens)
-        nothing = _Extent(0, known, ended=False)
-        return ahead._output(nothing, _Extent(len(ahead._text), known, ended=False))
+        return ahead._output(slice(0, len(ahead._text)), slice(known, known), ended=False)
 
     def _end_whole_characters(self, mask: str) -> None:
         """Add the text of a draft that is still held, but for half a character, and a mask."""
-        self._show(self._detokenizer.cut().rstrip(_REPLACEMENT))
+        held = self._detokenizer.cut().rstrip(_REPLACEMENT)
+        text = self._shown_of(held, len(self._tokens))
         if self.stop_string is None:
-            self._text.append(self._stops.flush() + mask)
+            text += self._stops.flush() + mask
+        self._text.append(text)
 
     def delta(self) -> CompletionOutput:
         """Return the oldest update that no delta has returned yet."""
-        before = self._shown
-        self._shown = self.unread.popleft()
-        return self._output(before, self._shown)
+        first, end = self._shown, self.unread.popleft()
+        self._shown = end
+        self._read(end)
+        tokens = slice(first, end)
+        if self.finished and not self.unread:
+            return self._output(slice(first, len(self._text)), tokens, ended=True)
+        return self._output(tokens, tokens, ended=False)
 
     def whole(self) -> CompletionOutput:
-        """Return all of the sample so far."""
-        return self._output(_NOTHING, _Extent(len(self._text), len(self._tokens), self.finished))
+        """Return all of the sample so far. The text of updates that no delta has returned yet comes
+        with the last of them then."""
+        end = len(self._tokens)
+        self._read(end)
+        return self._output(slice(0, len(self._text)), slice(0, end), ended=self.finished)
 
-    def _output(self, before: _Extent, after: _Extent) -> CompletionOutput:
-        """Return the part of the sample between two moments."""
+    def _output(self, pieces: slice, tokens: slice, *, ended: bool) -> CompletionOutput:
+        """Return a part of the sample: some pieces of its text, and some of its tokens."""
         sequence = self.sequence
         finish_reason: FinishReason | None = None
         stop_reason: str | int | None = None
-        if after.ended and sequence is not None:
+        if ended and sequence is not None:
             finish_reason, stop_reason = sequence.finish_reason, sequence.stop_token
             if self.stop_string is not None:
                 finish_reason, stop_reason = FinishReason.STOP, self.stop_string
@@ -340,17 +385,17 @@ class _Sample:
         )
         logprobs = None
         if self._params.logprobs is not None:
-            logprobs = tuple(self._logprobs[before.tokens : after.tokens])
+            logprobs = tuple(self._logprobs[tokens])
         return CompletionOutput(
             index=self.index,
-            text="".join(self._text[before.pieces : after.pieces]),
-            token_ids=tuple(self._tokens[before.tokens : after.tokens]),
+            text="".join(self._text[pieces]),
+            token_ids=tuple(self._tokens[tokens]),
             logprobs=logprobs,
             finish_reason=None if finish_reason is None else finish_reason.value,
             stop_reason=stop_reason,
             metrics=metrics,
-            error=sequence.error if after.ended and sequence is not None else None,
-            marks=self._marks_between(before.pieces, after.pieces) if self._marks else (),
+            error=sequence.error if ended and sequence is not None else None,
+            marks=self._marks_between(pieces.start, pieces.stop) if self._marks else (),
         )
 
     def _marks_between(self, first: int, last: int) -> tuple[tuple[int, int], ...]:

@@ -140,7 +140,7 @@ class Stage:
 
     def forget(self) -> None:
         """Forget all sequences: the content of the caches is of no use from now on."""
-        self.runner.records.clear()
+        self.runner.forget()
         self.abandon()
 
     # ---- what makes it faster --------------------------------------------------------------------

@@ -109,9 +109,13 @@ class PlanBuilder:
             if start >= sequence.capacity:
                 if self._may_grow(sequence) and self.make_room(sequence, 1):
                     self._add_row(sequence, 1)
-            elif start < len(tokens) and sequence.begun:
+            elif sequence.begun:
                 # Its last block has room and the executor knows the rest, as for most decodes.
-                row = Row(sequence.sequence_id, start, (tokens[start],), True)
+                if start < len(tokens):
+                    row = Row(sequence.sequence_id, start, (tokens[start],), True)
+                else:  # its token is still being sampled
+                    assert start == len(tokens), "at most one token is still being sampled"
+                    row = Row(sequence.sequence_id, start, _PLACEHOLDER, True, (), True)
                 rows.append(row)
                 sequence.in_flight.append(row)
                 sequence.computed = start + 1

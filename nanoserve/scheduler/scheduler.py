@@ -238,17 +238,20 @@ class Scheduler:
         enter the plan."""
         running_decodes = context = partial_tokens = 0
         decodes, prefills = [], []
-        may_go_on = self.table.may_go_on
+        prompt_may_go_on = self.table.prompt_may_go_on
         for sequence in self.running:
             context += sequence.computed
-            is_ready = not sequence.in_flight or may_go_on(sequence)
             if sequence.status is _DECODE:
                 running_decodes += 1
-                if is_ready:
-                    decodes.append(sequence)
+                if sequence.in_flight:
+                    # Only with a placeholder; a call would take longer than the rest of the loop.
+                    waiting = sequence.placeholders
+                    if waiting is None or len(sequence.tokens) >= waiting.limit or waiting.wait:
+                        continue
+                decodes.append(sequence)
             else:
                 partial_tokens += sequence.remaining
-                if is_ready:
+                if not sequence.in_flight or prompt_may_go_on(sequence):
                     prefills.append(sequence)
         pool, free_slots = self.pool, self.table.free_slots
         next_prefill = None

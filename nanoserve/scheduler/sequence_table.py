@@ -231,21 +231,15 @@ class SequenceTable:
             free = min(free, self.blocks.states.free_slots)
         return free
 
-    def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight may enter the next plan too, because scheduling is
-        asynchronous. A decode then has a placeholder; a prompt's chunks follow each other, as plans
-        run in order. Prompts whose log probabilities are wanted wait: an answer belongs to their
-        only row in flight."""
-        if not self.async_scheduling:
-            return False
-        if sequence.status is _DECODE:
-            placeholders = sequence.placeholders
-            return (
-                placeholders is not None
-                and not placeholders.wait
-                and len(sequence.tokens) < placeholders.limit
-            )
-        return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
+    def prompt_may_go_on(self, prompt: Sequence) -> bool:
+        """Whether a partly computed prompt in flight may enter the next plan too, because
+        scheduling is asynchronous: its chunks follow each other, as plans run in order. Prompts
+        whose log probabilities are wanted wait: an answer belongs to their only row in flight."""
+        return (
+            self.async_scheduling
+            and prompt.remaining > 0
+            and prompt.request.params.prompt_logprobs is None
+        )
 
     # ---- admission and preemption ----------------------------------------------------------------
 

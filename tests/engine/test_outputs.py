@@ -210,3 +210,58 @@ def test_no_stop_string_reaches_over_a_marker_token() -> None:
     assert life.feed(*_ids("ab"))
     whole = life.whole().outputs[0]
     assert (whole.text, whole.marks, whole.stop_reason) == ("ab", ((1, 26),), "ab")
+
+
+class _Counted(_Letters):
+    """Counts how often it is asked for a text."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += 1
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _fed(params: SamplingParams, count: int) -> tuple[_Life, _Counted]:
+    tokenizer = _Counted()
+    life = _Life(params, tokenizer)
+    tokenizer.decoded = 0  # the prompt's end is decoded when the request comes
+    for place in range(count):
+        life.feed(1 + place % 26)
+    return life, tokenizer
+
+
+def test_tokens_that_nobody_reads_before_the_end_are_decoded_together() -> None:
+    for count in (1, 300):
+        life, tokenizer = _fed(SamplingParams(), count)
+        assert tokenizer.decoded == 0
+        life.feed(0, finish=FinishReason.STOP)
+        text = "".join(chr(ord("a") + place % 26) for place in range(count))
+        assert life.whole().outputs[0].text == text
+        assert tokenizer.decoded <= 3, "the window, its new beginning, and the end"
+
+
+def test_a_stop_string_is_found_although_nobody_reads() -> None:
+    life, tokenizer = _fed(SamplingParams(stop=("yz",)), 25)
+    assert tokenizer.decoded >= 25
+    assert life.feed(26)
+
+
+def test_a_token_that_is_read_at_once_is_decoded_about_once() -> None:
+    life, tokenizer = _fed(SamplingParams(), 0)
+    text = ""
+    for place in range(300):
+        life.feed(1 + place % 26)
+        text += life.tracker.delta().outputs[0].text
+    assert text == life.whole().outputs[0].text and len(text) == 300
+    assert tokenizer.decoded < 1.2 * 300
+
+
+def test_deltas_that_are_read_late_have_the_text_of_their_own_tokens() -> None:
+    life, _ = _fed(SamplingParams(), 5)
+    life.feed(0, finish=FinishReason.STOP)
+    texts = []
+    while life.tracker.has_news:
+        texts.append(life.tracker.delta().outputs[0].text)
+    assert texts == ["a", "b", "c", "d", "e", ""]

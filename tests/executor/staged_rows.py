@@ -4,9 +4,15 @@ leave them."""
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState
+from nanoserve.executor.sampling.sampler import (
+    SamplingRows,
+    SamplingState,
+    position_keys,
+    sequence_keys,
+)
 from nanoserve.executor.step.staging import Staging
 from nanoserve.request import SamplingParams
 
@@ -17,6 +23,11 @@ def sampling_rows(states: Sequence[SamplingState], positions: Sequence[int]) -> 
     rows = SamplingRows.stage(states, positions, staging)
     staging.transfer()
     return rows
+
+
+def row_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Two words of randomness per row: int32 [R, 2]."""
+    return position_keys(sequence_keys(seed, index), position)
 
 
 def penalized(

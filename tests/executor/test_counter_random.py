@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.executor.sampling.sampler import row_keys
+from tests.executor.staged_rows import row_keys
 from triton_ops.sampling import exponential
 
 # The first row is checked by hand arithmetic (SplitMix64 and a 32-bit mix on Python's integers),

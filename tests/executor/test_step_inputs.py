@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
+from nanoserve.executor.step.forward_pass import BlockTable, BlockTables, InputBuilder, row_ends
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Row
 
 BLOCK_SIZE = 4
 
 
-def table_of(blocks: Sequence[int]) -> BlockTable:
-    table = BlockTable()
+def table_of(tables: BlockTables, blocks: Sequence[int]) -> BlockTable:
+    table = tables.open()
     for block in blocks[:3]:
         table.extend((block,))
     table.extend(blocks[3:])
@@ -29,12 +29,15 @@ def row(sequence: int, start: int, length: int) -> Row:
 )
 def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
     builder, staging = InputBuilder(BLOCK_SIZE), Staging(torch.device("cpu"))
+    every = BlockTables()
+    every.close(table_of(every, range(7, 30)))  # nor does a sequence that has ended
     tables = [
         table_of(
+            every,
             [
                 (place + 1) * 1000 + block
                 for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)
-            ]
+            ],
         )
         for place, each in enumerate(rows)
     ]
@@ -68,3 +71,18 @@ def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
         == batch.context_lengths.dtype
         == torch.int32
     )
+
+
+def test_tables_keep_apart_however_many_and_long_they_become() -> None:
+    tables = BlockTables()
+    of_sequence = {sequence: tables.open() for sequence in range(40)}
+    for block in range(50):
+        for sequence, table in of_sequence.items():
+            table.extend((100 * sequence + block,))
+    for sequence in range(0, 40, 2):
+        tables.close(of_sequence.pop(sequence))
+    newest = table_of(tables, range(5))
+    assert newest.blocks.tolist() == [0, 1, 2, 3, 4]
+    for sequence, table in of_sequence.items():
+        assert table.blocks.tolist() == [100 * sequence + block for block in range(50)]
+    assert len(tables.blocks) <= 64, "places are used again"

@@ -13,6 +13,7 @@ one; greedy takes the lowest id.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
@@ -27,16 +28,26 @@ from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 from triton_ops import draw_tokens, likeliest_tokens
 
+_GREEDY, _BY_TOP_K, _BY_TOP_P, _BY_TEMPERATURE = range(4)
+_DRAWS = (_BY_TOP_K, _BY_TOP_P, _BY_TEMPERATURE)
+_NO_LOGPROBS = -1
 _SETTINGS = np.dtype(
     [
         ("temperature", "f4"),
         ("top_k", "i8"),
         ("top_p", "f8"),
         ("min_p", "f8"),
-        ("seed", "i8"),
-        ("index", "i8"),
+        ("key", "u8"),  # of the seed and the sample's index
+        ("prompt_length", "i8"),
+        ("logprobs", "i8"),  # how many of the likeliest tokens to name, or _NO_LOGPROBS
+        ("draw", "i1"),  # one of _GREEDY and _DRAWS
+        ("adjusts", "?"),
+        ("has_grammar", "?"),
+        ("takes_greediest", "?"),
     ]
 )
+"""The settings of a sequence. A batch is looked at as columns of these, so that a row costs nothing
+for what none of them uses."""
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -48,29 +59,51 @@ class SamplingState:
         self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None
     ) -> None:
         params = self.params = begin.params
-        top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-        values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
-        self.prompt_length = begin.prompt_length
-        # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
-        self.settings = np.array([values], _SETTINGS).tobytes()
         self.adjustments = TokenAdjustments(begin, vocab_size) if params.adjusts_logits else None
         self.grammar = grammar
         greedy = params.temperature == 0 and not params.adjusts_logits
         self.takes_greediest = greedy and params.json_schema is None and params.logprobs is None
         """Whether nothing but the largest logit matters; the same on every rank, whose states have
         no grammars."""
+        # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
+        self.settings = self._settings(begin, vocab_size).tobytes()
+
+    def _settings(self, begin: Begin, vocab_size: int) -> np.ndarray:
+        params = begin.params
+        settings = np.zeros(1, _SETTINGS)
+        settings["temperature"] = params.temperature
+        settings["top_k"] = params.top_k if 0 < params.top_k < vocab_size else 0
+        settings["top_p"], settings["min_p"] = params.top_p, params.min_p
+        settings["key"] = sequence_keys(np.array([begin.seed]), np.array([begin.index]))
+        settings["prompt_length"] = begin.prompt_length
+        settings["logprobs"] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
+        # A row's way depends on its own settings alone, and so does how it is computed.
+        if params.temperature == 0:
+            settings["draw"] = _GREEDY
+        elif settings["top_k"] > 0:
+            settings["draw"] = _BY_TOP_K
+        elif params.top_p < 1:
+            settings["draw"] = _BY_TOP_P
+        else:
+            settings["draw"] = _BY_TEMPERATURE
+        settings["adjusts"] = self.adjustments is not None
+        settings["has_grammar"] = self.grammar is not None
+        settings["takes_greediest"] = self.takes_greediest
+        return settings
 
     def plain(self) -> "SamplingState":
         """How a drafter samples: with the same noise, without penalties and grammars."""
         plain = copy(self)
         plain.adjustments = plain.grammar = None
+        settings = np.frombuffer(self.settings, _SETTINGS).copy()
+        settings["adjusts"] = settings["has_grammar"] = False
+        plain.settings = settings.tobytes()
         return plain
 
     def keys(self, positions: np.ndarray) -> np.ndarray:
-        """Hash positions, int64 [N], of the sequence as `row_keys` does -> int32 [N, 2]."""
+        """Hash positions, int64 [N], of the sequence -> int32 [N, 2]."""
         (settings,) = np.frombuffer(self.settings, _SETTINGS)
-        seeds, indices = np.full_like(positions, settings["seed"]), settings["index"]
-        return row_keys(seeds, np.full_like(positions, indices), positions)
+        return position_keys(np.full(positions.shape, settings["key"]), positions)
 
     def append(self, token: int) -> None:
         """Note a sampled token."""
@@ -95,6 +128,72 @@ class SamplingState:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The settings of G rows of a batch that are drawn in one way, as columns."""
+
+    rows: np.ndarray
+    """int64 [G], places in the batch."""
+    keys: np.ndarray
+    """uint64 [G], as of `sequence_keys`."""
+    columns: dict[str, np.ndarray]
+    """Those of the Draw's tensors that are settings: temperature, top_k, top_p, min_p."""
+    largest_top_k: int
+    uses_top_p: bool
+    uses_min_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """What the settings of a batch of R rows come to: it is the same in each step, as long as the
+    same sequences go on."""
+
+    drawn: tuple[DrawnRows, ...]
+    prompt_lengths: np.ndarray
+    """int64 [R]."""
+    asked: tuple[tuple[int, int], ...]
+    """Rows that want log probabilities, each with how many of the likeliest tokens to name."""
+    takes_greediest: bool
+    """Whether that is so for each row's state."""
+    is_noted: bool
+    """Whether a state takes note of its tokens: it has penalties or a grammar."""
+
+    @staticmethod
+    def of(states: Sequence[SamplingState]) -> "BatchSettings":
+        return _batch_settings(b"".join([state.settings for state in states]))
+
+
+@lru_cache(maxsize=8)  # some batches take turns: a model's, a drafter's
+def _batch_settings(packed: bytes) -> BatchSettings:
+    """Settings of a batch, put together."""
+    settings = np.frombuffer(packed, _SETTINGS)
+    drawn = list[DrawnRows]()
+    for way in _DRAWS:
+        rows = np.flatnonzero(settings["draw"] == way)
+        if len(rows) == 0:
+            continue
+        chosen = settings[rows]
+        columns = {name: chosen[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")}
+        drawn.append(
+            DrawnRows(
+                rows,
+                chosen["key"].copy(),
+                columns,
+                largest_top_k=int(columns["top_k"].max()),
+                uses_top_p=bool((columns["top_p"] < 1).any()),
+                uses_min_p=bool((columns["min_p"] > 0).any()),
+            )
+        )
+    tops = settings["logprobs"].tolist()
+    return BatchSettings(
+        tuple(drawn),
+        settings["prompt_length"].copy(),
+        asked=tuple((row, top) for row, top in enumerate(tops) if top != _NO_LOGPROBS),
+        takes_greediest=bool(settings["takes_greediest"].all()),
+        is_noted=bool(settings["adjusts"].any() or settings["has_grammar"].any()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """G rows of the batch that are drawn in one way; all tensors are on the device once they are
     transferred."""
@@ -114,21 +213,15 @@ class Draw:
     """Whether a row of the group has a top_p below 1, or a min_p above 0."""
 
     @classmethod
-    def stage(
-        cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging
-    ) -> "Draw":
-        """Have what the rows at these places are drawn with moved to the device."""
-        chosen = settings[rows]
-        columns = {
-            name: staging.add(chosen[name].copy())
-            for name in ("temperature", "top_k", "top_p", "min_p")
-        }
+    def stage(cls, drawn: DrawnRows, positions: np.ndarray, staging: Staging) -> "Draw":
+        """Have what these rows are drawn with moved to the device."""
+        columns = {name: staging.add(column) for name, column in drawn.columns.items()}
         return cls(
-            rows=staging.add(rows),
-            keys=staging.add(row_keys(chosen["seed"], chosen["index"], positions[rows])),
-            largest_top_k=int(chosen["top_k"].max()),
-            uses_top_p=bool((chosen["top_p"] < 1).any()),
-            uses_min_p=bool((chosen["min_p"] > 0).any()),
+            rows=staging.add(drawn.rows),
+            keys=staging.add(position_keys(drawn.keys, positions[drawn.rows])),
+            largest_top_k=drawn.largest_top_k,
+            uses_top_p=drawn.uses_top_p,
+            uses_min_p=drawn.uses_min_p,
             **columns,
         )
 
@@ -144,21 +237,29 @@ class SamplingRows:
 
     @classmethod
     def stage(
-        cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging
+        cls,
+        states: Sequence[SamplingState],
+        positions: Sequence[int] | np.ndarray,
+        staging: Staging,
     ) -> "SamplingRows":
         """Have the settings of a batch moved to the device, with the positions that its sampled
         tokens will have in their sequences; sample once they are transferred."""
-        settings = np.frombuffer(b"".join([state.settings for state in states]), _SETTINGS)
-        position = np.asarray(positions, np.int64)
-        random = settings["temperature"] > 0
-        by_top_k, by_top_p = settings["top_k"] > 0, settings["top_p"] < 1
-        # A row's group depends on its own settings alone, and so does the way it is computed.
-        groups = (random & by_top_k, random & ~by_top_k & by_top_p, random & ~by_top_k & ~by_top_p)
-        draws = (
-            Draw.stage(settings, position, np.flatnonzero(group), staging)
-            for group in groups
-            if group.any()
-        )
+        return cls.of_settings(BatchSettings.of(states), states, positions, staging)
+
+    @classmethod
+    def of_settings(
+        cls,
+        settings: BatchSettings,
+        states: Sequence[SamplingState],
+        positions: Sequence[int] | np.ndarray,
+        staging: Staging,
+    ) -> "SamplingRows":
+        """Stage a batch as `stage` does, whose settings are known."""
+        places = np.asarray(positions, np.int64)
+        draws = tuple([Draw.stage(drawn, places, staging) for drawn in settings.drawn])
+        if not settings.is_noted:
+            return cls(draws, None, None)
+        lengths = (places - settings.prompt_lengths).tolist()
         adjusted = {
             row: state.adjustments
             for row, state in enumerate(states)
@@ -167,11 +268,8 @@ class SamplingRows:
         grammars = {
             row: state.grammar for row, state in enumerate(states) if state.grammar is not None
         }
-        lengths = [
-            place - state.prompt_length for place, state in zip(positions, states, strict=True)
-        ]
         return cls(
-            draws=tuple(draws),
+            draws,
             adjustments=AdjustmentRows.stage(adjusted, lengths, staging) if adjusted else None,
             grammars=GrammarMask.stage(grammars, lengths, staging) if grammars else None,
         )
@@ -215,18 +313,22 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     return Sampled(tokens, valid)
 
 
-def row_keys(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Hash int64 [R] seeds, sample indices and positions into two words per row, int32 [R, 2].
+def sequence_keys(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Hash int64 [R] seeds and sample indices -> uint64 [R], once for each sequence.
 
-    They make random numbers without a generator: each is a hash of what it is for (seed, sample
-    index, position, token id). The same request therefore draws the same numbers on every device,
-    in every batch, at every place in it, and again after a preemption.
+    With `position_keys` they make random numbers without a generator: each is a hash of what it is
+    for (seed, sample index, position, token id). The same request therefore draws the same numbers
+    on every device, in every batch, at every place in it, and again after a preemption.
     """
     key = _mix64(seed.astype(np.uint64) + _GOLDEN_RATIO)
-    key = _mix64(key ^ index.astype(np.uint64))
-    key = _mix64(key + position.astype(np.uint64) * _GOLDEN_RATIO)
-    words = np.stack((key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)), axis=1)
-    return words.astype(np.uint32).view(np.int32)
+    return _mix64(key ^ index.astype(np.uint64))
+
+
+def position_keys(key: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Hash `sequence_keys` and int64 [R] positions into two words per row, int32 [R, 2], the lower
+    one first."""
+    mixed = _mix64(key + position.astype(np.uint64) * _GOLDEN_RATIO)
+    return mixed.astype("<u8").view("<i4").reshape(-1, 2)
 
 
 def _mix64(value: np.ndarray) -> np.ndarray:

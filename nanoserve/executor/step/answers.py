@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
+from nanoserve.executor.sampling.sampler import (
+    BatchSettings,
+    Sampled,
+    SamplingRows,
+    SamplingState,
+    sample,
+)
+from nanoserve.executor.step.forward_pass import row_lengths
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
@@ -118,18 +125,21 @@ class SampledRows:
     are. Here a row is sampled at one position, behind its last token."""
 
     sequences: list[int]
-    states: list[SamplingState]
+    states: Sequence[SamplingState]
     """The state of the sequence at each position."""
-    last_tokens: Tensor
-    """int64 [N], the place in the step of the token before each position."""
+    last_tokens: Tensor | None
+    """int64 [N], the place in the step of the token before each position; None where these are all
+    tokens of the step, in their order."""
     settings: SamplingRows
-    asked: list[tuple[int, int]]
+    asked: Sequence[tuple[int, int]]
     """Positions, counted from 0 to N - 1, that want log probabilities, each with how many of the
     likeliest tokens to name."""
     asked_places: Tensor | None
     """int64 [number of these], if there are any."""
     greedy: bool
     """Whether each position takes the token of the largest logit, and nobody needs the others."""
+    is_noted: bool
+    """Whether a state takes note of its tokens: it has penalties or a grammar."""
     device_tokens: Tensor | None = None
     """int64 [N], on the device; None before they are sampled, and where another rank gathers the
     logits."""
@@ -150,13 +160,20 @@ class SampledRows:
     ) -> "SampledRows | None":
         """Have what sampling needs moved to the device, for all rows of the step with their
         `row_ends` and states; None if no row is sampled."""
+        starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
+        positions = starts + row_lengths(ends)
         sampled = [place for place, row in enumerate(rows) if row.sample]
         if not sampled:
             return None
+        sequences = [row.sequence for row in rows]
+        if len(sampled) == len(rows):
+            # decode rows alone: no row is sampled without a token
+            last_tokens = ends - 1 if len(rows) < ends[-1] else None
+            return cls.at_positions(sequences, states, positions, last_tokens, staging)
         return cls.at_positions(
-            sequences=[rows[place].sequence for place in sampled],
+            sequences=[sequences[place] for place in sampled],
             states=[states[place] for place in sampled],
-            positions=[rows[place].start + len(rows[place].tokens) for place in sampled],
+            positions=positions[sampled],
             last_tokens=ends[sampled] - 1,
             staging=staging,
         )
@@ -165,31 +182,36 @@ class SampledRows:
     def at_positions(
         cls,
         sequences: list[int],
-        states: list[SamplingState],
-        positions: Sequence[int],
-        last_tokens: np.ndarray,
+        states: Sequence[SamplingState],
+        positions: Sequence[int] | np.ndarray,
+        last_tokens: np.ndarray | None,
         staging: Staging,
     ) -> Self:
         """Stage N positions of sequences, with the sampling state and the place of the last token
-        of each."""
-        asked = list[tuple[int, int]]()
-        for place, state in enumerate(states):
-            if state.params.logprobs is not None:
-                asked.append((place, state.params.logprobs))
+        of each; no places where these are all tokens of the step."""
+        settings = BatchSettings.of(states)
+        asked_places = None
+        if settings.asked:
+            asked_places = staging.add(np.array([place for place, _ in settings.asked]))
         return cls(
             sequences=sequences,
             states=states,
-            last_tokens=staging.add(last_tokens),
-            settings=SamplingRows.stage(states, positions, staging),
-            asked=asked,
-            asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
-            greedy=all(state.takes_greediest for state in states),
+            last_tokens=None if last_tokens is None else staging.add(last_tokens),
+            settings=SamplingRows.of_settings(settings, states, positions, staging),
+            asked=settings.asked,
+            asked_places=asked_places,
+            greedy=settings.takes_greediest,
+            is_noted=settings.is_noted,
         )
+
+    def before_positions(self, hidden: Tensor) -> Tensor:
+        """The step's hidden states of the token before each position."""
+        return hidden if self.last_tokens is None else hidden[self.last_tokens]
 
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
         """Sample from the logits of the step's hidden states, and have the tokens copied to the
         host."""
-        hidden = hidden[self.last_tokens]
+        hidden = self.before_positions(hidden)
         if self.greedy and decoder.shard.degree > 1:  # no rank needs the logits of the others
             maxima, tokens = decoder.greediest(hidden)
             sampled = Sampled(tokens, torch.isfinite(maxima))
@@ -210,9 +232,15 @@ class SampledRows:
     def answers(self) -> Iterator[Answer]:
         """Answer for each row; the states take note of the tokens."""
         if self.tokens is None or self.valid is None:
-            return
-        logprobs = self.known_logprobs() if self.logprobs is not None else {}
+            return iter(())
         tokens, valid = self.tokens.tolist(), self.valid.tolist()
+        if self.is_noted or self.logprobs is not None or not all(valid):
+            return self._detailed_answers(tokens, valid)
+        answered = zip(self.sequences, tokens, strict=True)
+        return iter([Answer(sequence, (token,)) for sequence, token in answered])
+
+    def _detailed_answers(self, tokens: list[int], valid: list[bool]) -> Iterator[Answer]:
+        logprobs = self.known_logprobs()
         for place, (sequence, state) in enumerate(zip(self.sequences, self.states, strict=True)):
             if not valid[place]:
                 yield Answer(sequence, error=NOT_NUMBERS)

@@ -216,21 +216,54 @@ def _followed(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunctio
 # ---- from rows to tensors ------------------------------------------------------------------------
 
 
-class BlockTable:
-    """The blocks of one sequence in order of position, as an array that grows by doubling. Where
-    the sequence has no block, as a window has left it behind, stands some block: it is not read."""
+class BlockTables:
+    """The block tables of many sequences in one array, which grows by doubling: the tables of a
+    step are found there with one look. Where a sequence has no block, as a window has left it
+    behind, stands some block: it is not read."""
 
     def __init__(self) -> None:
-        self._memory = np.zeros(16, np.int32)
-        self.blocks = self._memory[:0]
+        self.blocks = np.zeros((16, 16), np.int32)
+        """A row for each sequence, 0 behind its last block."""
+        self.lengths = np.zeros(16, np.int32)
+        self._free = list(range(16))
+
+    def open(self) -> "BlockTable":
+        """Begin the table of a sequence."""
+        if not self._free:
+            known = len(self.blocks)
+            self._free.extend(range(known, 2 * known))
+            self.blocks = np.concatenate((self.blocks, np.zeros_like(self.blocks)))
+            self.lengths = np.concatenate((self.lengths, np.zeros_like(self.lengths)))
+        return BlockTable(self, self._free.pop())
+
+    def close(self, table: "BlockTable") -> None:
+        """Give up the table of a sequence."""
+        self.blocks[table.place, : self.lengths[table.place]] = 0
+        self.lengths[table.place] = 0
+        self._free.append(table.place)
+
+    def extend(self, place: int, blocks: Sequence[int]) -> None:
+        known = int(self.lengths[place])
+        length, width = known + len(blocks), self.blocks.shape[1]
+        if length > width:
+            more = np.zeros((len(self.blocks), max(length - width, width)), np.int32)
+            self.blocks = np.concatenate((self.blocks, more), axis=1)
+        self.blocks[place, known:length] = np.maximum(blocks, 0)
+        self.lengths[place] = length
+
+
+class BlockTable:
+    """The blocks of one sequence in order of position: its place in BlockTables."""
+
+    def __init__(self, tables: BlockTables, place: int) -> None:
+        self.tables, self.place = tables, place
+
+    @property
+    def blocks(self) -> np.ndarray:
+        return self.tables.blocks[self.place, : self.tables.lengths[self.place]]
 
     def extend(self, blocks: Sequence[int]) -> None:
-        known, length = len(self.blocks), len(self.blocks) + len(blocks)
-        if length > len(self._memory):
-            more = np.zeros(max(length, len(self._memory)), np.int32)
-            self._memory = np.concatenate((self._memory, more))
-        self.blocks = self._memory[:length]
-        self.blocks[known:] = np.maximum(blocks, 0)
+        self.tables.extend(self.place, blocks)
 
     def slot(self, position: int, block_size: int) -> int:
         """Where in the cache that position is."""
@@ -240,18 +273,24 @@ class BlockTable:
 def row_ends(rows: Sequence[Row]) -> np.ndarray:
     """Where the tokens of each row end among those of the step, one row after the other: int64
     [R]."""
-    return np.cumsum([len(row.tokens) for row in rows])
+    lengths = np.fromiter(map(len, [row.tokens for row in rows]), np.int64, len(rows))
+    return lengths.cumsum()
+
+
+def row_lengths(ends: np.ndarray) -> np.ndarray:
+    """How many tokens each row has, from `row_ends`: int64 [R]."""
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    return lengths
 
 
 class InputBuilder:
-    """Fills numpy buffers that are kept between steps."""
+    """Lays the rows of a step end to end, in arrays of their own."""
 
     def __init__(self, block_size: int, shares: tuple[int, ...] = (1,)) -> None:
         """shares: those of the cache groups, whose blocks take turns in a BlockTable. Where layers
         share a tensor, each block counts as so many."""
         self.block_size, self.groups, self._shares = block_size, len(shares), shares
-        self._token_columns = np.zeros((3, 256), np.int64)
-        self._row_columns = np.zeros(256, np.int32)
 
     def build(
         self,
@@ -261,81 +300,69 @@ class InputBuilder:
         add: Callable[[np.ndarray], Tensor],
         add_batch: Callable[[np.ndarray], Tensor] | None = None,
     ) -> StepInputs:
-        """Lay the rows of a step end to end, as `row_ends` says. `add` has an array moved to the
-        device before the next step is built, and `add_batch` those of the AttentionBatch, which may
-        be needed elsewhere. Raises RuntimeError if a row's block table is too short for its last
-        position."""
+        """Make the inputs of rows that end as `row_ends` says; their tables are of one
+        BlockTables. `add` has an array moved to the device before the next step is built, and
+        `add_batch` those of the AttentionBatch, which may be needed elsewhere. Raises RuntimeError
+        if a row's block table is too short for its last position."""
         assert len(rows) == len(tables) == len(ends), "each row has a block table and an end"
         add_batch = add_batch or add
-        starts = np.array([row.start for row in rows], np.int32)
-        blocks = [table.blocks for table in tables]
-        num_blocks = np.array([len(each) for each in blocks])
-        num_tokens, width = int(ends[-1]), int(num_blocks.max())
-        block_tables, query_starts, contexts = self._row_buffers(len(rows), width)
-        query_starts[0] = 0
-        query_starts[1:] = ends
-        lengths = query_starts[1:] - query_starts[:-1]
-        np.add(starts, lengths, out=contexts)
+        num_rows, num_tokens = len(rows), int(ends[-1])
+        starts = np.fromiter([row.start for row in rows], np.int64, num_rows)
+        lengths = row_lengths(ends)
+        contexts, longest = starts + lengths, int(lengths.max())
+        block_tables, num_blocks = _gathered(tables)
         self._check_capacity(rows, contexts, num_blocks // self.groups)
-        block_tables[:] = 0
-        block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
+        row_of_token, positions = np.arange(num_rows), starts
+        if longest > 1 or num_tokens < num_rows:
+            row_of_token = row_of_token.repeat(lengths)
+            positions = np.arange(num_tokens) + (contexts - ends)[row_of_token]
         tables_of_groups = [block_tables]
         if self.groups > 1:
             shares = enumerate(self._shares)
             tables_of_groups = [block_tables[:, group :: self.groups] * n for group, n in shares]
-
-        token_ids, positions, slots = self._token_buffers(num_tokens)
-        tokens = chain.from_iterable(row.tokens for row in rows)
-        token_ids[:] = np.fromiter(tokens, np.int64, num_tokens)
-        row_of_token = np.repeat(np.arange(len(rows)), lengths)
-        positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
-        first_table = tables_of_groups[0]
-        self._fill_slots(slots, first_table, row_of_token, positions)
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        query_starts[1:] = ends
+        tokens = chain.from_iterable([row.tokens for row in rows])
+        token_ids = np.fromiter(tokens, np.int64, num_tokens)
+        first_table, *other_tables = tables_of_groups
         batch = AttentionBatch(
-            add_batch(first_table), add_batch(query_starts), add_batch(contexts), add_batch(slots)
+            add_batch(first_table),
+            add_batch(query_starts),
+            add_batch(contexts.astype(np.int32)),
+            add_batch(self._slots(first_table, row_of_token, positions)),
         )
         more = list[AttentionBatch]()
-        for table in tables_of_groups[1:]:
-            group_slots = np.empty_like(slots)
-            self._fill_slots(group_slots, table, row_of_token, positions)
-            of_group = (add(table), batch.query_starts, batch.context_lengths, add(group_slots))
-            more.append(AttentionBatch(*of_group))
-        longest = int(lengths.max())
+        for table in other_tables:
+            slots = add(self._slots(table, row_of_token, positions))
+            more.append(
+                AttentionBatch(add(table), batch.query_starts, batch.context_lengths, slots)
+            )
         return StepInputs(add(token_ids), add(positions), batch, longest, more=tuple(more))
 
-    def _fill_slots(
-        self, slots: np.ndarray, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray
-    ) -> None:
-        slots[:] = tables[row_of_token, positions // self.block_size]
-        slots *= self.block_size
-        slots += positions % self.block_size
+    def _slots(
+        self, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
+        columns, offsets = np.divmod(positions, self.block_size)
+        offsets += tables[row_of_token, columns].astype(np.int64) * self.block_size
+        return offsets
 
     def _check_capacity(
         self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray
     ) -> None:
-        short = np.flatnonzero(ends > num_blocks * self.block_size)
-        if len(short):
-            place = short[0]
+        short = ends > num_blocks * self.block_size
+        if short.any():
+            place = int(short.argmax())
             raise RuntimeError(
                 f"sequence {rows[place].sequence}: {num_blocks[place]} blocks of {self.block_size} "
                 "slots"
                 f" do not reach position {ends[place] - 1}"
             )
 
-    def _token_buffers(self, num_tokens: int) -> np.ndarray:
-        """[3, num_tokens]: token ids, positions, slots."""
-        if num_tokens > self._token_columns.shape[1]:
-            self._token_columns = np.zeros((3, 2 * num_tokens), np.int64)
-        return self._token_columns[:, :num_tokens]
 
-    def _row_buffers(self, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Block tables [num_rows, width], query starts [num_rows + 1] and context lengths
-        [num_rows] of one buffer."""
-        size = num_rows * (width + 2) + 1
-        if size > len(self._row_columns):
-            self._row_columns = np.zeros(2 * size, np.int32)
-        tables, rest = (
-            self._row_columns[: num_rows * width],
-            self._row_columns[num_rows * width : size],
-        )
-        return tables.reshape(num_rows, width), rest[: num_rows + 1], rest[num_rows + 1 :]
+def _gathered(tables: Sequence[BlockTable]) -> tuple[np.ndarray, np.ndarray]:
+    """The tables of rows as one array, int32 [R, most blocks], 0 behind the last block of each,
+    and their numbers of blocks."""
+    every = tables[0].tables
+    places = np.fromiter([table.place for table in tables], np.int64, len(tables))
+    num_blocks = every.lengths[places]
+    return every.blocks[places, : num_blocks.max()], num_blocks

@@ -8,7 +8,6 @@ prepares a plan while the one before it is computed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from nanoserve.executor.sampling.sampler import SamplingState
 from nanoserve.executor.step.answers import SampledRows, ScoredPrompt, StepSamples
 from nanoserve.executor.step.forward_pass import (
     BlockTable,
+    BlockTables,
     ForwardFunction,
     ForwardPass,
     InputBuilder,
@@ -44,25 +44,18 @@ StageSampled = Callable[
 class SequenceRecord:
     """The runner's knowledge of one sequence, from its Begin on."""
 
-    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None) -> None:
+    def __init__(
+        self,
+        begin: Begin,
+        vocab_size: int,
+        block_table: BlockTable,
+        grammar: SequenceGrammar | None,
+    ) -> None:
         self.prompt = np.array(begin.tokens[: begin.prompt_length], np.int64)
-        self.params = begin.params
+        self.prompt_logprobs = begin.params.prompt_logprobs
         self.num_known = len(begin.tokens)
-        self.block_table = BlockTable()
+        self.block_table = block_table
         self.sampling = SamplingState(begin, vocab_size, grammar)
-
-    def take(self, row: Row) -> None:
-        """Note a row that is about to be computed. What it samples counts as known: the device will
-        know it. Raises RuntimeError for tokens that are neither of Begin nor sampled."""
-        end = row.start + len(row.tokens)
-        if end > self.num_known:
-            raise RuntimeError(
-                f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens"
-            )
-        if row.new_blocks:
-            self.block_table.extend(row.new_blocks)
-        if row.sample:
-            self.num_known = max(self.num_known, end + 1)
 
 
 @dataclass(slots=True)
@@ -151,10 +144,10 @@ class ModelRunner:
         self.moves_blocks = False  # a mechanism that carries out swaps sets it
         self.staging = Staging(device)
         self.records: dict[int, SequenceRecord] = {}
+        self._scored = set[int]()  # sequences whose prompts' log probabilities are wanted
         self._grammars = grammars
-        self._inputs = cycle(
-            [InputBuilder(block_size, config.cache_groups.shares) for _ in range(2)]
-        )
+        self._tables = BlockTables()
+        self._inputs = InputBuilder(block_size, config.cache_groups.shares)
         self._preparing = bound(mechanisms, Mechanism.prepare)
         self._beginning = bound(mechanisms, Mechanism.begin)
         for mechanism in mechanisms:
@@ -173,11 +166,15 @@ class ModelRunner:
         beyond it: two sets of buffers take turns. Raises RuntimeError if the plan has rows in host
         memory or grammars where there are none, or sequences or tokens unknown here."""
         for sequence in plan.end:
-            self.records.pop(sequence, None)
+            self._forget(sequence)
         for begin in plan.begin:
+            self._forget(begin.sequence)
+            grammar = self._grammar(begin)
             self.records[begin.sequence] = SequenceRecord(
-                begin, self.config.vocab_size, self._grammar(begin)
+                begin, self.config.vocab_size, self._tables.open(), grammar
             )
+            if begin.params.prompt_logprobs is not None:
+                self._scored.add(begin.sequence)
         step = PreparedStep(plan, plan.rows, DeviceToHostCopy(self.device))
         for prepare in self._preparing:
             prepare(step)
@@ -236,15 +233,37 @@ class ModelRunner:
         return step
 
     def take_rows(self, rows: Sequence[Row]) -> list[SequenceRecord]:
-        """Note rows that are about to be computed; returns the records of their sequences."""
-        records = list[SequenceRecord]()
+        """Note rows that are about to be computed; returns the records of their sequences. What a
+        row samples counts as known: the device will know it. Raises RuntimeError for sequences that
+        have not begun, and for tokens that are neither of Begin nor sampled."""
+        known, records = self.records, list[SequenceRecord]()
         for row in rows:
-            record = self.records.get(row.sequence)
+            record = known.get(row.sequence)
             if record is None:
                 raise RuntimeError(f"sequence {row.sequence} is in a plan without having begun")
-            record.take(row)
+            end = row.start + len(row.tokens)
+            if end > record.num_known:
+                raise RuntimeError(
+                    f"sequence {row.sequence}: a row goes beyond its {record.num_known} known "
+                    "tokens"
+                )
+            if row.new_blocks:
+                record.block_table.extend(row.new_blocks)
+            if row.sample and end == record.num_known:
+                record.num_known = end + 1
             records.append(record)
         return records
+
+    def forget(self) -> None:
+        """Forget all sequences."""
+        for sequence in list(self.records):
+            self._forget(sequence)
+
+    def _forget(self, sequence: int) -> None:
+        record = self.records.pop(sequence, None)
+        if record is not None:
+            self._tables.close(record.block_table)
+            self._scored.discard(sequence)
 
     # ---- the parts of prepare --------------------------------------------------------------------
 
@@ -260,17 +279,18 @@ class ModelRunner:
     def _stage_rows(self, step: PreparedStep) -> None:
         """Have the inputs of the step's rows moved to the device, and what their sampling needs."""
         rows = step.rows
-        if any(row.host is not None for row in rows):
+        elsewhere = [row for row in rows if row.host is not None]
+        if elsewhere:
             raise RuntimeError("the rows of a plan for one device are all in its memory")
         records = self.take_rows(rows)
         ends = row_ends(rows)
         tables = [record.block_table for record in records]
-        step.inputs = next(self._inputs).build(rows, ends, tables, self.staging.add)
+        step.inputs = self._inputs.build(rows, ends, tables, self.staging.add)
         step.num_tokens = int(ends[-1])
-        step.context_tokens = sum(row.start + len(row.tokens) for row in rows)
+        step.context_tokens = sum([row.start for row in rows]) + step.num_tokens
         if not self.decoder.is_last:
             return
-        if any(record.params.prompt_logprobs is not None for record in records):
+        if self._scored:
             step.prompts = self._stage_prompts(rows, ends, records)
         if step.forward is None:
             states = [record.sampling for record in records]
@@ -282,7 +302,7 @@ class ModelRunner:
         """Stage the prompt tokens that are to be scored, for each row whose logits predict some."""
         prompts = list[ScoredPrompt]()
         for row, end, record in zip(rows, ends.tolist(), records, strict=True):
-            top, length = record.params.prompt_logprobs, len(row.tokens)
+            top, length = record.prompt_logprobs, len(row.tokens)
             targets = record.prompt[row.start + 1 : row.start + 1 + length]
             if top is not None and len(targets):
                 prompts.append(

@@ -11,6 +11,10 @@ _ALIGNMENT = 16
 """Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it
 reads them."""
 _FIRST_BYTES = 64 * 1024
+_TORCH_DTYPES = {
+    np.dtype(name): getattr(torch, name)
+    for name in ("bool", "uint8", "int32", "int64", "float32", "float64")
+}
 
 
 class Staging:
@@ -54,8 +58,9 @@ class HostBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned = device.type == "cuda"
-        self._bytes = torch.empty(_FIRST_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+        self._take_memory(_FIRST_BYTES)
         self._target = torch.empty(0, dtype=torch.uint8)
+        self._targets: dict[torch.dtype, Tensor] = {}  # the target as numbers of each dtype
         self._end = 0
         self._copied: torch.cuda.Event | None = None
         if self._pinned:
@@ -71,18 +76,20 @@ class HostBuffer:
     def add(self, array: np.ndarray) -> Tensor:
         """Pack an array behind those before it; returns where it will be on the device."""
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-        if start + array.nbytes > len(self._bytes):
+        if start + array.nbytes > len(self._memory):
             # torch keeps pinned memory from being used again until copies out of it are done
             self._send()
-            self._bytes = torch.empty(
-                2 * (start + array.nbytes), dtype=torch.uint8, pin_memory=self._pinned
-            )
+            self._take_memory(2 * (start + array.nbytes))
             self._renew()
             start = 0
         self._end = start + array.nbytes
-        self._bytes.numpy()[start : self._end].view(array.dtype).reshape(array.shape)[...] = array
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return self._target[start : self._end].view(dtype).view(array.shape)
+        np.ndarray(array.shape, array.dtype, self._memory, start)[...] = array
+        dtype = _TORCH_DTYPES[array.dtype]
+        target = self._targets.get(dtype)
+        if target is None:
+            target = self._targets[dtype] = self._target.view(dtype)
+        # one call of torch for each array: each takes longer than packing a small one
+        return target.as_strided(array.shape, _row_major(array.shape), start // array.itemsize)
 
     def transfer(self) -> None:
         self._send()
@@ -90,12 +97,27 @@ class HostBuffer:
             # not of the GPU that happens to be current
             self._copied.record(torch.cuda.current_stream(self._device))
 
+    def _take_memory(self, size: int) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self._memory = self._bytes.numpy()
+
     def _renew(self) -> None:
         self._target = torch.empty(len(self._bytes), dtype=torch.uint8, device=self._device)
+        self._targets = {}
         self._end = 0
 
     def _send(self) -> None:
         self._target[: self._end].copy_(self._bytes[: self._end], non_blocking=True)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous array, in elements."""
+    if len(shape) == 1:
+        return (1,)
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides))
 
 
 def to_pinned(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nanoserve.executor.sampling.sampler import row_keys
 from nanoserve.lab.papers.ratio_test import (
     acceptance_probability,
     optimal_acceptance,
@@ -17,6 +16,7 @@ from nanoserve.lab.papers.ratio_test import (
     verify,
 )
 from nanoserve.scheduler.speculation.draft_lengths import expected_tokens
+from tests.executor.staged_rows import row_keys
 from triton_ops.sampling import exponential
 
 DRAWS = 100_000
