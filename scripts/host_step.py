@@ -109,7 +109,7 @@ def make_engine(rows: int, context: int, steps: int) -> tuple[Engine, ModelRunne
     stage.runner.forward = lambda inputs: hidden[: len(inputs.token_ids)]
     # as on a GPU; a CPU reads the arrays where they are
     buffers = [HostBuffer(stage.runner.device) for _ in range(2)]
-    stage.runner.staging._buffers = cycle(buffers)  # type: ignore[assignment]
+    stage.runner.staging._buffers = cycle(buffers)
     scheduler = Scheduler(
         make_policy("sarathi", TOKEN_BUDGET),
         num_blocks=num_blocks,

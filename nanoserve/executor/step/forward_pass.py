@@ -343,8 +343,9 @@ class InputBuilder:
         self, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
         columns, offsets = np.divmod(positions, self.block_size)
-        offsets += tables[row_of_token, columns].astype(np.int64) * self.block_size
-        return offsets
+        blocks = tables[row_of_token, columns].astype(np.int64)
+        slots: np.ndarray = blocks * self.block_size + offsets
+        return slots
 
     def _check_capacity(
         self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray
