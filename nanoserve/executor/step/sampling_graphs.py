@@ -108,7 +108,11 @@ class SamplingGraphs:
     def __call__(self, hidden: Tensor, sampled: SampledRows) -> Sampled:
         """Sample rows that fit, from the step's hidden states."""
         count, draws = len(sampled.sequences), sampled.settings.draws
-        torch.index_select(hidden, 0, sampled.last_tokens, out=self._hidden[:count])
+        before = self._hidden[:count]
+        if sampled.last_tokens is None:
+            before.copy_(hidden)
+        else:
+            torch.index_select(hidden, 0, sampled.last_tokens, out=before)
         if draws:
             self._keys[:count].copy_(draws[0].keys)
             self._temperature[:count].copy_(draws[0].temperature)
