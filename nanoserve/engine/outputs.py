@@ -184,10 +184,11 @@ class StopStrings:
         copied._matched = list(self._matched)
         return copied
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
         """Return (text that is safe to show, the stop string that was met or None). After a match
-        all text is dropped."""
-        if not self._stops:
+        all text is dropped. In early text, that of a sample's first tokens, no stop string counts,
+        and none begins."""
+        if early or not self._stops:
             return text, None
         if self._stopped is not None:
             return "", self._stopped
@@ -236,6 +237,8 @@ class _Sample:
         self._logprobs: list[TokenLogprob] = []
         self.sequence: Sequence | None = None  # as of the last update
         self._last_token_time: float | None = None
+        # the place of the token that ended the sample, if its text is left out
+        self._stop_place: int | None = None
         self._shown = 0  # tokens
         # for each update that no delta has returned yet, the number of tokens behind it
         self.unread: deque[int] = deque()
@@ -252,6 +255,8 @@ class _Sample:
             self._last_token_time = now
             self._tokens += new_tokens
         self.finished = is_last
+        if is_last and self._tokens and self._tokens[-1] == sequence.stop_token:
+            self._stop_place = len(self._tokens) - 1
         if self._params.stop:
             self._read(len(self._tokens))
             if self.stop_string is not None:
@@ -269,46 +274,31 @@ class _Sample:
             token = self._tokens[place]
             if token in self._markers:
                 self._mark(token, place + 1)
-            elif self._is_stop_token(place):
+            elif place == self._stop_place:
                 self._text.append("")
             else:
-                run = self._tokens[place : self._end_of_run(place, end)]
-                text = self._shown_of(self._detokenizer.push(run), place + len(run))
-                self._text += [""] * (len(run) - 1)
+                last = place + 1
+                # one at a time where a stop string may appear: tokens behind it are dropped
+                while last < end and last != self._stop_place and not self._params.stop:
+                    if self._tokens[last] in self._markers:
+                        break
+                    last += 1
+                text = self._detokenizer.push(self._tokens[place:last])
+                early = last <= self._params.min_tokens
+                text, self.stop_string = self._stops.push(text, early=early)
+                self._text += [""] * (last - place - 1)
                 self._text.append(text)
         if self.finished and self.stop_string is None and len(self._text) == len(self._tokens):
-            rest = self._shown_of(self._detokenizer.flush(), len(self._tokens))
+            early = len(self._tokens) <= self._params.min_tokens
+            rest, self.stop_string = self._stops.push(self._detokenizer.flush(), early=early)
             if self.stop_string is None:
                 rest += self._stops.flush()
             self._text.append(rest)
 
-    def _end_of_run(self, place: int, end: int) -> int:
-        """Return up to which place tokens from this one on are decoded together. With stop strings
-        that is one token: those behind the stop string are dropped."""
-        if self._params.stop:
-            return place + 1
-        if self._is_stop_token(end - 1):
-            end -= 1
-        last = place + 1
-        while last < end and self._tokens[last] not in self._markers:
-            last += 1
-        return last
-
-    def _is_stop_token(self, place: int) -> bool:
-        """Whether the token there ended the sample, so that its text is left out."""
-        if not self.finished or place + 1 < len(self._tokens):
-            return False
-        return self.sequence is not None and self._tokens[place] == self.sequence.stop_token
-
-    def _shown_of(self, text: str, num_tokens: int) -> str:
-        """Return what may be shown of the text that this number of tokens has made known."""
-        if num_tokens > self._params.min_tokens:
-            text, self.stop_string = self._stops.push(text)
-        return text
-
     def _mark(self, token: int, num_tokens: int) -> None:
         """Note a marker token after all text before it; no stop string reaches over it."""
-        text = self._shown_of(self._detokenizer.cut(), num_tokens)
+        early = num_tokens <= self._params.min_tokens
+        text, self.stop_string = self._stops.push(self._detokenizer.cut(), early=early)
         if self.stop_string is not None:
             self._text.append(text)
             return
@@ -335,7 +325,10 @@ class _Sample:
             elif token in self._markers:
                 ahead._mark(token, num_tokens)
             else:
-                ahead._text.append(ahead._shown_of(ahead._detokenizer.push([token]), num_tokens))
+                early = num_tokens <= self._params.min_tokens
+                text = ahead._detokenizer.push([token])
+                text, ahead.stop_string = ahead._stops.push(text, early=early)
+                ahead._text.append(text)
             if ahead.stop_string is not None:
                 break
         ahead._end_whole_characters("")
@@ -344,7 +337,8 @@ class _Sample:
     def _end_whole_characters(self, mask: str) -> None:
         """Add the text of a draft that is still held, but for half a character, and a mask."""
         held = self._detokenizer.cut().rstrip(_REPLACEMENT)
-        text = self._shown_of(held, len(self._tokens))
+        early = len(self._tokens) <= self._params.min_tokens
+        text, self.stop_string = self._stops.push(held, early=early)
         if self.stop_string is None:
             text += self._stops.flush() + mask
         self._text.append(text)

@@ -254,10 +254,8 @@ class Scheduler:
                 if not sequence.in_flight or prompt_may_go_on(sequence):
                     prefills.append(sequence)
         pool, free_slots = self.pool, self.table.free_slots
-        next_prefill = None
-        if prefills:
-            next_prefill = prefills[0]
-        elif free_slots > 0 and not self.table.waits_for_blocks:
+        next_prefill = prefills[0] if prefills else None
+        if next_prefill is None and free_slots > 0 and not self.table.waits_for_blocks:
             next_prefill = self.table.next_waiting
         groups = pool.groups
         growth = longest = 0

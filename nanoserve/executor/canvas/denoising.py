@@ -137,7 +137,9 @@ class CanvasRows(SampledRows):
 
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
         """Sample a token at each position that is not settled; a mask is never one."""
-        logits = decoder.compute_logits(self.before_positions(hidden))
+        if self.last_tokens is not None:
+            hidden = hidden[self.last_tokens]
+        logits = decoder.compute_logits(hidden)
         if not len(logits):  # another rank gathers them
             return
         of_masks = logits[:, self.mask_token].clone()

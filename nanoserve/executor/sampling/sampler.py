@@ -157,14 +157,10 @@ class BatchSettings:
     is_noted: bool
     """Whether a state takes note of its tokens: it has penalties or a grammar."""
 
-    @staticmethod
-    def of(states: Sequence[SamplingState]) -> "BatchSettings":
-        return _batch_settings(b"".join([state.settings for state in states]))
-
 
 @lru_cache(maxsize=8)  # some batches take turns: a model's, a drafter's
-def _batch_settings(packed: bytes) -> BatchSettings:
-    """Settings of a batch, put together."""
+def batch_settings(packed: bytes) -> BatchSettings:
+    """Put together the settings of a batch: those of its states, one after another."""
     settings = np.frombuffer(packed, _SETTINGS)
     drawn = list[DrawnRows]()
     for way in _DRAWS:
@@ -244,7 +240,8 @@ class SamplingRows:
     ) -> "SamplingRows":
         """Have the settings of a batch moved to the device, with the positions that its sampled
         tokens will have in their sequences; sample once they are transferred."""
-        return cls.of_settings(BatchSettings.of(states), states, positions, staging)
+        settings = batch_settings(b"".join([state.settings for state in states]))
+        return cls.of_settings(settings, states, positions, staging)
 
     @classmethod
     def of_settings(

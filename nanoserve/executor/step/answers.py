@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from nanoserve.executor.sampling.sampler import (
-    BatchSettings,
     Sampled,
     SamplingRows,
     SamplingState,
+    batch_settings,
     sample,
 )
-from nanoserve.executor.step.forward_pass import row_lengths
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
@@ -161,7 +160,7 @@ class SampledRows:
         """Have what sampling needs moved to the device, for all rows of the step with their
         `row_ends` and states; None if no row is sampled."""
         starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
-        positions = starts + row_lengths(ends)
+        positions = starts + np.diff(ends, prepend=0)
         sampled = [place for place, row in enumerate(rows) if row.sample]
         if not sampled:
             return None
@@ -189,7 +188,7 @@ class SampledRows:
     ) -> Self:
         """Stage N positions of sequences, with the sampling state and the place of the last token
         of each; no places where these are all tokens of the step."""
-        settings = BatchSettings.of(states)
+        settings = batch_settings(b"".join([state.settings for state in states]))
         asked_places = None
         if settings.asked:
             asked_places = staging.add(np.array([place for place, _ in settings.asked]))
@@ -204,14 +203,11 @@ class SampledRows:
             is_noted=settings.is_noted,
         )
 
-    def before_positions(self, hidden: Tensor) -> Tensor:
-        """The step's hidden states of the token before each position."""
-        return hidden if self.last_tokens is None else hidden[self.last_tokens]
-
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
         """Sample from the logits of the step's hidden states, and have the tokens copied to the
         host."""
-        hidden = self.before_positions(hidden)
+        if self.last_tokens is not None:
+            hidden = hidden[self.last_tokens]
         if self.greedy and decoder.shard.degree > 1:  # no rank needs the logits of the others
             maxima, tokens = decoder.greediest(hidden)
             sampled = Sampled(tokens, torch.isfinite(maxima))

@@ -277,13 +277,6 @@ def row_ends(rows: Sequence[Row]) -> np.ndarray:
     return lengths.cumsum()
 
 
-def row_lengths(ends: np.ndarray) -> np.ndarray:
-    """How many tokens each row has, from `row_ends`: int64 [R]."""
-    lengths = ends.copy()
-    lengths[1:] -= ends[:-1]
-    return lengths
-
-
 class InputBuilder:
     """Lays the rows of a step end to end, in arrays of their own."""
 
@@ -308,7 +301,7 @@ class InputBuilder:
         add_batch = add_batch or add
         num_rows, num_tokens = len(rows), int(ends[-1])
         starts = np.fromiter([row.start for row in rows], np.int64, num_rows)
-        lengths = row_lengths(ends)
+        lengths = np.diff(ends, prepend=0)
         contexts, longest = starts + lengths, int(lengths.max())
         block_tables, num_blocks = _gathered(tables)
         self._check_capacity(rows, contexts, num_blocks // self.groups)
