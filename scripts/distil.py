@@ -4,10 +4,11 @@
     python scripts/distil.py --teacher MODEL --student small --text text.txt --output healed
 
 The student learns the teacher's own distributions: the loss is the Kullback-Leibler divergence
-KL(teacher || student) of the next token, mean over all tokens of the text. All is computed in
-float32 on the CPU. The state is kept in the output directory, so the script can be stopped at any
-time and goes on where it was; a run that was stopped ends with the very weights of one that was
-not.
+KL(teacher || student) of the next token, mean over all tokens of the text. A text that ends in
+.jsonl has conversations, {"messages": [...]} a line, which are written in the student's chat
+format. All is computed in float32 on the CPU. The state is kept in the output directory, so the
+script can be stopped at any time and goes on where it was; a run that was stopped ends with the
+very weights of one that was not.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanoserve.commands.batch_files import read_rows
 from nanoserve.errors import NanoserveError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.loading import load_model
-from nanoserve.text.tokenizer import load_tokenizer
+from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from nanoserve.utils.files import read_text, replace_file
 from nanoserve.utils.interrupts import deferred_interrupts
 from nanoserve.utils.sizes import format_size
@@ -189,6 +191,22 @@ def divergence(student: Decoder, teacher: Decoder) -> Loss:
     return loss
 
 
+def read_tokens(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text; a .jsonl file has conversations, one after another in the chat format.
+    Ends the script if one of them is unusable."""
+    if path.suffix != ".jsonl":
+        return tokenizer.encode(read_text(path))
+    tokens: list[int] = []
+    for row in read_rows(path):
+        wrong = row.error
+        if isinstance(row.prompt, str):
+            wrong = "no messages"
+        if wrong is not None:
+            sys.exit(f"{path}, line {row.index + 1}: {wrong}")
+        tokens += tokenizer.encode_chat(row.prompt, add_generation_prompt=False)
+    return tokens
+
+
 def cut_rows(tokens: Sequence[int], length: int) -> Tensor:
     """Whole rows of a text, int64 [N, L]; the rest at its end is left out."""
     count = len(tokens) // length
@@ -202,7 +220,7 @@ def distil(options: argparse.Namespace) -> None:
     if own_config.vocab_size != config.vocab_size:
         sys.exit(f"{options.student} has another vocabulary than its teacher")
     with closing(load_tokenizer(options.student)) as tokenizer:
-        tokens = tokenizer.encode(read_text(options.text))
+        tokens = read_tokens(options.text, tokenizer)
     rows = cut_rows(tokens, options.length)
     if not len(rows):
         sys.exit(f"{options.text} has {len(tokens)} tokens, and a row has {options.length}")
@@ -264,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option: Any = parser.add_argument
     option("--teacher", required=True, help="the model before pruning: a directory or a name")
     option("--student", type=Path, required=True, help="directory of the pruned model")
-    option("--text", type=Path, required=True, help="text to learn from")
+    option("--text", type=Path, required=True, help="text, or .jsonl of conversations")
     option("--output", type=Path, required=True, help="directory to write; a run in it goes on")
     option("--tokens", type=int, help="tokens to learn from; default: the text once")
     option("--length", type=int, default=256, help="tokens of a row")

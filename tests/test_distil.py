@@ -1,6 +1,8 @@
 """The script that heals pruned models: its loss, going on after a stop, and what it writes."""
 
+import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import Tensor
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model, read_tensors
+from nanoserve.text.tokenizer import load_tokenizer
 from tests.oracle.checkpoints import make_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import distil
-from distil import STATE_NAME, Plan, Trainer, cut_rows, divergence
+from distil import STATE_NAME, Plan, Trainer, cut_rows, divergence, read_tokens
 
 ASSETS = Path(__file__).resolve().parent.parent / "nanoserve/assets"
 TEACHER, STUDENT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
@@ -120,6 +123,30 @@ def test_processor_time_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_whole() -> None:
     assert cut_rows(list(range(11)), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_conversations_are_in_the_chat_format_as_transformers_writes_them(tmp_path: Path) -> None:
+    conversations = [
+        [
+            {"role": "user", "content": "a dog"},
+            {"role": "assistant", "content": "Once, a dog sat."},
+        ],
+        [{"role": "user", "content": "a cat and a ball"}],
+    ]
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
+    )
+    oracle: Any = transformers.AutoTokenizer.from_pretrained(STUDENT)
+    wanted = [oracle.apply_chat_template(messages)["input_ids"] for messages in conversations]
+    with closing(load_tokenizer(STUDENT)) as tokenizer:
+        assert read_tokens(text, tokenizer) == [*wanted[0], *wanted[1]]
+        text.write_text('\n{"prompt": "a dog"}\n')
+        with pytest.raises(SystemExit, match=r"text\.jsonl, line 2: no messages"):
+            read_tokens(text, tokenizer)
+        text.write_text('{"messages": [1]}\n')
+        with pytest.raises(SystemExit, match=r"text\.jsonl, line 1: messages must be a list of"):
+            read_tokens(text, tokenizer)
 
 
 def test_the_script_stops_goes_on_and_writes_a_model(
