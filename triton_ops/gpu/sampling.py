@@ -70,7 +70,8 @@ def largest_in_pieces(values: Tensor) -> tuple[Tensor, Tensor]:
     equal ones the first."""
     size = -(-values.shape[1] // (_PIECES * _ALIGNMENT)) * _ALIGNMENT
     padding = _PIECES * size - values.shape[1]
-    pieces = functional.pad(values, (0, padding), value=-torch.inf).unflatten(1, (_PIECES, size))
+    padded = functional.pad(values, (0, padding), value=-torch.inf)
+    pieces = padded.reshape(len(values), _PIECES, size)
     maxima, places = pieces.max(dim=2)
     largest, piece = maxima.max(dim=1, keepdim=True)
     return largest[:, 0], (piece * size + places.gather(1, piece))[:, 0]
