@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.commands.tables import columns
-from nanoserve.lab.charts import Chart, Note, panel
+from nanoserve.lab.charts import Chart, ChartCurve, Panel
 from nanoserve.lab.papers.attention_kinds import KINDS, LATENT, ROTATED
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
@@ -92,19 +92,18 @@ def kv_quality(scale: Scale, run: Run) -> Finding:
         }
         for kind in KINDS
     ]
-    lowest = min(one.nats_per_byte for one in models)
-    highest = max(one.nats_per_byte for one in models)
-    points = panel(
-        f"about as many parameters, the same {models[0].tokens:,} tokens; a point for each seed",
-        "bytes of a token in the cache",
-        "validation loss, nats per byte",
-        [one.bytes_of_token for one in models],
-        {"": [one.nats_per_byte for one in models]},
-        styles="o",
+    curves = []
+    for kind in KINDS:
+        by_seed = losses(models, kind).values()
+        places = [sizes[kind].bytes_of_token] * len(by_seed)
+        curves.append(ChartCurve(kind, places, [*by_seed], style="o"))
+    points = Panel(
+        title=f"the same {models[0].tokens:,} tokens; a point for each seed",
+        x="bytes of a token in the cache",
+        y="validation loss, nats per byte",
+        curves=curves,
         log_x=True,
         from_zero=False,
-        top=highest + (highest - lowest) / 8,  # room for the name over the highest point
-        notes=[Note(kind, sizes[kind].bytes_of_token, spreads[kind].high, up=8) for kind in KINDS],
     )
     return Finding(_claims(models), Chart("Loss against the size of the cache", [points]), rows)
 

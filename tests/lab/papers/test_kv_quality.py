@@ -92,7 +92,11 @@ def test_every_kind_has_a_row_and_every_run_a_point(finding: Finding) -> None:
     assert finding.chart is not None
     (points,) = finding.chart.panels
     assert isinstance(points, Panel)
-    (curve,) = points.curves
-    assert [*zip(curve.xs, curve.ys, strict=True)] == [
-        (int(row["bytes_of_token"]), float(row["nats_per_byte"])) for row in shipped()
+    drawn = [
+        (curve.label, place, loss)
+        for curve in points.curves
+        for place, loss in zip(curve.xs, curve.ys, strict=True)
+    ]
+    assert drawn == [
+        (row["kind"], int(row["bytes_of_token"]), float(row["nats_per_byte"])) for row in shipped()
     ]
