@@ -1,10 +1,11 @@
 """CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what a sequence keeps,
-what models recall, text diffusion, paging, few bits, pruning, speculative sampling.
+what smaller caches cost, what models recall, text diffusion, paging, few bits, pruning, speculative
+sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the
 lecture's closed forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
-Perplexity and what drafters foresee are measured. Small models that recall, and pruned ones, were
-trained once.
+Perplexity and what drafters foresee are measured. Small models that recall, those with smaller
+caches, and pruned ones were trained once.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from nanoserve.costs.step_costs import StepCosts
 from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.lab.papers.claims import Claim, claims
 from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.lab.papers.kv_quality import KV_QUALITY_COLUMNS, KV_QUALITY_COUNTED, kv_quality
 from nanoserve.lab.papers.pruned_perplexity import PRUNING_COLUMNS, PRUNING_COUNTED, pruning
 from nanoserve.lab.papers.ratio_test import acceptance_probability
 from nanoserve.lab.papers.recall_accuracy import RECALL_COLUMNS, RECALL_COUNTED, recall
@@ -522,6 +524,13 @@ PAPER = Paper(
             title="keys and values of a sequence against its length, in 16 bits",
             make=kv,
             columns=KV_COLUMNS,
+        ),
+        PaperFigure(
+            number="kv-quality",
+            title="validation loss of small models, by the keys and values that they keep",
+            counted=KV_QUALITY_COUNTED,
+            make=kv_quality,
+            columns=KV_QUALITY_COLUMNS,
         ),
         PaperFigure(
             number="state",
