@@ -141,6 +141,7 @@ def test_models_lists_what_is_here_and_what_can_be_had(
     here, _, rest = capsys.readouterr().out.partition("\n\n")
     assert [line.split("  ")[-2:] for line in here.splitlines()] == [
         ["storyteller", "(bundled, the default)"],
+        ["storyteller-diffusion", "(bundled)"],
         ["qwen3:0.6b", "(hub cache)"],
     ]
     title, _, *rows = rest.splitlines()

@@ -52,7 +52,9 @@ TINY: dict[str, Any] = {
     "mamba_d_head": 16,
     "layer_types": ["mamba", "attention"],
 }
-BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
+ASSETS = Path(__file__).parents[2] / "nanoserve" / "assets"
+BUNDLED = [ASSETS / "storyteller", ASSETS / "storyteller-draft"]
+"""The bundled models of a family that transformers has."""
 BY_TYPE = {str(shape["model_type"]): shape for shape in published_shapes().values()}
 BY_EXPERT = ("gpt_oss", "granitemoe", "granitemoehybrid", "gemma4_text-moe")
 """Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts
