@@ -112,7 +112,7 @@ def test_without_a_gpu_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tokens_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of an engine that is opened twice, without compiling it."""
+    """Compares an engine that is opened twice, without compiling it."""
     monkeypatch.setattr(dummy, "_draw", dummy._draw)  # which the script replaces
     monkeypatch.setattr(gpu_checks, "FAMILIES", {"qwen3": FAMILIES["qwen3"]})
     monkeypatch.setattr(gpu_checks, "VARIANTS", {})

@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", MODELS)
 @torch.inference_mode()
 def test_logits_are_those_of_the_decoder(family: str) -> None:
-    """Of a prompt, and of each token behind it that is decoded from the cache."""
+    """Compares a prompt, and each token behind it that is decoded from the cache."""
     config = ModelConfig.from_hf(MODELS[family], source=family)
     decoder = Decoder(config)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,5 @@
-"""What GPUs compile for sampling gives the tokens of the plain operators; here a CPU runs it."""
+"""The functions that GPUs compile for sampling give the tokens of the plain operators; here a CPU
+runs them."""
 
 import logging
 from collections.abc import Iterator

@@ -6,7 +6,7 @@ from triton_ops.registration import Operators
 
 
 def test_a_device_with_an_implementation_in_python_runs_the_plain_one_for_a_while() -> None:
-    """As GPUs have theirs. The CPU stands in for one, in a namespace of this test."""
+    """GPUs have their own in this way. The CPU stands in for one, in a namespace of this test."""
     operators = Operators("nanoserve_test")
 
     def answer(tensor: torch.Tensor) -> torch.Tensor:

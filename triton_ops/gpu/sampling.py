@@ -28,7 +28,7 @@ is compiled."""
 
 
 def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `triton_ops.sampling.likeliest_tokens`."""
+    """Compute `triton_ops.sampling.likeliest_tokens`, compiled."""
     logits = logits.detach()  # what is marked is this view alone
     if len(logits) > 1:
         torch._dynamo.decorators.mark_dynamic(logits, 0)
@@ -45,7 +45,7 @@ def draw_tokens(
     uses_top_p: bool,
     uses_min_p: bool,
 ) -> Tensor:
-    """As `triton_ops.sampling.draw_tokens`.
+    """Compute `triton_ops.sampling.draw_tokens`, compiled.
 
     There is code for three ways: by top_k, by top_p, and by temperature alone. What costs little is
     part of each, whether a row uses it or not: min_p, and top_p among the candidates of top_k.

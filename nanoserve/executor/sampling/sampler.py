@@ -136,7 +136,7 @@ class DrawnRows:
     keys: np.ndarray
     """uint64 [G], as of `sequence_keys`."""
     columns: dict[str, np.ndarray]
-    """Those of the Draw's tensors that are settings: temperature, top_k, top_p, min_p."""
+    """The Draw's tensors that are settings: temperature, top_k, top_p, min_p."""
     largest_top_k: int
     uses_top_p: bool
     uses_min_p: bool
@@ -144,8 +144,8 @@ class DrawnRows:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What the settings of a batch of R rows come to: it is the same in each step, as long as the
-    same sequences go on."""
+    """The settings of a batch of R rows, put together. They stay as they are as long as the same
+    sequences go on."""
 
     drawn: tuple[DrawnRows, ...]
     prompt_lengths: np.ndarray

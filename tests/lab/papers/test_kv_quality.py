@@ -1,4 +1,4 @@
-"""What smaller caches cost: models with four kinds of attention, and the data of the package."""
+"""Smaller caches and their cost: models with four kinds of attention, and the data of the package."""
 
 import csv
 from pathlib import Path
