@@ -5,6 +5,7 @@ before."""
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -19,9 +20,9 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.scheduler.plan import Row
 from triton_ops import draw_tokens, likeliest_tokens
 
-GRAPH_BYTES = 2**20
+_GRAPH_BYTES = 2**20
 """Memory of a graph beside its tensors: it has a fiftieth of a decode step's kernels."""
-LOGIT_BYTES = 8
+_LOGIT_BYTES = 8
 """Memory of a logit while its row is sampled: 16 bits of the product, then 32, and room to
 spare."""
 
@@ -47,16 +48,13 @@ class SamplingGraphs:
     def memory(self) -> int:
         """Bytes that the graphs will take; those of the largest one serve the others too."""
         logits = self._buckets[-1] * self._decoder.config.vocab_size
-        return LOGIT_BYTES * logits + 2 * GRAPH_BYTES * len(self._buckets)
+        return _LOGIT_BYTES * logits + 2 * _GRAPH_BYTES * len(self._buckets)
 
     @torch.inference_mode()
     def capture(self, recorder: CudaRecorder) -> None:
         """Record all graphs, the largest first."""
         for rows, draws in product(sorted(self._buckets, reverse=True), (True, False)):
-            graph = recorder.record(
-                lambda rows=rows, draws=draws: self._sample(rows, draws=draws)  # type: ignore[misc]
-            )
-            self._graphs[rows, draws] = graph
+            self._graphs[rows, draws] = recorder.record(partial(self._sample, rows, draws=draws))
 
     def _sample(self, rows: int, *, draws: bool) -> Tensor:
         """Sample the first rows of the inputs: int64 [rows, 2], tokens and whether they are
