@@ -15,8 +15,6 @@ from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
     HEAD_DIMS,
-    MOST_SPLITS,
-    REDUCTION_WARPS,
     VALUE_DIMS,
     AttentionConfiguration,
     DecodeConfiguration,
@@ -25,7 +23,6 @@ from triton_ops.gpu.configurations import (
     decode_constants,
     prefill_constants,
     program_shape,
-    reduction_constants,
 )
 
 BLOCK_SIZE = 16
@@ -78,7 +75,7 @@ _NUMBERS = {
     "table_stride": "i32",
     **dict.fromkeys(_STRIDES, "i32"),
 }
-_PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32"}
+_PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32", "arrivals": "*i32"}
 _WHOLE, _SLIDING = {"slides": False}, {"slides": True}
 _CAUSAL = {"spans": None}
 
@@ -118,37 +115,19 @@ def _attention_variants(
     name = f"{dtype} head_dim {shape.head_dim + shape.tail_dim}"
     yield from _decode_variants(configuration.decode, shape, dtype, name)
     yield from _prefill_variants(configuration.prefill, shape, dtype, name)
-    if shape.tail_dim:
-        return  # results are added up as for heads as wide as the values
-    yield Variant(
-        module="attention",
-        program="reduce_splits",
-        label=name,
-        types={
-            "out": f"*{dtype}",
-            **_PARTIAL,
-            "query_starts": "*i32",
-            "num_splits": "i32",
-            "out_stride": "i32",
-        },
-        divisible=frozenset({"out", *_PARTIAL, "out_stride"}),
-        constants=reduction_constants(shape.head_dim, MOST_SPLITS),
-        num_warps=REDUCTION_WARPS,
-        num_stages=1,
-    )
 
 
 def _decode_variants(
     configuration: DecodeConfiguration, shape: ProgramShape, dtype: str, name: str
 ) -> Iterator[Variant]:
-    forms = [(_WHOLE, False), *((features, True) for features in _features(dtype))]
-    for features, splits in forms:
-        constants = decode_constants(configuration, shape, splits=splits, **features)
+    counts = {"num_groups": "i32", "most_splits": "i32"}
+    for features in _features(dtype):
+        constants = decode_constants(configuration, shape, **features)
         variant = Variant(
-            module="attention",
+            module="decode_attention",
             program="decode_attention",
-            label=", ".join([name, *["splits"] * splits, *_names(features)]),
-            types={**_tensors(dtype), **_PARTIAL, **_METADATA, **_NUMBERS},
+            label=", ".join([name, *_names(features)]),
+            types={**_tensors(dtype), **_PARTIAL, **_METADATA, **_NUMBERS, **counts},
             divisible=frozenset({*_tensors(dtype), *_PARTIAL, *_STRIDES}),
             constants={**constants, **_CAUSAL},
             num_warps=configuration.num_warps,

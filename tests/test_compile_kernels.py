@@ -69,7 +69,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 
 
 PROGRAMS = (
-    *("write_slots", "move_blocks", "decode_attention", "prefill_attention", "reduce_splits"),
+    *("write_slots", "move_blocks", "decode_attention", "prefill_attention"),
     *("multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
     *("convolve", "step_delta_rule", "prepare_chunks", "scan_delta_rule"),
     *("step_dual", "attend_in_chunks", "scan_dual", "scan_selectively"),
@@ -143,16 +143,16 @@ from scripts.compile_kernels import TARGETS, Target, build, prepare
 
 with tempfile.TemporaryDirectory() as folder:
     prepare(folder)
-    from scripts.kernel_variants import attention_variants, cache_variants
+    from scripts.kernel_variants import cache_variants, packed_variants
 
     *_, widest = cache_variants()
-    forms = {(form.program, form.label): form for form in attention_variants(9)}
-    reducing = forms["reduce_splits", "bf16 head_dim 256"]
+    forms = {(form.program, form.label): form for form in packed_variants()}
+    adding = forms["add_up_parts", "bf16"]
     fitting = build(TARGETS[1], widest)
     assert fitting.breaches() == [] and fitting.registers > 0, fitting
     for bad in (
         build(TARGETS[1], dataclasses.replace(widest, num_warps=1)),
-        build(Target(90, 512), reducing),
+        build(Target(90, 8), adding),
         build(TARGETS[1], dataclasses.replace(widest, constants={**widest.constants, "DIMS": 3})),
     ):
         print(*bad.breaches(), sep="\\n")
@@ -170,6 +170,36 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
         "bytes of shared memory, the limit is 512"
     )
     assert broken.startswith("sm_90 move_blocks") and "does not compile: " in broken
+
+
+ORDER_OF_SPLITS = """
+import re, tempfile
+from scripts.compile_kernels import TARGETS, _compile, prepare
+
+with tempfile.TemporaryDirectory() as folder:
+    prepare(folder)
+    from scripts.kernel_variants import attention_variants
+
+    form = next(form for form in attention_variants(9) if form.program == "decode_attention")
+    assembly = _compile(TARGETS[1], form).asm["ptx"]
+print(*re.findall(r"(?:st|ld|atom)[.]global[.a-z_]*|bar[.]sync", assembly))
+"""
+
+
+@pytest.mark.slow
+def test_a_split_is_counted_when_all_its_threads_have_stored_and_read_after_the_count() -> None:
+    """PTX's memory model (PTX ISA, "Memory Consistency Model"): stores, a barrier of the program's
+    threads, and a count of one thread that releases and acquires for the whole GPU; then a barrier,
+    and loads that do not ask the multiprocessor's own cache."""
+    found = _run("-c", ORDER_OF_SPLITS)
+    assert found.returncode == 0, found.stderr
+    words = found.stdout.splitlines()[-1].split()
+    (count,) = (place for place, word in enumerate(words) if word.startswith("atom"))
+    assert words[count].startswith("atom.global.gpu.acq_rel.add")
+    assert words[count - 2].startswith("st.global") and words[count - 1] == "bar.sync"
+    assert words[count + 1] == "bar.sync"
+    loads = [word for word in words[count:] if word.startswith("ld")]
+    assert loads and all(load.startswith("ld.global.cg") for load in loads)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The GPU's paged attention against float64: ragged batches, and poison wherever no row has
 anything."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanoserve.engine_config import EngineConfig
 from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
 from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
@@ -20,6 +21,7 @@ from triton_ops.gpu.configurations import (
     DecodeConfiguration,
     PrefillConfiguration,
     UnsupportedByGpu,
+    busy_programs,
 )
 
 SCALE = 0.2
@@ -160,6 +162,109 @@ def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -
         SMALL, decode=replace(SMALL.decode, keys_per_tile=128, keys_per_split=128)
     )
     check(batch, window, configuration=configuration, multiprocessors=multiprocessors)
+
+
+def with_wider_tables(batch: AttentionCall, blocks: int) -> AttentionCall:
+    """The same rows, their tables wider by entries that name no block."""
+    more = torch.full((len(batch.block_tables), blocks), 10**6, dtype=torch.int32)
+    return replace(batch, block_tables=torch.cat([batch.block_tables, more], dim=1))
+
+
+def some_rows(batch: AttentionCall, rows: list[int]) -> AttentionCall:
+    """Rows of a batch of single tokens, in any order and any number of times."""
+    return replace(
+        batch,
+        out=batch.out[rows],
+        query=batch.query[rows],
+        block_tables=batch.block_tables[rows],
+        query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
+        context_lengths=batch.context_lengths[rows],
+    )
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, 0), (torch.float32, 100)], ids=str)
+def test_the_numbers_of_a_row_depend_on_nothing_but_the_row(
+    dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are alone, or few enough to have a program for each split, or so many that each has one
+    program; beside an unlike row, and with tables of their own length or as a captured graph has
+    them. A bit that differs shows."""
+    programs = dict[int, int]()
+    launched = attention.decode_attention
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            rows, programs[rows] = grid
+            return launched[grid]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(attention, "decode_attention", Recorded())
+    rows = [Row(1, 150), Row(1, 1), Row(1, 70)]
+    batch = build(
+        rows, num_heads=2, num_kv_heads=1, block_size=16, seed=3, head_dim=32, dtype=dtype
+    )
+
+    def attend(some: AttentionCall) -> Tensor:
+        out = poisoned_out(some)
+        attention.attend(SMALL, 2, (out, *inputs(some)), scale=SCALE, sliding_window=window)
+        return out
+
+    together = attend(batch)
+    tolerance = TOLERANCES[dtype]
+    expected = reference(batch, SCALE, window)
+    torch.testing.assert_close(together.double(), expected, atol=tolerance, rtol=tolerance)
+    wide = with_wider_tables(batch, 40)
+    for some, chosen in (
+        (batch, [2, 0]),
+        (batch, [0]),
+        (wide, [0]),
+        (batch, [1]),
+        (wide, [2]),
+        (wide, [0, 1, 2, 0]),
+    ):
+        assert torch.equal(attend(some_rows(some, chosen)), together[chosen])
+    # two multiprocessors are busy with four programs: with four rows
+    assert programs[4] == 1 and min(programs[rows] for rows in (1, 2, 3)) > 1
+
+
+def test_counters_are_ready_for_the_next_launch_and_the_same_numbers_come_again() -> None:
+    """As where a captured graph is replayed: nothing but the programs themselves resets them."""
+    batch = build(
+        [Row(1, 130), Row(1, 30)],
+        num_heads=4,
+        num_kv_heads=2,
+        block_size=16,
+        seed=6,
+        head_dim=32,
+    )
+    results = []
+    for _ in range(2):
+        out = poisoned_out(batch)
+        attention.attend(SMALL, 4, (out, *inputs(batch)), scale=SCALE, sliding_window=0)
+        results.append(out)
+        counters = attention.arrival_counters(out.device, busy_programs(SMALL.decode, 4))
+        assert len(counters) == 8 and torch.count_nonzero(counters) == 0
+    assert torch.equal(*results)
+
+
+def test_a_launch_of_the_most_rows_is_one_that_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and third sizes of a grid are at most 65,535 (CUDA C++ Programming Guide,
+    technical specifications), and 65,536 sequences may run in one step."""
+    grids = list[tuple[int, ...]]()
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(attention, "decode_attention", Recorded())
+    (setting,) = (field for field in fields(EngineConfig) if field.name == "max_num_seqs")
+    _, most = setting.metadata["range"]
+    cache, rows = torch.zeros(1, 2, 16, 32), torch.zeros(1, 1).int().expand(most, 1)
+    out, query = torch.zeros(1, 64).expand(most, 64), torch.zeros(1, 2, 32).expand(most, 2, 32)
+    starts = torch.arange(most + 1).int()
+    tensors = (out, query, cache, cache, rows, starts, rows[:, 0])
+    attention.attend(SMALL, 132, tensors, scale=SCALE, sliding_window=0)
+    assert grids == [(2 * most, 1)] and most > 65_535
 
 
 SPANS = st.tuples(st.sampled_from([1, 2, 7, 16, 32, 33, 100, 1 << 20]), st.integers(0, 300))

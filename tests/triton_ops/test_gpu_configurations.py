@@ -15,10 +15,12 @@ from triton_ops.gpu.configurations import (
     ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
-    num_splits,
+    busy_programs,
+    most_splits,
     program_shape,
+    programs_per_row,
 )
-from triton_ops.gpu.kernels import attention, packed
+from triton_ops.gpu.kernels import attention, decode_attention, packed
 from triton_ops.gpu.packed_constants import num_parts
 
 GENERATIONS = (8, 9, 10)
@@ -75,27 +77,51 @@ def test_a_gpu_that_is_too_old_is_refused() -> None:
         attention_configuration(7, 2, USUAL)
 
 
+def test_splits_of_16_bit_rows_begin_at_64_keys_but_for_the_widest_heads() -> None:
+    """A split of 64 keys leaves a result of up to 16 heads in float32: for heads of 512 that is as
+    many bytes as their keys."""
+    for (_, width, head_dim), entry in ATTENTION.items():
+        if width == 2:
+            assert entry.decode.keys_per_split == (64 if head_dim <= 256 else 128)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "splits"),
+    [
+        pytest.param(8, 25, id="one row keeps the GPU busy"),
+        pytest.param(7, 29, id="rounded up"),
+        pytest.param(1, MOST_SPLITS, id="no more than are added up at once"),
+        pytest.param(300, 1, id="at least one"),
+    ],
+)
+def test_splits_of_a_row_keep_the_gpu_busy_with_it_alone(num_groups: int, splits: int) -> None:
+    assert most_splits(200, num_groups) == splits
+
+
 DECODE = DecodeConfiguration(
-    keys_per_tile=64, num_warps=4, num_stages=3, keys_per_split=128, programs_per_multiprocessor=8
+    keys_per_tile=64, num_warps=4, num_stages=3, keys_per_split=64, programs_per_multiprocessor=2
 )
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "most_keys", "splits"),
+    ("num_rows", "most_keys", "programs"),
     [
-        pytest.param(512, 4096, 1, id="rows enough to keep every multiprocessor busy"),
-        pytest.param(64, 4096, 2, id="too few"),
-        pytest.param(4, 4096, 25, id="far too few"),
-        pytest.param(4, 1000, 8, id="no split with fewer keys than are worth it"),
-        pytest.param(1, 1 << 20, MOST_SPLITS, id="no more than are added up at once"),
+        pytest.param(25, 4096, 1, id="rows enough to keep every multiprocessor busy"),
+        pytest.param(24, 4096, 25, id="too few"),
+        pytest.param(1, 1 << 20, 25, id="no more than a row has splits"),
+        pytest.param(1, 1000, 16, id="no more than the longest row has"),
         pytest.param(1, 16, 1, id="at least one"),
+        pytest.param(1, 0, 1, id="one for a row without keys"),
     ],
 )
-def test_splits_keep_the_gpu_busy(num_rows: int, most_keys: int, splits: int) -> None:
-    found = num_splits(
-        DECODE, multiprocessors=100, num_rows=num_rows, num_groups=8, most_keys=most_keys
+def test_rows_have_programs_for_their_splits_while_the_gpu_is_not_busy(
+    num_rows: int, most_keys: int, programs: int
+) -> None:
+    busy = busy_programs(DECODE, multiprocessors=100)
+    found = programs_per_row(
+        DECODE, busy=busy, num_rows=num_rows, num_groups=8, most_keys=most_keys
     )
-    assert found == splits
+    assert (busy, found) == (200, programs)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -105,7 +131,8 @@ def test_variants_name_every_parameter_of_their_program_once(generation: int) ->
         VALUE_DIMS.get(dim, dim) for dim in HEAD_DIMS
     }
     for variant in variants:
-        parameters = getattr(attention, variant.program).arg_names
+        module = {"attention": attention, "decode_attention": decode_attention}[variant.module]
+        parameters = getattr(module, variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])
         assert variant.divisible <= variant.types.keys()
 

@@ -4,25 +4,28 @@ Nothing here waits for the GPU: what is launched follows from shapes alone, and 
 the rest. So a captured graph stays right for any rows of the same shapes.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from triton_ops.gpu.configurations import (
-    REDUCTION_WARPS,
     AttentionConfiguration,
     DecodeConfiguration,
     PrefillConfiguration,
     ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
+    busy_programs,
     decode_constants,
-    num_splits,
+    most_splits,
     prefill_constants,
     program_shape,
-    reduction_constants,
+    programs_per_row,
 )
 from triton_ops.gpu.devices import gpu_of
-from triton_ops.gpu.kernels.attention import decode_attention, prefill_attention, reduce_splits
+from triton_ops.gpu.kernels.attention import prefill_attention
+from triton_ops.gpu.kernels.decode_attention import decode_attention
 
 LOG2_E = 1.4426950408889634
 """The programs compute powers of two: exp(x) = 2 ** (x * log2(e))."""
@@ -122,6 +125,7 @@ class _Launch:
         }
         self.sinks = self.query_starts if sinks is None else sinks  # not read where there are none
         self.spans = spans
+        self.sliding_window = sliding_window
         self.numbers = (scale * LOG2_E, 0.0, sliding_window)
         if soft_cap > 0:
             self.numbers = (2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E, sliding_window)
@@ -156,24 +160,31 @@ class _Launch:
         )
 
     def single_tokens(self, configuration: DecodeConfiguration, multiprocessors: int) -> None:
-        splits = num_splits(
-            configuration,
-            multiprocessors=multiprocessors,
-            num_rows=self.num_rows,
-            num_groups=self.num_groups,
-            most_keys=self.block_tables.shape[1] * self.shape.block_size,
-        )
-        results = weights = self.out  # not read where there is one split
-        if splits > 1:
-            sizes = (self.num_rows, self.num_heads, splits)
-            results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
-            weights = self.out.new_empty(sizes, dtype=torch.float32)
         # a single query is the last of its row, so that a span only moves its window
         spans = self.spans if self.features["slides"] else None
-        decode_attention[(self.num_groups, splits, self.num_rows)](
+        most_keys = self.block_tables.shape[1] * self.shape.block_size
+        if self.features["slides"] and spans is None:
+            most_keys = min(most_keys, self.sliding_window + self.shape.block_size - 1)
+        busy = busy_programs(configuration, multiprocessors)
+        programs = programs_per_row(
+            configuration,
+            busy=busy,
+            num_rows=self.num_rows,
+            num_groups=self.num_groups,
+            most_keys=most_keys,
+        )
+        places = self.num_rows * self.num_groups
+        arrivals = arrival_counters(self.out.device, busy)
+        results = weights = arrivals.view(torch.float32)  # not read where a row has one program
+        if programs > 1:
+            sizes = (places, programs, self.shape.group)
+            results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
+            weights = self.out.new_empty((*sizes, 2), dtype=torch.float32)
+        decode_attention[(places, programs)](
             self.out,
             results,
             weights,
+            arrivals,
             self.query,
             self.key_cache,
             self.value_cache,
@@ -182,23 +193,26 @@ class _Launch:
             self.context_lengths,
             self.sinks,
             spans,
+            self.num_groups,
+            most_splits(busy, self.num_groups),
             *self.numbers,
             *self.strides,
-            **decode_constants(configuration, self.shape, splits=splits > 1, **self.features),
+            **decode_constants(configuration, self.shape, **self.features),
             num_warps=configuration.num_warps,
             num_stages=configuration.num_stages,
         )
-        if splits > 1:
-            reduce_splits[(self.num_heads, self.num_rows)](
-                self.out,
-                results,
-                weights,
-                self.query_starts,
-                splits,
-                self.out.stride(0),
-                **reduction_constants(self.shape.head_dim, splits),
-                num_warps=REDUCTION_WARPS,
-            )
+
+
+@cache
+def arrival_counters(device: torch.device, number: int) -> Tensor:
+    """Return a device's counters of programs that have stored their splits, one for each row and
+    group of heads that may have several programs.
+
+    They are zero whenever no decode attention runs: the last program to count resets its counter.
+    So they are made once, by the step that runs before the first graph is captured. All graphs and
+    eager steps share them, because a device's steps run one after another.
+    """
+    return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 def _program_shape(query: Tensor, value_cache: Tensor) -> ProgramShape:

@@ -23,7 +23,7 @@ LARGEST_GROUP = 16
 every group up to this fits into a tile of a single token. Larger tiles have values that do not fit
 into registers with the configurations below, so more heads are several groups."""
 MOST_SPLITS = 64
-REDUCTION_WARPS = 4
+"""Of one row: the last program to arrive adds up this many results at most."""
 
 
 class UnsupportedByGpu(ValueError):
@@ -34,16 +34,16 @@ class UnsupportedByGpu(ValueError):
 class DecodeConfiguration:
     """Rows of a single token.
 
-    A row's keys are split until `programs_per_multiprocessor` keep the GPU busy, several times what
-    runs at once, so that rows of unlike lengths even out; but no split has fewer than
-    `keys_per_split`, a multiple of `keys_per_tile`.
+    A row's keys are cut into as many splits as it takes for `programs_per_multiprocessor` to keep
+    the GPU busy with this row alone; but no split has fewer than `keys_per_split`, a multiple of
+    `keys_per_tile`. Splits have programs of their own in batches too small to keep the GPU busy.
     """
 
     keys_per_tile: int
     num_warps: int
     num_stages: int
-    keys_per_split: int = 128
-    programs_per_multiprocessor: int = 8
+    keys_per_split: int = 64
+    programs_per_multiprocessor: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ def program_shape(
 _FLOAT32 = {
     32: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     64: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
-    80: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
-    96: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
-    128: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
-    256: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
+    80: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
+    96: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
+    128: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(32, 32, 16, 2)),
+    256: AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 16, 2)),
 }
 """Exact products leave the matrix units idle: these serve to check the others, and only have to
 hold in registers."""
@@ -108,6 +108,15 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         for generation in (8, 9, 10)
         for head_dim, entry in _FLOAT32.items()
     },
+    (8, 4, 80): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (8, 4, 96): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
+    (8, 4, 128): AttentionConfiguration(
+        DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
     (10, 4, 32): AttentionConfiguration(
         DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)
     ),
@@ -121,10 +130,10 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
     ),
     (8, 2, 32): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
     ),
     (8, 2, 64): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
     ),
     (8, 2, 80): AttentionConfiguration(
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)
@@ -139,16 +148,16 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 2)
     ),
     (8, 2, 512): AttentionConfiguration(
-        DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 1)
+        DecodeConfiguration(32, 8, 1, 128, 1), PrefillConfiguration(16, 32, 8, 1)
     ),
     (8, 2, 576): AttentionConfiguration(
-        DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 8, 1)
+        DecodeConfiguration(32, 8, 2, 128, 1), PrefillConfiguration(16, 32, 8, 1)
     ),
     (9, 2, 32): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)
     ),
     (9, 2, 64): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
     ),
     (9, 2, 80): AttentionConfiguration(
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
@@ -157,22 +166,22 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
     ),
     (9, 2, 128): AttentionConfiguration(
-        DecodeConfiguration(64, 4, 2, 128, 2), PrefillConfiguration(128, 64, 8, 3)
+        DecodeConfiguration(64, 4, 2), PrefillConfiguration(128, 64, 8, 3)
     ),
     (9, 2, 256): AttentionConfiguration(
         DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)
     ),
     (9, 2, 512): AttentionConfiguration(
-        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+        DecodeConfiguration(64, 8, 2, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
     (9, 2, 576): AttentionConfiguration(
-        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+        DecodeConfiguration(64, 8, 2, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
     (10, 2, 32): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)
     ),
     (10, 2, 64): AttentionConfiguration(
-        DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)
+        DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)
     ),
     (10, 2, 80): AttentionConfiguration(
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
@@ -187,10 +196,10 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)
     ),
     (10, 2, 512): AttentionConfiguration(
-        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+        DecodeConfiguration(32, 8, 3, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
     (10, 2, 576): AttentionConfiguration(
-        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)
+        DecodeConfiguration(32, 8, 3, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
 }
 """By generation, bytes of a number (float32: 4, bfloat16 and float16: 2) and head_dim."""
@@ -240,27 +249,37 @@ def attention_configuration(
     return ATTENTION[line, width, head_dim]
 
 
-def num_splits(
-    configuration: DecodeConfiguration,
-    *,
-    multiprocessors: int,
-    num_rows: int,
-    num_groups: int,
-    most_keys: int,
+def busy_programs(configuration: DecodeConfiguration, multiprocessors: int) -> int:
+    """How many programs of `decode_attention` keep the GPU busy."""
+    return multiprocessors * configuration.programs_per_multiprocessor
+
+
+def most_splits(busy: int, num_groups: int) -> int:
+    """Into how many splits the keys of a row are cut at most: enough that this row alone has
+    `busy` programs.
+
+    It depends on the GPU and the model alone, so that a row's numbers depend on no other row.
+    """
+    return min(-(-busy // num_groups), MOST_SPLITS)
+
+
+def programs_per_row(
+    configuration: DecodeConfiguration, *, busy: int, num_rows: int, num_groups: int, most_keys: int
 ) -> int:
-    """Into how many programs the keys of each row are split.
+    """How many programs each group of heads of a row has: as many as it can have splits, or a
+    single one where rows and groups alone are `busy` programs.
 
     It depends on shapes alone (`most_keys` is what a block table has room for): a captured graph
     keeps it.
     """
-    wanted = -(
-        -multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_groups)
-    )
-    return max(1, min(wanted, -(-most_keys // configuration.keys_per_split), MOST_SPLITS))
+    if num_rows * num_groups >= busy:
+        return 1
+    splits_of_the_longest = -(-most_keys // configuration.keys_per_split)
+    return max(1, min(splits_of_the_longest, most_splits(busy, num_groups)))
 
 
 def decode_constants(
-    configuration: DecodeConfiguration, shape: ProgramShape, *, splits: bool, **features: bool
+    configuration: DecodeConfiguration, shape: ProgramShape, **features: bool
 ) -> dict[str, int]:
     """Return the constants that `decode_attention` is compiled with."""
     return {
@@ -269,16 +288,6 @@ def decode_constants(
         "KEYS_PER_TILE": configuration.keys_per_tile,
         "KEYS_PER_SPLIT": configuration.keys_per_split,
         **_features(**features),
-        "SPLITS": splits,
-    }
-
-
-def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
-    """Return the constants that `reduce_splits` is compiled with."""
-    return {
-        "HEAD_DIM": head_dim,
-        "PADDED_HEAD_DIM": power_of_two(head_dim),
-        "PADDED_SPLITS": power_of_two(splits),
     }
 
 

@@ -1,14 +1,13 @@
-"""Attention of new tokens over the paged cache: one program for rows of a single token, one for
-longer rows.
+"""Attention of new tokens over the paged cache: the program for rows of several tokens, and what it
+shares with that for rows of one (`decode_attention.py`).
 
 Both walk over a row's keys in tiles with the online softmax (Milakov and Gimelshein 2018, "Online
 normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention", algorithm 1), in float32 and
 in powers of two. Both put query heads that share a key-value head (a group) into the rows of one
 tile, so that a tile of keys is read once for all of them; where more heads share it than a tile
-takes, they are GROUPS groups. Single tokens read far more than they compute: their keys are split
-over programs, whose results a third program weighs and adds up ("Flash-Decoding", Dao et al. 2023).
-Longer rows compute far more than they read: their tiles are tall enough for the matrix units, and
-keys that every query of a tile sees are attended without masks.
+takes, they are GROUPS groups. Rows of several tokens compute far more than they read: their tiles
+are tall enough for the matrix units, and keys that every query of a tile sees are attended without
+masks.
 
 Least times: of single tokens, the bytes of the keys and values they see over the bandwidth of
 memory; of longer rows, 4 * num_heads * head_dim operations for each pair of a query and a key it
@@ -58,6 +57,94 @@ def _load_blocks(table, keys, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def keys_in_tile(
+    token_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+):
+    """Return the numbers of a tile's keys [KEYS_PER_TILE], and where the first columns [keys,
+    PADDED_HEAD_DIM] and the tail [keys, 1] of each lie in its block."""
+    in_tile = tl.arange(0, KEYS_PER_TILE)
+    in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, PADDED_HEAD_DIM)[
+        None, :
+    ]
+    tail_in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + HEAD_DIM
+    return in_tile, in_block, tail_in_block
+
+
+@triton.jit
+def attend_tile(
+    state,
+    query,
+    cache,
+    sight,
+    tile_keys,
+    begin,
+    scale,
+    soft_cap,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    SLIDES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend `query`, [rows, PADDED_HEAD_DIM] and [rows, TAIL_DIM], over the tile of keys that
+    begins at `begin`.
+
+    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the
+    highest score and the sum of weights [rows], and the blocks of this tile's keys, which are
+    always read one tile ahead so that no address waits for them. `cache` says where keys, values
+    and the row's block table are, and the strides by block and by token; `sight` from which
+    positions the queries' windows count back, and the last positions that they see, [rows] both,
+    which keys any of them uses (begin and end), and the window; `tile_keys` is of `keys_in_tile`.
+    Without MASKED every query sees every key of the tile.
+    """
+    accumulated, highest, total, blocks = state
+    key_cache, value_cache, table, block_stride, _ = cache
+    starts, lasts, used_begin, used_end, sliding_window = sight
+    query_head, query_tail = query
+    in_tile, in_block, tail_in_block = tile_keys
+    padded_head_dim: tl.constexpr = query_head.shape[1]
+    factor = 1.0 if CAPPED else scale
+    keys = begin + in_tile
+    next_blocks = _load_blocks(table, keys + KEYS_PER_TILE, used_end, BLOCK_SIZE)
+    offsets = blocks.to(tl.int64)[:, None] * block_stride + in_block
+    used = (keys >= used_begin) & (keys < used_end)
+    key = _load_keys_or_values(key_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
+    scores = tl.dot(query_head, tl.trans(key), input_precision="ieee")
+    if TAIL_DIM:
+        tail_offsets = blocks.to(tl.int64)[:, None] * block_stride + tail_in_block
+        tail_offsets += tl.arange(0, TAIL_DIM)[None, :]
+        key_tail = _load_keys_or_values(key_cache, tail_offsets, used, TAIL_DIM, TAIL_DIM, MASKED)
+        scores = tl.dot(query_tail, tl.trans(key_tail), scores, input_precision="ieee")
+    if CAPPED:
+        scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale) + 1.0)
+    if MASKED:
+        seen = keys[None, :] <= lasts[:, None]
+        if SLIDES:
+            seen &= keys[None, :] > starts[:, None] - sliding_window
+        scores = tl.where(seen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
+    # A row that has seen no key yet has no highest score: any finite number keeps its weights
+    # at zero.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+    weights = tl.exp2(scores * factor - reference[:, None])
+    kept = tl.exp2(highest - reference)
+    total = total * kept + tl.sum(weights, 1)
+    value = key
+    if not TAIL_DIM:
+        value = _load_keys_or_values(value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
+    accumulated = tl.dot(
+        weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee"
+    )
+    return accumulated, new_highest, total, next_blocks
+
+
+@triton.jit
 def _attend(
     state,
     query,
@@ -75,72 +162,34 @@ def _attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend `query`, [rows, PADDED_HEAD_DIM] and [rows, TAIL_DIM], over the tiles of keys from
-    `tiles_begin` to `tiles_end`.
-
-    `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the
-    highest score and the sum of weights [rows], and the blocks of the first tile's keys, which are
-    always read one tile ahead so that no address waits for them. `cache` says where keys, values
-    and the row's block table are, and the strides by block and by token; `sight` from which
-    positions the queries' windows count back, and the last positions that they see, [rows] both,
-    which keys any of them uses (begin and end), and the window. Without MASKED every query sees
-    every key of the tiles.
-    """
-    accumulated, highest, total, blocks = state
-    key_cache, value_cache, table, block_stride, token_stride = cache
-    starts, lasts, used_begin, used_end, sliding_window = sight
-    query_head, query_tail = query
+    """Attend over the tiles of keys from `tiles_begin` to `tiles_end`, as `attend_tile` does."""
+    _, _, _, _, token_stride = cache
+    query_head, _ = query
     padded_head_dim: tl.constexpr = query_head.shape[1]
-    in_tile = tl.arange(0, KEYS_PER_TILE)
-    in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[
-        None, :
-    ]
-    tail_in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + HEAD_DIM
-    factor = 1.0 if CAPPED else scale
+    tile_keys = keys_in_tile(token_stride, BLOCK_SIZE, HEAD_DIM, padded_head_dim, KEYS_PER_TILE)
     for begin in tl.range(tiles_begin, tiles_end, KEYS_PER_TILE):
-        keys = begin + in_tile
-        next_blocks = _load_blocks(table, keys + KEYS_PER_TILE, used_end, BLOCK_SIZE)
-        offsets = blocks.to(tl.int64)[:, None] * block_stride + in_block
-        used = (keys >= used_begin) & (keys < used_end)
-        key = _load_keys_or_values(key_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
-        scores = tl.dot(query_head, tl.trans(key), input_precision="ieee")
-        if TAIL_DIM:
-            tail_offsets = blocks.to(tl.int64)[:, None] * block_stride + tail_in_block
-            tail_offsets += tl.arange(0, TAIL_DIM)[None, :]
-            key_tail = _load_keys_or_values(
-                key_cache, tail_offsets, used, TAIL_DIM, TAIL_DIM, MASKED
-            )
-            scores = tl.dot(query_tail, tl.trans(key_tail), scores, input_precision="ieee")
-        if CAPPED:
-            scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale) + 1.0)
-        if MASKED:
-            seen = keys[None, :] <= lasts[:, None]
-            if SLIDES:
-                seen &= keys[None, :] > starts[:, None] - sliding_window
-            scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-        # A row that has seen no key yet has no highest score: any finite number keeps its weights
-        # at zero.
-        reference = (
-            tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+        state = attend_tile(
+            state,
+            query,
+            cache,
+            sight,
+            tile_keys,
+            begin,
+            scale,
+            soft_cap,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            TAIL_DIM,
+            KEYS_PER_TILE,
+            SLIDES,
+            CAPPED,
+            MASKED,
         )
-        weights = tl.exp2(scores * factor - reference[:, None])
-        kept = tl.exp2(highest - reference)
-        total = total * kept + tl.sum(weights, 1)
-        value = key
-        if not TAIL_DIM:
-            value = _load_keys_or_values(
-                value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED
-            )
-        accumulated = tl.dot(
-            weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee"
-        )
-        highest, blocks = new_highest, next_blocks
-    return accumulated, highest, total, blocks
+    return state
 
 
 @triton.jit
-def _first_state(
+def first_state(
     table,
     begin,
     end,
@@ -166,7 +215,7 @@ def _first_state(
 
 
 @triton.jit
-def _load_query(
+def load_query(
     rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr
 ):
     """Load the query heads that begin at `rows` [rows, 1]: columns that meet the keys' first ones,
@@ -182,7 +231,7 @@ def _load_query(
 
 
 @triton.jit
-def _start_of_span(position, length, begin):
+def start_of_span(position, length, begin):
     """The first position of the span that a position lies in. Spans are of one length, and one of
     them begins at `begin`."""
     distance = (position - begin) % length  # as negative as position - begin
@@ -190,177 +239,10 @@ def _start_of_span(position, length, begin):
 
 
 @triton.jit
-def _weight_or_one(total):
+def weight_or_one(total):
     """Return each row's divisor: a row that saw no keys, as a captured graph's padding may, has
     zeros to divide."""
     return tl.where(total > 0, total, 1.0)
-
-
-@triton.jit(
-    do_not_specialize=["sliding_window", "table_stride"],
-    do_not_specialize_on_alignment=[
-        "block_tables",
-        "query_starts",
-        "context_lengths",
-        "sinks",
-        "spans",
-    ],
-)
-def decode_attention(
-    out,
-    split_results,
-    split_weights,
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    query_starts,
-    context_lengths,
-    sinks,
-    spans,
-    scale,
-    soft_cap,
-    sliding_window,
-    out_stride,
-    query_token_stride,
-    query_head_stride,
-    block_stride,
-    kv_head_stride,
-    token_stride,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    KEYS_PER_SPLIT: tl.constexpr,
-    SLIDES: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Rows with one query: its heads of one group over a share of its keys. Grid: (groups, splits,
-    rows).
-
-    With SPLITS fills split_results [rows, num_heads, splits, HEAD_DIM] (not where a split has no
-    keys) and split_weights [rows, num_heads, splits], the logarithm of what each weighs; else fills
-    `out`. A row's keys are shared out evenly, but no split has fewer than KEYS_PER_SPLIT, a
-    multiple of KEYS_PER_TILE, unless it is the last.
-    """
-    group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_splits = tl.num_programs(1)
-    token = tl.load(query_starts + row)
-    context = tl.load(context_lengths + row)
-    if tl.load(query_starts + row + 1) - token != 1:
-        return
-    start = context - 1  # from which the window counts back
-    if spans is not None:
-        start = _start_of_span(start, tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1))
-    first_seen = tl.maximum(start + 1 - sliding_window, 0) if SLIDES else 0
-    first_key = first_seen // BLOCK_SIZE * BLOCK_SIZE
-    tiles_per_split = tl.cdiv(tl.cdiv(context - first_key, num_splits), KEYS_PER_TILE)
-    share = tl.maximum(tiles_per_split * KEYS_PER_TILE, KEYS_PER_SPLIT)
-    begin = first_key + split * share
-    end = tl.minimum(begin + share, context)
-
-    in_group = tl.arange(0, TILE_ROWS)
-    dims = tl.arange(0, PADDED_HEAD_DIM)
-    heads = group * GROUP + in_group
-    results = (
-        row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
-    )
-    real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_rows = (
-        query + token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
-    )
-    table = block_tables + row.to(tl.int64) * table_stride
-    of_head = group // GROUPS * kv_head_stride
-    has_sink = (in_group < GROUP) & (split == 0) & (begin < end)  # a sink counts once
-    accumulated, highest, total, _ = _attend(
-        _first_state(
-            table,
-            begin,
-            end,
-            sinks + heads,
-            has_sink,
-            BLOCK_SIZE,
-            TILE_ROWS,
-            PADDED_HEAD_DIM,
-            KEYS_PER_TILE,
-            HAS_SINKS,
-        ),
-        _load_query(query_rows, in_group < GROUP, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM),
-        (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
-        (
-            tl.full([TILE_ROWS], start, tl.int32),
-            tl.full([TILE_ROWS], context - 1, tl.int32),
-            first_seen,
-            end,
-            sliding_window,
-        ),
-        begin,
-        end,
-        scale,
-        soft_cap,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        TAIL_DIM,
-        KEYS_PER_TILE,
-        SLIDES,
-        CAPPED,
-        True,
-    )
-    total = _weight_or_one(total)
-    attended = accumulated / total[:, None]
-    if SPLITS:
-        tl.store(
-            split_results + results[:, None] * HEAD_DIM + dims[None, :],
-            attended,
-            mask=real & (begin < end),
-        )
-        tl.store(split_weights + results, highest + tl.log2(total), mask=in_group < GROUP)
-    else:
-        out_offsets = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_starts"])
-def reduce_splits(
-    out,
-    split_results,
-    split_weights,
-    query_starts,
-    num_splits,
-    out_stride,
-    HEAD_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-):
-    """Reduce the splits that decode_attention left: weigh them and add them up into `out`. Grid:
-    (num_heads, rows)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + row)
-    if tl.load(query_starts + row + 1) - token != 1:
-        return
-    splits = tl.arange(0, PADDED_SPLITS)
-    dims = tl.arange(0, PADDED_HEAD_DIM)
-    results = (row.to(tl.int64) * tl.num_programs(0) + head) * num_splits + splits
-    logarithms = tl.load(split_weights + results, mask=splits < num_splits, other=float("-inf"))
-    has_keys = logarithms > float("-inf")
-    highest = tl.max(logarithms, 0)
-    weights = tl.exp2(logarithms - tl.where(highest > float("-inf"), highest, 0.0))
-    total = tl.sum(weights, 0)
-    partial = tl.load(
-        split_results + results[:, None] * HEAD_DIM + dims[None, :],
-        mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    attended = tl.sum(partial * weights[:, None], 0) / _weight_or_one(total)
-    out_offsets = token.to(tl.int64) * out_stride + head * HEAD_DIM + dims
-    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit
@@ -453,9 +335,9 @@ def prefill_attention(
     first_start, first_end, last_start_end = first_position, first_position + 1, end
     if spans is not None:
         span, span_begin = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
-        first_start = _start_of_span(first_start, span, span_begin)
+        first_start = start_of_span(first_start, span, span_begin)
         first_end = tl.minimum(first_start + span, context)
-        last_start_end = _start_of_span(end - 1, span, span_begin) + 1
+        last_start_end = start_of_span(end - 1, span, span_begin) + 1
         end = tl.minimum(last_start_end - 1 + span, context)
     first_seen = tl.maximum(first_start - sliding_window + 1, 0) if SLIDES else 0
     # Tiles of keys: up to `slid` the window cuts some query off, from `whole` on the end of a span
@@ -475,18 +357,18 @@ def prefill_attention(
     ] * query_head_stride
     first_row = query + token * query_token_stride + head * query_head_stride
     is_query = tile_rows < num_queries * GROUP
-    tile_query = _load_query(first_row + in_query, is_query, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM)
+    tile_query = load_query(first_row + in_query, is_query, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM)
     table = block_tables + row.to(tl.int64) * table_stride
     of_head = group // GROUPS * kv_head_stride
     cache = (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride)
     starts = first_position + tile_rows // GROUP
     lasts = starts
     if spans is not None:
-        starts = _start_of_span(starts, span, span_begin)
+        starts = start_of_span(starts, span, span_begin)
         lasts = tl.minimum(starts + span, context) - 1
     sight = (starts, lasts, first_seen, end, sliding_window)
     sinks += head + tile_rows % GROUP
-    state = _first_state(
+    state = first_state(
         table,
         begin,
         end,
@@ -555,5 +437,5 @@ def prefill_attention(
         + (tile_rows % GROUP)[:, None] * HEAD_DIM
         + dims[None, :]
     )
-    attended = (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty)
+    attended = (accumulated / weight_or_one(total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + token * out_stride + head * HEAD_DIM + in_out, attended, mask=real)

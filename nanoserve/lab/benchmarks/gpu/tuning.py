@@ -48,8 +48,9 @@ Configuration = DecodeConfiguration | PrefillConfiguration
 
 def decode_candidates(now: DecodeConfiguration) -> list[DecodeConfiguration]:
     """The present one, and other ways to read a row's keys and to share them out among programs."""
-    tried = product((32, 64, 128), (4,), (2, 3), (128, 256, 512), (2, 8))
-    return [now] + [DecodeConfiguration(*fields) for fields in tried]
+    tried = product((32, 64, 128), (4,), (2, 3), (64, 128, 512), (2, 8))
+    found = [DecodeConfiguration(*fields) for fields in tried]
+    return [now] + [one for one in found if one.keys_per_split >= one.keys_per_tile]
 
 
 def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
