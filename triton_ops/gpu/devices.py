@@ -14,6 +14,11 @@ class Gpu:
     generation: int
     multiprocessors: int
 
+    @property
+    def launches_dependents(self) -> bool:
+        """Whether a grid may begin while the one before it ends (from Hopper on)."""
+        return self.generation >= 9 and self is not INTERPRETED
+
 
 INTERPRETED = Gpu(generation=9, multiprocessors=2)
 """Triton's interpreter, which runs programs on the CPU, counts as a GPU that few programs fill."""
