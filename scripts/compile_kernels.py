@@ -190,6 +190,7 @@ def all_forms() -> list[Form]:
     from scripts.kernel_variants import (
         attention_variants,
         cache_variants,
+        fused_linear_variants,
         packed_variants,
         recurrent_variants,
         state_space_variants,
@@ -202,6 +203,7 @@ def all_forms() -> list[Form]:
         variants = (
             *attention_variants(generation),
             *same,
+            *fused_linear_variants(generation),
             *recurrent_variants(generation),
             *state_space_variants(generation),
         )

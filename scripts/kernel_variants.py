@@ -7,6 +7,7 @@ from itertools import product
 
 from triton_ops.gpu import (
     cache_constants,
+    fused_linear_constants,
     packed_constants,
     recurrent_constants,
     state_space_constants,
@@ -51,6 +52,7 @@ class Variant:
 
 
 NUM_KV_HEADS = 8
+FIRST_DEPENDENT_GENERATION = 9
 LARGEST_BLOCK = max(BLOCK_SIZES)  # a program moves a block: this one needs the most registers
 _CACHE_STRIDES = {"key_cache": "block head slot", "value_cache": "block head slot"}
 
@@ -296,6 +298,47 @@ def packed_variants() -> Iterator[Variant]:
         num_warps=packed_constants.REDUCTION_WARPS,
         num_stages=1,
     )
+
+
+_PRODUCTS = {
+    "1024 columns, norm, bias": (1024, "", {"norm", "bias"}),
+    "2560 columns, norm, GELU": (2560, "gelu", {"norm"}),
+    "4096 columns, norm, SiLU": (4096, "silu", {"norm"}),
+    "14336 columns, residual": (14336, "", {"residual"}),
+    "28672 columns, bias, residual": (28672, "", {"bias", "residual"}),
+}
+"""Columns and surroundings of products, as small and large models have them."""
+_PRODUCT_SIZES = ("num_outputs", "row_stride")
+
+
+def fused_linear_variants(generation: int) -> Iterator[Variant]:
+    """Products of few rows with what stands around them, for one generation: 8, 9 or 10."""
+    for dtype, (name, (columns, activation, around)) in product(
+        ("bf16", "fp32"), _PRODUCTS.items()
+    ):
+        tensors = {"out", "rows", "weight", *around}
+        absent = {"bias", "norm", "residual"} - around
+        adds_one = activation == "gelu"
+        yield Variant(
+            module="fused_linear",
+            program="multiply_each_row",
+            label=f"{dtype} {name}",
+            types={
+                **dict.fromkeys(tensors, f"*{dtype}"),
+                **dict.fromkeys(_PRODUCT_SIZES, "i32"),
+                "eps": "fp32",
+            },
+            divisible=frozenset({*tensors, *_PRODUCT_SIZES}),
+            constants={
+                **fused_linear_constants.product_constants(
+                    columns, activation, norm_adds_one=adds_one
+                ),
+                **dict.fromkeys(absent),
+                "DEPENDENT": generation >= FIRST_DEPENDENT_GENERATION,
+            },
+            num_warps=fused_linear_constants.NUM_WARPS,
+            num_stages=1,
+        )
 
 
 _DELTA_HEAD_DIMS = (64, 128, 256)

@@ -11,6 +11,7 @@ NVIDIA GPUs have theirs (`triton_ops.gpu`).
 from triton_ops.attention import dense_attention, paged_attention
 from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_blocks
 from triton_ops.experts import sparse_experts, sparse_packed_experts
+from triton_ops.fused_linear import fused_linear
 from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
 from triton_ops.packed import (
@@ -39,6 +40,7 @@ OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write")
 OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
+OPERATORS.implement("fused_linear", "CUDA", on_first_call("fused_linear", "fused_linear"))
 OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
@@ -57,6 +59,7 @@ __all__ = [
     "copy_blocks",
     "dense_attention",
     "draw_tokens",
+    "fused_linear",
     "gated_delta_rule",
     "gather_blocks",
     "likeliest_tokens",

@@ -128,7 +128,7 @@ class LayerRunner:
         """Layers and pieces compiled by torch.compile in this process, each kind when it first
         runs."""
         parts = _PARTS if decoder.config.canvas is None else _AROUND_ATTENTION
-        return cls._of_kinds(decoder, parts, lambda kind: _TorchCompiled(kind, decoder, backend))
+        return cls._of_kinds(decoder, parts, lambda kind: _gpu_part(kind, decoder, backend))
 
     @classmethod
     def _of_kinds(
@@ -318,6 +318,27 @@ class LayerLibrary(BackgroundLibrary):
             tensors = tuple(tensor.contiguous() for tensor in tensors)
         outputs: list[Tensor] = self._runner.run([*tensors, *weights])
         return outputs
+
+
+def _gpu_part(
+    kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
+) -> CompiledPart:
+    """Compile a part by torch.compile. Where a layer can be fused, steps of few tokens run without
+    the compiler."""
+    from nanoserve.executor.compile.fused_layer import MOST_TOKENS, FusedLayer, can_be_fused
+
+    compiled = _TorchCompiled(kind, decoder, backend)
+    if decoder.shard.degree > 1 or not can_be_fused(kind):
+        return compiled
+    fused = FusedLayer(layer_without_numbers(kind, decoder.dtype))
+
+    def run(tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        hidden = tensors[0]
+        if len(hidden) <= MOST_TOKENS:
+            return fused(tensors, weights)
+        return compiled(tensors, weights)
+
+    return run
 
 
 class _TorchCompiled:

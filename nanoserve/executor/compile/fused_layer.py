@@ -1,0 +1,111 @@
+"""A layer on a GPU for a step of one token, as six launches.
+
+One token is multiplied with every weight once, so its step should take as long as the weights take
+to arrive. Between the launches of a compiled layer a GPU waits for longer than that. So here each
+product takes along what stands before and behind it, and each launch loads its first weights while
+the launch before it ends.
+"""
+
+import torch
+from torch import Tensor
+
+from nanoserve.executor.compile.aot_build import CompiledKind
+from nanoserve.models.attention import AttentionBatch, PagedAttention
+from nanoserve.models.decoder import DecoderLayer
+from triton_ops import fused_linear, rotate_and_write
+
+MOST_TOKENS = 1
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
+
+
+def can_be_fused(kind: CompiledKind) -> bool:
+    """Whether layers of a kind have the parts that a FusedLayer has, and no others: those of Llama,
+    Qwen2, Qwen3 and Mistral do."""
+    config = kind.config
+    attention, norms = config.attention, config.norms
+    plain_attention = attention.has_kv and not (
+        attention.mla
+        or attention.qk_norm_spans_heads
+        or attention.value_norm
+        or attention.values_are_keys
+        or attention.output_gate
+        or attention.sinks
+        or config.rope.query_growth
+    )
+    plain_norms = (
+        norms.kind != "layer"
+        and norms.places == "before"
+        and norms.before_attention
+        and not norms.layer_scale
+    )
+    plain_feed_forward = (
+        config.moe is None
+        and config.has_feed_forward(0)
+        and config.feed_forward.is_gated
+        and config.feed_forward.activation in _ACTIVATIONS
+    )
+    plain_layer = (
+        kind.part == "layer"
+        and not kind.packed
+        and config.recurrent is None
+        and config.residual_multiplier == 1.0
+        and config.embedding.per_layer_size == 0
+        and config.canvas is None
+    )
+    return plain_attention and plain_norms and plain_feed_forward and plain_layer
+
+
+class FusedLayer:
+    """Runs one kind of layer, of which `can_be_fused` is true, for a step of up to MOST_TOKENS. The
+    step's tensors and the layer's weights are those of a CompiledPart."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self._config = layer.config
+        self._names = [name for name, _ in layer.named_parameters()]
+
+    @torch.inference_mode()
+    def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        hidden, cos, sin, key_cache, value_cache, *batch = tensors
+        own = dict(zip(self._names, weights, strict=True))
+        config = self._config
+        plus_one = config.norms.kind == "rms_plus_one"
+        numbers = {"eps": config.norms.eps, "norm_adds_one": plus_one}
+
+        def product(
+            name: str,
+            rows: Tensor,
+            *,
+            norm: str = "",
+            residual: Tensor | None = None,
+            activation: str = "",
+        ) -> Tensor:
+            weight, bias = own[f"{name}.weight"], own.get(f"{name}.bias")
+            scale = own.get(f"{norm}.weight")
+            return fused_linear(
+                rows, weight, bias, scale, residual, **numbers, activation=activation
+            )
+
+        projected = product("qkv", hidden, norm="attention_norm")
+        query = hidden.new_empty(len(hidden), config.num_heads, config.head_dim)
+        rotate_and_write(
+            query,
+            projected,
+            own.get("query_norm.weight"),
+            own.get("key_norm.weight"),
+            cos,
+            sin,
+            key_cache,
+            value_cache,
+            batch[-1],
+            **numbers,
+            interleaved=config.rope.interleaved,
+        )
+        attention = PagedAttention(config, [key_cache], [value_cache], AttentionBatch(*batch))
+        written = query[:, :0]  # keys and values of no heads: they are in the cache already
+        attended = attention(0, query, written, written)
+        hidden = product("output", attended, residual=hidden)
+        activation = _ACTIVATIONS[config.feed_forward.activation]
+        inner = product(
+            "feed_forward.gate_up", hidden, norm="feed_forward_norm", activation=activation
+        )
+        return (product("feed_forward.down", inner, residual=hidden),)
