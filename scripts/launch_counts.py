@@ -3,6 +3,7 @@
 torch's compiler makes code for tensors that are said to be on an H200 and have no memory. The code
 is counted and never run: kernels of Triton, calls of torch's own products and other operators, and
 calls of nanoserve's operators. What such a call launches in turn is not counted, but for attention.
+Where a step of one token runs fused layers, the operators that they call are counted.
 
 NAME is a family ("llama"), or "sampling"; without one, all are counted. The table is written as
 CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch._dynamo import device_interface
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.executor.compile.aot_build import (
@@ -37,7 +39,9 @@ from nanoserve.executor.compile.aot_build import (
     layer_kind,
     layer_without_numbers,
 )
+from nanoserve.executor.compile.fused_layer import MOST_TOKENS, FusedLayer, can_be_fused
 from nanoserve.executor.compile.layer_runner import mark_any_length
+from nanoserve.models.decoder import DecoderLayer
 from triton_ops.gpu import sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -205,35 +209,64 @@ def count_launches(code: str) -> int:
 # ---- what is counted -----------------------------------------------------------------------------
 
 
-def layer_code(family: str, tokens: int) -> str:
-    """The code of a layer for a decode step of so many rows, in bfloat16."""
+def layer_launches(family: str, tokens: int) -> int:
+    """Launches of a layer in a decode step of so many rows, in bfloat16."""
     config = ModelConfig.from_hf({"model_type": family, **SHAPE, **FAMILIES[family]})
-    layer = layer_without_numbers(layer_kind("layer", config, 0), torch.bfloat16)
+    kind = layer_kind("layer", config, 0)
+    layer = layer_without_numbers(kind, torch.bfloat16)
+    if tokens <= MOST_TOKENS and can_be_fused(kind):
+        with FakeTensorMode(allow_non_fake_inputs=True), OperatorCounter() as counter:
+            FusedLayer(layer)(*layer_arguments(layer, tokens))
+        return counter.launches
     function = FunctionalLayer(layer.requires_grad_(False).eval(), "layer")
 
     def arguments() -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
-        angles = (tokens, 1, config.rope.rotary_dim // 2)
-        cache = (100, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        tensors = (
-            empty(tokens, config.hidden_size),
-            empty(*angles),
-            empty(*angles),
-            empty(*cache),
-            empty(*cache),
-            empty(tokens, 40, dtype=torch.int32),
-            empty(tokens + 1, dtype=torch.int32),
-            empty(tokens, dtype=torch.int32),
-            empty(tokens, dtype=torch.int64),
-        )
+        tensors, weights = layer_arguments(layer, tokens)
         for tensor in tensors:
             mark_any_length(tensor)
-        weights = [empty(*weight.shape, dtype=weight.dtype) for weight in layer.parameters()]
         return tensors, weights
 
-    return generated_code(function.forward, arguments)
+    return count_launches(generated_code(function.forward, arguments))
+
+
+def layer_arguments(layer: DecoderLayer, tokens: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """A step's tensors and a layer's weights, as a CompiledPart takes them. They have no memory."""
+    config = layer.config
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    angles = (tokens, 1, config.rope.rotary_dim // 2)
+    cache = (100, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    tensors = (
+        empty(tokens, config.hidden_size),
+        empty(*angles),
+        empty(*angles),
+        empty(*cache),
+        empty(*cache),
+        empty(tokens, 40, dtype=torch.int32),
+        empty(tokens + 1, dtype=torch.int32),
+        empty(tokens, dtype=torch.int32),
+        empty(tokens, dtype=torch.int64),
+    )
+    return tensors, [empty(*weight.shape, dtype=weight.dtype) for weight in layer.parameters()]
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that launch something. Views and memory without numbers do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_question = func.namespace == "prim"  # such as which device a tensor is on
+        makes_memory = "empty" in func.__name__
+        if not func.is_view and not is_question and not makes_memory:
+            self.launches += 1
+            if func.__name__.startswith("paged_attention"):
+                self.launches += ATTENTION_LAUNCHES - 1
+        return func(*args, **(kwargs or {}))
 
 
 def sampling_codes(way: str, rows: int) -> list[str]:
@@ -275,7 +308,7 @@ def count(names: Sequence[str]) -> Iterator[Launches]:
     for name in names:
         if name != "sampling":
             for tokens in TOKENS:
-                yield Launches(name, tokens, count_launches(layer_code(name, tokens)))
+                yield Launches(name, tokens, layer_launches(name, tokens))
             continue
         for way in ("greedy", "temperature", "top_p", "top_k"):
             for rows in ROWS:

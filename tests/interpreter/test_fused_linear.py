@@ -1,6 +1,7 @@
 """The GPU's product of few rows, with its norm, activation and residual, against float64."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,10 @@ def exact(
         result = result + bias.double()
     if activation:
         gate, up = result.chunk(2, dim=-1)
-        active = {"silu": functional.silu, "gelu": lambda x: functional.gelu(x, approximate="tanh")}
-        result = active[activation](gate) * up
+        active = functional.silu(gate)
+        if activation == "gelu":
+            active = functional.gelu(gate, approximate="tanh")
+        result = active * up
     if residual is not None:
         result = result + residual.double()
     return result
@@ -74,7 +77,11 @@ def check(
         random(columns, dtype=dtype, seed=4) if norm else None,
         random(count, outputs, dtype=dtype, seed=5) if residual else None,
     )
-    settings = {"eps": 1e-3, "norm_adds_one": norm_adds_one, "activation": activation}
+    settings: dict[str, Any] = {
+        "eps": 1e-3,
+        "norm_adds_one": norm_adds_one,
+        "activation": activation,
+    }
     found = fused_linear(rows, *tensors, **settings)
     wanted = exact(rows, *tensors, **settings)
     assert found.dtype == dtype and found.shape == (count, outputs)
@@ -93,17 +100,17 @@ def check(
         {"residual": True, "bias": True, "norm": True, "activation": "silu"},
     ],
 )
-def test_parts_around_a_product(dtype: torch.dtype, parts: dict[str, object]) -> None:
-    check(dtype, **parts)  # type: ignore[arg-type]
+def test_parts_around_a_product(dtype: torch.dtype, parts: dict[str, Any]) -> None:
+    check(dtype, **parts)
 
 
 @pytest.mark.parametrize(
     ("count", "outputs", "columns"), [(1, 1, 16), (2, 67, 1040), (3, 5, 2048), (1, 7, 4112)]
 )
 def test_tiles_that_are_not_full(count: int, outputs: int, columns: int) -> None:
-    sizes = {"count": count, "outputs": outputs, "columns": columns}
-    check(torch.float32, **sizes, norm=True, activation="silu", residual=True)  # type: ignore[arg-type]
-    check(torch.bfloat16, **sizes, norm=True, bias=True)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"count": count, "outputs": outputs, "columns": columns}
+    check(torch.float32, **sizes, norm=True, activation="silu", residual=True)
+    check(torch.bfloat16, **sizes, norm=True, bias=True)
 
 
 def test_rows_that_lie_apart() -> None:
@@ -112,8 +119,8 @@ def test_rows_that_lie_apart() -> None:
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     rows, weight = torch.ones(1, 16), torch.ones(8, 16)
-    settings = {"eps": 1e-6, "norm_adds_one": False, "activation": ""}
-    refused = [
+    settings: dict[str, Any] = {"eps": 1e-6, "norm_adds_one": False, "activation": ""}
+    refused: list[tuple[Any, ...]] = [
         (torch.ones(8, 32), None, None, None),
         (weight.bfloat16(), None, None, None),
         (torch.ones(16, 8).T, None, None, None),

@@ -27,7 +27,9 @@ def fused_linear(
     outputs = weight.shape[0]
     if activation:
         outputs //= 2
-    wanted = [(weight, (outputs * 2 if activation else outputs, columns))]
+    wanted: list[tuple[Tensor, tuple[int, ...]]] = [
+        (weight, (outputs * 2 if activation else outputs, columns))
+    ]
     if bias is not None:
         wanted.append((bias, (weight.shape[0],)))
     if norm is not None:

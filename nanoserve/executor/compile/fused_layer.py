@@ -68,8 +68,7 @@ class FusedLayer:
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
         own = dict(zip(self._names, weights, strict=True))
         config = self._config
-        plus_one = config.norms.kind == "rms_plus_one"
-        numbers = {"eps": config.norms.eps, "norm_adds_one": plus_one}
+        eps, adds_one = config.norms.eps, config.norms.kind == "rms_plus_one"
 
         def product(
             name: str,
@@ -82,7 +81,14 @@ class FusedLayer:
             weight, bias = own[f"{name}.weight"], own.get(f"{name}.bias")
             scale = own.get(f"{norm}.weight")
             return fused_linear(
-                rows, weight, bias, scale, residual, **numbers, activation=activation
+                rows,
+                weight,
+                bias,
+                scale,
+                residual,
+                eps=eps,
+                norm_adds_one=adds_one,
+                activation=activation,
             )
 
         projected = product("qkv", hidden, norm="attention_norm")
@@ -97,7 +103,8 @@ class FusedLayer:
             key_cache,
             value_cache,
             batch[-1],
-            **numbers,
+            eps=eps,
+            norm_adds_one=adds_one,
             interleaved=config.rope.interleaved,
         )
         attention = PagedAttention(config, [key_cache], [value_cache], AttentionBatch(*batch))
