@@ -192,6 +192,7 @@ def all_forms() -> list[Form]:
         cache_variants,
         packed_variants,
         recurrent_variants,
+        rotary_variants,
         state_space_variants,
     )
 
@@ -202,6 +203,7 @@ def all_forms() -> list[Form]:
         variants = (
             *attention_variants(generation),
             *same,
+            *rotary_variants(generation),
             *recurrent_variants(generation),
             *state_space_variants(generation),
         )
