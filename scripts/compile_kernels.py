@@ -193,6 +193,7 @@ def all_forms() -> list[Form]:
         fused_linear_variants,
         packed_variants,
         recurrent_variants,
+        rotary_variants,
         state_space_variants,
     )
 
@@ -204,6 +205,7 @@ def all_forms() -> list[Form]:
             *attention_variants(generation),
             *same,
             *fused_linear_variants(generation),
+            *rotary_variants(generation),
             *recurrent_variants(generation),
             *state_space_variants(generation),
         )

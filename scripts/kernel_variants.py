@@ -10,6 +10,7 @@ from triton_ops.gpu import (
     fused_linear_constants,
     packed_constants,
     recurrent_constants,
+    rotary_constants,
     state_space_constants,
 )
 from triton_ops.gpu.configurations import (
@@ -226,6 +227,67 @@ def _moving_variant(
             **{f"{tensor}_stride_dim": 1 for tensor in strides},
         },
         num_warps=cache_constants.NUM_WARPS,
+        num_stages=1,
+    )
+
+
+NUM_HEADS = GROUP * NUM_KV_HEADS
+LARGEST_ROTATED = 256
+_ROTARY_STRIDES = (
+    *("query_stride_token", "query_stride_head", "projected_stride", "cos_stride", "sin_stride"),
+    *("key_cache_stride_block", "key_cache_stride_head", "key_cache_stride_slot"),
+    *("value_cache_stride_block", "value_cache_stride_head", "value_cache_stride_slot"),
+)
+_NORMS: dict[str, dict[str, bool]] = {
+    "no norms": {"norm_adds_one": False},
+    "norms": {"norm_adds_one": False},
+    "norms less 1": {"norm_adds_one": True},
+}
+
+
+def rotary_variants(generation: int) -> Iterator[Variant]:
+    """Rotation with the write into the cache, for one generation: whole heads with each kind of
+    norm, and half of the dimensions, by neighbours too."""
+    head_dims = [head_dim for head_dim in HEAD_DIMS if head_dim <= LARGEST_ROTATED]
+    for dtype, head_dim in product(("bf16", "fp32"), head_dims):
+        forms = [(head_dim, norm, False) for norm in _NORMS]
+        forms += [(head_dim // 2, "no norms", True), (head_dim // 2, "norms", False)]
+        for rotary_dim, norm, interleaved in forms:
+            constants = rotary_constants.rotary_constants(
+                NUM_HEADS,
+                NUM_KV_HEADS,
+                head_dim,
+                rotary_dim,
+                LARGEST_BLOCK,
+                interleaved=interleaved,
+                dependent=generation >= FIRST_DEPENDENT_GENERATION,
+                **_NORMS[norm],
+            )
+            label = f"{dtype} head_dim {head_dim}, {rotary_dim} turn, {norm}"
+            yield _rotary_variant(dtype, label + ", neighbours" * interleaved, constants, norm)
+
+
+def _rotary_variant(dtype: str, label: str, constants: dict[str, int], norm: str) -> Variant:
+    tensors = ["query", "projected", "cos", "sin", "key_cache", "value_cache"]
+    weights = ["query_norm", "key_norm"]
+    fixed: dict[str, int | None] = {**constants, "slot_mapping_stride": 1}
+    if norm == "no norms":
+        fixed |= dict.fromkeys(weights)
+    else:
+        tensors += weights
+    return Variant(
+        module="rotary",
+        program="rotate_into_slots",
+        label=label,
+        types={
+            **dict.fromkeys(tensors, f"*{dtype}"),
+            "slot_mapping": "*i64",
+            "eps": "fp32",
+            **dict.fromkeys(_ROTARY_STRIDES, "i32"),
+        },
+        divisible=frozenset([*tensors, *_ROTARY_STRIDES]),
+        constants=fixed,
+        num_warps=rotary_constants.NUM_WARPS,
         num_stages=1,
     )
 

@@ -217,7 +217,8 @@ def layer_launches(family: str, tokens: int) -> int:
     if tokens <= MOST_TOKENS and can_be_fused(kind):
         with FakeTensorMode(allow_non_fake_inputs=True), OperatorCounter() as counter:
             FusedLayer(layer)(*layer_arguments(layer, tokens))
-        return counter.launches
+        launches: int = counter.launches
+        return launches
     function = FunctionalLayer(layer.requires_grad_(False).eval(), "layer")
 
     def arguments() -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -252,11 +253,11 @@ def layer_arguments(layer: DecoderLayer, tokens: int) -> tuple[tuple[Tensor, ...
     return tensors, [empty(*weight.shape, dtype=weight.dtype) for weight in layer.parameters()]
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that launch something. Views and memory without numbers do not."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

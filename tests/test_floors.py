@@ -210,7 +210,10 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "executor/start/device_start.py: executor.recurrent_state.state_storage",
         "executor/start/device_start.py: executor.start.drafters",
     ],
-    "It is for GPUs.": ["executor/start/device_start.py: executor.start"],
+    "It is for GPUs.": [
+        "executor/compile/layer_runner.py: executor.compile.fused_layer",
+        "executor/start/device_start.py: executor.start",
+    ],
     "It is for models of another kind: GGUF files, random weights, weights under several layouts, recurrent states.": [
         "executor/compile/aot_build.py: models.mixer",
         "executor/start/gpu_start.py: models.mixer",

@@ -1,6 +1,6 @@
-"""The operators that a compiler cannot derive: attention over a paged cache, writes into it, copies
-of its blocks, the product of a few rows with 16-bit weights, experts that each get as many tokens
-as the router says, and sampling.
+"""The operators that a compiler cannot derive: attention over a paged cache, writes into it (alone,
+or with the rotation before them), copies of its blocks, the product of a few rows with 16-bit
+weights, experts that each get as many tokens as the router says, and sampling.
 
 Each is registered with torch as `nanoserve::<name>` (`torch.ops.nanoserve`): such an operator costs
 a few microseconds a call and torch.compile treats it as opaque on every device. Each has an
@@ -25,6 +25,7 @@ from triton_ops.packed import (
 )
 from triton_ops.recurrent import causal_convolution, gated_delta_rule
 from triton_ops.registration import OPERATORS
+from triton_ops.rotary import rotate_and_write
 from triton_ops.sampling import (
     allow_tokens,
     draw_tokens,
@@ -37,6 +38,7 @@ reference_operators = OPERATORS.plain
 
 OPERATORS.implement("paged_attention", "CUDA", on_first_call("attention", "paged_attention"))
 OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write"))
+OPERATORS.implement("rotate_and_write", "CUDA", on_first_call("rotary", "rotate_and_write"))
 OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
@@ -70,6 +72,7 @@ __all__ = [
     "paged_attention",
     "project",
     "reference_operators",
+    "rotate_and_write",
     "round_to_nearest",
     "scatter_blocks",
     "selective_scan",

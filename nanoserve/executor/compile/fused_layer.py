@@ -18,6 +18,13 @@ MOST_TOKENS = 1
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
 
 
+def fuse(kind: CompiledKind, layer: DecoderLayer) -> "FusedLayer | None":
+    """Return the fused form of a layer of this kind, if it can have one."""
+    if not can_be_fused(kind):
+        return None
+    return FusedLayer(layer)
+
+
 def can_be_fused(kind: CompiledKind) -> bool:
     """Whether layers of a kind have the parts that a FusedLayer has, and no others: those of Llama,
     Qwen2, Qwen3 and Mistral do."""
@@ -62,6 +69,10 @@ class FusedLayer:
     def __init__(self, layer: DecoderLayer) -> None:
         self._config = layer.config
         self._names = [name for name, _ in layer.named_parameters()]
+
+    def takes(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether a step with these tensors is short enough."""
+        return len(tensors[0]) <= MOST_TOKENS
 
     @torch.inference_mode()
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:

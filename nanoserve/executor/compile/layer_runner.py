@@ -41,7 +41,8 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.packed import packed_shapes
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
-if TYPE_CHECKING:  # for models with such layers
+if TYPE_CHECKING:  # for GPUs, and for models with such layers
+    from nanoserve.executor.compile.fused_layer import FusedLayer
     from nanoserve.models.recurrent import RecurrentLayer
 
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
@@ -128,7 +129,7 @@ class LayerRunner:
         """Layers and pieces compiled by torch.compile in this process, each kind when it first
         runs."""
         parts = _PARTS if decoder.config.canvas is None else _AROUND_ATTENTION
-        return cls._of_kinds(decoder, parts, lambda kind: _gpu_part(kind, decoder, backend))
+        return cls._of_kinds(decoder, parts, lambda kind: _TorchCompiled(kind, decoder, backend))
 
     @classmethod
     def _of_kinds(
@@ -320,30 +321,9 @@ class LayerLibrary(BackgroundLibrary):
         return outputs
 
 
-def _gpu_part(
-    kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
-) -> CompiledPart:
-    """Compile a part by torch.compile. Where a layer can be fused, steps of few tokens run without
-    the compiler."""
-    from nanoserve.executor.compile.fused_layer import MOST_TOKENS, FusedLayer, can_be_fused
-
-    compiled = _TorchCompiled(kind, decoder, backend)
-    if decoder.shard.degree > 1 or not can_be_fused(kind):
-        return compiled
-    fused = FusedLayer(layer_without_numbers(kind, decoder.dtype))
-
-    def run(tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        hidden = tensors[0]
-        if len(hidden) <= MOST_TOKENS:
-            return fused(tensors, weights)
-        return compiled(tensors, weights)
-
-    return run
-
-
 class _TorchCompiled:
     """A CompiledPart of torch.compile, with the all-reduces of a tensor-parallel group: Inductor
-    knows collectives."""
+    knows collectives. Where a layer can be fused, steps of few tokens run without the compiler."""
 
     def __init__(
         self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]
@@ -359,8 +339,15 @@ class _TorchCompiled:
             function, fullgraph=True, backend=backend
         )
         self._has_run = False
+        self._fused: FusedLayer | None = None
+        if decoder.shard.degree == 1:
+            from nanoserve.executor.compile.fused_layer import fuse  # CPUs have no such layers
+
+            self._fused = fuse(kind, layer)
 
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        if self._fused is not None and self._fused.takes(tensors):
+            return self._fused(tensors, weights)
         for tensor in tensors:
             mark_any_length(tensor)
         try:
