@@ -3,8 +3,9 @@ GPU.
 
 ``python -m scripts.compile_kernels`` needs neither a GPU nor torch, only triton (and numpy, which
 triton asks for). It ends with 1, and a line for each fault, if a program does not compile, if its
-registers do not suffice and values spill into memory, or if it needs more shared memory than a
-program may have on its target.
+registers do not suffice and values spill into memory, if it needs more shared memory than a program
+may have on its target, or if it is launched before the grid before it has ended and uses memory
+before it waits for that.
 
 All forms take minutes. When all of them fit, the script records a digest of each program's sources
 and forms in ``compiled_kernels.txt``, beside the version of Triton. While both are unchanged, one
@@ -67,6 +68,8 @@ class Build:
     spills: int = 0
     shared_memory: int = 0
     products: str = ""
+    early: str = ""
+    """An instruction that uses global memory before a DEPENDENT program has waited."""
     failure: str = ""
 
     def breaches(self) -> list[str]:
@@ -83,6 +86,8 @@ class Build:
                 f"needs {self.shared_memory} bytes of shared memory, the limit is "
                 f"{self.target.shared_memory}"
             )
+        if self.early:
+            found.append(f"has {self.early} before it waits for the grid before it")
         return [
             f"sm_{self.target.capability} {self.variant.program} {self.variant.label} {line}"
             for line in found
@@ -122,7 +127,17 @@ def build(target: Target, variant: "Variant") -> Build:
             (name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in compiled.asm["ptx"]),
             "",
         ),
+        early=early_use(compiled.asm["ptx"]) if variant.constants.get("DEPENDENT") else "",
     )
+
+
+def early_use(ptx: str) -> str:
+    """Find an instruction that uses global memory before the program waits for the grid before
+    it."""
+    before_wait, _, _ = ptx.partition("griddepcontrol.wait")
+    kinds = r"\b(?:ld|ldu|st|atom|red|cp|prefetch)\b"
+    used = re.search(kinds + r"[\w.:]*\.(?:global|async)\S*", before_wait)
+    return used.group() if used else ""
 
 
 def _compile(target: Target, variant: "Variant"):

@@ -17,8 +17,8 @@ from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
     HEAD_DIMS,
+    OLDEST_WITH_DEPENDENT_LAUNCHES,
     VALUE_DIMS,
-    AttentionConfiguration,
     DecodeConfiguration,
     PrefillConfiguration,
     ProgramShape,
@@ -94,6 +94,13 @@ def _with_spans(causal: Variant) -> Variant:
     )
 
 
+def launched_on(generation: int, variant: Variant) -> Variant:
+    """The form of a program that waits for the grid before it (`kernels/dependent.py`), or is never
+    launched before that has ended."""
+    dependent = generation >= OLDEST_WITH_DEPENDENT_LAUNCHES
+    return replace(variant, constants={**variant.constants, "DEPENDENT": dependent})
+
+
 def _names(features: dict[str, bool]) -> list[str]:
     return [name for name, is_on in features.items() if is_on]
 
@@ -109,15 +116,11 @@ def attention_variants(generation: int) -> Iterator[Variant]:
                 block_size=BLOCK_SIZE,
                 heads_per_kv_head=GROUP,
             )
-            yield from _attention_variants(configuration, shape, "fp32" if width == 4 else "bf16")
-
-
-def _attention_variants(
-    configuration: AttentionConfiguration, shape: ProgramShape, dtype: str
-) -> Iterator[Variant]:
-    name = f"{dtype} head_dim {shape.head_dim + shape.tail_dim}"
-    yield from _decode_variants(configuration.decode, shape, dtype, name)
-    yield from _prefill_variants(configuration.prefill, shape, dtype, name)
+            dtype = "fp32" if width == 4 else "bf16"
+            name = f"{dtype} head_dim {head_dim}"
+            for variant in _decode_variants(configuration.decode, shape, dtype, name):
+                yield launched_on(generation, variant)
+            yield from _prefill_variants(configuration.prefill, shape, dtype, name)
 
 
 def _decode_variants(

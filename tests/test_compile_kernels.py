@@ -18,6 +18,7 @@ from scripts.compile_kernels import (
     Form,
     Target,
     all_forms,
+    early_use,
     main,
     one_form_per_program,
     program_digests,
@@ -52,12 +53,55 @@ def test_what_fits_is_no_breach() -> None:
             Build(Target(80, 4096), VARIANT, shared_memory=4097),
             "needs 4097 bytes of shared memory, the limit is 4096",
         ),
+        (
+            Build(TARGETS[0], VARIANT, early="ld.global.b32"),
+            "has ld.global.b32 before it waits for the grid before it",
+        ),
         (Build(TARGETS[0], VARIANT, failure="ValueError: no"), "does not compile: ValueError: no"),
     ],
-    ids=["stack", "spills", "shared memory", "failure"],
+    ids=["stack", "spills", "shared memory", "early", "failure"],
 )
 def test_a_breach_is_one_line_that_names_the_program(build: Build, problem: str) -> None:
     assert build.breaches() == [f"sm_80 {VARIANT.program} {VARIANT.label} {problem}"]
+
+
+WAIT = "griddepcontrol.wait; // dummy %r1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        pytest.param(
+            ["ld.param.b64 %rd1, [p];", WAIT, "ld.global.b32 {%r2}, [%rd1];"], "", id="no"
+        ),
+        pytest.param(["ld.global.b32 {%r2}, [%rd1];", WAIT], "ld.global.b32", id="load"),
+        pytest.param(["st.global.v4.b32 [%rd1], {%r2};", WAIT], "st.global.v4.b32", id="store"),
+        pytest.param(
+            ["@%p1 atom.global.gpu.acq_rel.add.s32 %r2, [%rd1], 1;", WAIT],
+            "atom.global.gpu.acq_rel.add.s32",
+            id="count",
+        ),
+        pytest.param(
+            ["cp.async.cg.shared.global [ %r3 + 0 ], [ %rd1 + 0 ], 0x10;", WAIT],
+            "cp.async.cg.shared.global",
+            id="copy",
+        ),
+        pytest.param(["ld.global.b32 {%r2}, [%rd1];"], "ld.global.b32", id="never waits"),
+    ],
+)
+def test_memory_that_is_used_before_the_wait_is_found(lines: list[str], found: str) -> None:
+    assert early_use("\n".join(lines)) == found
+
+
+def test_programs_are_dependent_from_hopper_on() -> None:
+    """Programmatic dependent launch came with compute capability 9.0 (CUDA C++ Programming
+    Guide)."""
+    found = {
+        (target.capability, variant.constants["DEPENDENT"])
+        for target, variant in all_forms()
+        if "DEPENDENT" in variant.constants
+    }
+    assert found == {(80, False), (90, True), (100, True)}
 
 
 def test_the_table_has_a_line_for_each_program() -> None:
@@ -147,12 +191,12 @@ with tempfile.TemporaryDirectory() as folder:
 
     *_, widest = cache_variants()
     forms = {(form.program, form.label): form for form in packed_variants()}
-    adding = forms["add_up_parts", "bf16"]
+    product = forms["multiply_row", "int4, bf16"]
     fitting = build(TARGETS[1], widest)
     assert fitting.breaches() == [] and fitting.registers > 0, fitting
     for bad in (
         build(TARGETS[1], dataclasses.replace(widest, num_warps=1)),
-        build(Target(90, 8), adding),
+        build(Target(90, 8), product),
         build(TARGETS[1], dataclasses.replace(widest, constants={**widest.constants, "DIMS": 3})),
     ):
         print(*bad.breaches(), sep="\\n")
@@ -166,8 +210,8 @@ def test_programs_that_spill_or_need_too_much_are_found() -> None:
     assert found.returncode == 0, found.stderr
     spilling, large, broken = found.stdout.splitlines()
     assert spilling.startswith("sm_90 move_blocks") and "spills: " in spilling
-    assert large.startswith("sm_90 reduce_splits") and large.endswith(
-        "bytes of shared memory, the limit is 512"
+    assert large.startswith("sm_90 multiply_row") and large.endswith(
+        "bytes of shared memory, the limit is 8"
     )
     assert broken.startswith("sm_90 move_blocks") and "does not compile: " in broken
 
@@ -200,6 +244,34 @@ def test_a_split_is_counted_when_all_its_threads_have_stored_and_read_after_the_
     assert words[count + 1] == "bar.sync"
     loads = [word for word in words[count:] if word.startswith("ld")]
     assert loads and all(load.startswith("ld.global.cg") for load in loads)
+
+
+FIRST_WORDS = """
+import re, tempfile
+from scripts.compile_kernels import TARGETS, _compile, all_forms, one_form_per_program, prepare
+
+with tempfile.TemporaryDirectory() as folder:
+    prepare(folder)
+    for target, form in one_form_per_program(all_forms()):
+        if "DEPENDENT" in form.constants:
+            assembly = _compile(target, form).asm["ptx"]
+            words = re.findall(r"griddepcontrol[.]\\w+|ld[.]global|cp[.]async", assembly)
+            print("form:", target.capability, form.program, *words[:3])
+"""
+
+
+@pytest.mark.slow
+def test_dependent_programs_wait_before_their_first_load() -> None:
+    """And let the grid behind them begin at once; older GPUs know neither word."""
+    found = _run("-c", FIRST_WORDS)
+    assert found.returncode == 0, found.stderr
+    forms = [line.split()[1:] for line in found.stdout.splitlines() if line.startswith("form:")]
+    assert {"decode_attention"} <= {program for _, program, *_ in forms}
+    for capability, _, *words in forms:
+        if capability == "80":
+            assert not any(word.startswith("griddepcontrol") for word in words)
+        else:
+            assert words[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from triton_ops.gpu.configurations import (
     program_shape,
     programs_per_row,
 )
+from triton_ops.gpu.devices import INTERPRETED, Gpu
 from triton_ops.gpu.kernels import attention, decode_attention, packed
 from triton_ops.gpu.packed_constants import num_parts
 
@@ -75,6 +76,18 @@ def test_a_gpu_that_is_too_old_is_refused() -> None:
         UnsupportedByGpu, match=r"compute capability 8\.0 or newer, this one has 7\.x"
     ):
         attention_configuration(7, 2, USUAL)
+
+
+@pytest.mark.parametrize("generation", [9, 10, 12])
+def test_a_program_waits_for_the_grid_before_it_where_it_may_begin_earlier(generation: int) -> None:
+    """One without the other would either read what is not written yet or gain nothing."""
+    gpu = Gpu(generation, multiprocessors=2)
+    assert gpu.dependent_launch == {"DEPENDENT": True, "launch_pdl": True}
+
+
+@pytest.mark.parametrize("gpu", [Gpu(8, 108), INTERPRETED], ids=["older", "interpreted"])
+def test_other_gpus_and_the_interpreter_get_no_option_that_they_do_not_know(gpu: Gpu) -> None:
+    assert gpu.dependent_launch == {"DEPENDENT": False}
 
 
 def test_splits_of_16_bit_rows_begin_at_64_keys_but_for_the_widest_heads() -> None:

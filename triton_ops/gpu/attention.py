@@ -198,6 +198,7 @@ class _Launch:
             *self.numbers,
             *self.strides,
             **decode_constants(configuration, self.shape, **self.features),
+            **gpu_of(self.out.device).dependent_launch,
             num_warps=configuration.num_warps,
             num_stages=configuration.num_stages,
         )

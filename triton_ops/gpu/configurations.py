@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 OLDEST_GENERATION = 8
+OLDEST_WITH_DEPENDENT_LAUNCHES = 9
 LATEST_WITH_LARGE_SHARED_MEMORY = 11
 """Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8
 guarantees."""

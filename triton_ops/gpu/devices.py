@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 
+from triton_ops.gpu.configurations import OLDEST_WITH_DEPENDENT_LAUNCHES
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -17,7 +19,15 @@ class Gpu:
     @property
     def launches_dependents(self) -> bool:
         """Whether a grid may begin while the one before it ends (from Hopper on)."""
-        return self.generation >= 9 and self is not INTERPRETED
+        return self.generation >= OLDEST_WITH_DEPENDENT_LAUNCHES and self is not INTERPRETED
+
+    @property
+    def dependent_launch(self) -> dict[str, bool]:
+        """Return the keywords that launch a program which waits for the grid before it by itself
+        (`kernels/dependent.py`), where the GPU can do that."""
+        if self.launches_dependents:
+            return {"DEPENDENT": True, "launch_pdl": True}
+        return {"DEPENDENT": False}
 
 
 INTERPRETED = Gpu(generation=9, multiprocessors=2)

@@ -20,6 +20,7 @@ from triton_ops.gpu.kernels.attention import (
     start_of_span,
     weight_or_one,
 )
+from triton_ops.gpu.kernels.dependent import wait_for_previous_grid
 
 
 @triton.jit
@@ -236,6 +237,7 @@ def decode_attention(
     SLIDES: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Fill `out` for rows with one query: its heads of one group. Grid: (rows * num_groups,
     programs); there is one program for all splits, or for each split that a row can have.
@@ -247,6 +249,7 @@ def decode_attention(
     (highest scores and sums of weights) and `arrivals` [rows * num_groups], which counts the
     programs that have stored theirs. It is zero before and after a launch.
     """
+    wait_for_previous_grid(DEPENDENT)
     place, nth = tl.program_id(0), tl.program_id(1)
     programs = tl.num_programs(1)
     row, group = place // num_groups, place % num_groups
