@@ -53,7 +53,6 @@ class Variant:
 
 
 NUM_KV_HEADS = 8
-FIRST_DEPENDENT_GENERATION = 9
 LARGEST_BLOCK = max(BLOCK_SIZES)  # a program moves a block: this one needs the most registers
 _CACHE_STRIDES = {"key_cache": "block head slot", "value_cache": "block head slot"}
 
@@ -263,7 +262,7 @@ def rotary_variants(generation: int) -> Iterator[Variant]:
                 rotary_dim,
                 LARGEST_BLOCK,
                 interleaved=interleaved,
-                dependent=generation >= FIRST_DEPENDENT_GENERATION,
+                dependent=generation >= OLDEST_WITH_DEPENDENT_LAUNCHES,
                 **_NORMS[norm],
             )
             label = f"{dtype} head_dim {head_dim}, {rotary_dim} turn, {norm}"
@@ -384,7 +383,7 @@ def fused_linear_variants(generation: int) -> Iterator[Variant]:
         tensors = {"out", "rows", "weight", *around}
         absent = {"bias", "norm", "residual"} - around
         adds_one = activation == "gelu"
-        yield Variant(
+        variant = Variant(
             module="fused_linear",
             program="multiply_each_row",
             label=f"{dtype} {name}",
@@ -399,11 +398,11 @@ def fused_linear_variants(generation: int) -> Iterator[Variant]:
                     columns, activation, norm_adds_one=adds_one
                 ),
                 **dict.fromkeys(absent),
-                "DEPENDENT": generation >= FIRST_DEPENDENT_GENERATION,
             },
             num_warps=fused_linear_constants.NUM_WARPS,
             num_stages=1,
         )
+        yield launched_on(generation, variant)
 
 
 _DELTA_HEAD_DIMS = (64, 128, 256)

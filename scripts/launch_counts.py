@@ -202,8 +202,8 @@ def count_launches(code: str) -> int:
     kernels = len(re.findall(r"\.run\(", calls))
     others = len(re.findall(r"(?:extern_kernels|aten|torch\.ops\.aten)\.\w+(?:\.\w+)?\(", calls))
     own = re.findall(r"torch\.ops\.nanoserve\.(\w+)", calls)
-    attention = own.count("paged_attention") * ATTENTION_LAUNCHES
-    return kernels + others + attention + sum(name != "paged_attention" for name in own)
+    attention = own.count("paged_attention") * (ATTENTION_LAUNCHES - 1)
+    return kernels + others + len(own) + attention
 
 
 # ---- what is counted -----------------------------------------------------------------------------

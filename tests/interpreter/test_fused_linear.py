@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triton_ops.gpu.fused_linear import fused_linear
+from triton_ops.gpu.kernels import fused_linear as kernels
 
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 2e-6}
 """Tolerance, as a share of the largest number: a result is rounded once."""
@@ -115,6 +116,28 @@ def test_tiles_that_are_not_full(count: int, outputs: int, columns: int) -> None
 
 def test_rows_that_lie_apart() -> None:
     check(torch.float32, count=3, row_stride=80, norm=True, residual=True)
+
+
+def test_what_the_grid_before_computes_is_read_after_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows and residual are NaN until the program waits."""
+    rows, residual = random(1, 40, dtype=torch.float32, seed=1), torch.ones(1, 1)
+    weight, norm = random(2, 40, dtype=torch.float32, seed=2), torch.ones(40)
+    late_rows, late_residual = (
+        torch.full_like(rows, torch.nan),
+        torch.full_like(residual, torch.nan),
+    )
+
+    def wait(dependent: object) -> None:
+        late_rows.copy_(rows)
+        late_residual.copy_(residual)
+
+    monkeypatch.setattr(kernels, "wait_for_previous_grid", wait)
+    settings: dict[str, Any] = {"eps": 1e-6, "norm_adds_one": False, "activation": "silu"}
+    found = fused_linear(late_rows, weight, None, norm, late_residual, **settings)
+    wanted = exact(rows, weight, None, norm, residual, **settings)
+    torch.testing.assert_close(found, wanted.float())
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

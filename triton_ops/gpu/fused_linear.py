@@ -45,10 +45,6 @@ def fused_linear(
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     constants = product_constants(columns, activation, norm_adds_one=norm_adds_one)
-    options = {}
-    dependent = gpu_of(rows.device).launches_dependents
-    if dependent:
-        options["launch_pdl"] = True
     out = rows.new_empty(count, outputs)
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         multiply_each_row[(count, triton.cdiv(outputs, constants["OUTPUTS"]))](
@@ -62,8 +58,7 @@ def fused_linear(
             rows.stride(0),
             eps,
             **constants,
-            DEPENDENT=dependent,
+            **gpu_of(rows.device).dependent_launch,
             num_warps=NUM_WARPS,
-            **options,
         )
     return out
