@@ -43,6 +43,7 @@ from triton_ops import (
     packed_linear,
     paged_attention,
     reference_operators,
+    rotate_and_write,
     round_to_nearest,
     scatter_blocks,
     selective_scan,
@@ -243,6 +244,42 @@ def _cache_write_inputs(dtype: torch.dtype, generator: torch.Generator) -> Seque
     return torch.full((2, blocks, heads, block_size, head_dim), torch.nan).to(dtype), fused, slots
 
 
+def _rotary_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """Projected rows of 14 heads of queries and 2 of keys and values, of which a part turns; the
+    weights of norms; some tokens have no slot."""
+    tokens, heads, head_dim, pairs, blocks, block_size = 37, (14, 2, 2), 80, 24, 6, 16
+    projected = torch.randn(tokens, sum(heads) * head_dim, generator=generator)
+    norms = torch.randn(2, head_dim, generator=generator)
+    angles = torch.randn(tokens, 1, pairs, generator=generator)
+    caches = torch.full((2, blocks, heads[1], block_size, head_dim), torch.nan)
+    numbers = [projected, norms, angles.cos(), angles.sin(), caches]
+    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+    slots[::5] = -1
+    return [*(one.to(dtype) for one in numbers), slots]
+
+
+def _rotate_and_write(*tensors: Tensor, norm_adds_one: bool, interleaved: bool) -> Tensor:
+    projected, norms, cos, sin, caches, slots = tensors
+    query_norm, key_norm = norms.unbind()
+    key_cache, value_cache = caches.unbind()
+    query = projected.new_empty(len(projected), 14, norms.shape[-1])
+    rotate_and_write(
+        query,
+        projected,
+        query_norm,
+        key_norm,
+        cos,
+        sin,
+        key_cache,
+        value_cache,
+        slots,
+        eps=1e-6,
+        norm_adds_one=norm_adds_one,
+        interleaved=interleaved,
+    )
+    return torch.cat((query.flatten(), caches.flatten()))
+
+
 def _copy_blocks_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     """A block that is copied from and to, as all sources are read before any is written."""
     return torch.randn(2, 7, 2, 16, 64, generator=generator).to(dtype), torch.tensor(
@@ -398,6 +435,16 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
             fused[:, 1], fused[:, 2], caches[0], caches[1], slots
         ),
         0,
+    ),
+    "rotate_and_write": (
+        _rotary_inputs,
+        partial(_rotate_and_write, norm_adds_one=False, interleaved=False),
+        2,
+    ),
+    "rotate_and_write, neighbours": (
+        _rotary_inputs,
+        partial(_rotate_and_write, norm_adds_one=True, interleaved=True),
+        2,
     ),
     "copy_blocks": (
         _copy_blocks_inputs,

@@ -68,6 +68,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
         *(
             "paged_attention",
             "cache_write",
+            "rotate_and_write",
+            "rotate_and_write, neighbours",
             "copy_blocks",
             "gather_blocks and scatter_blocks",
             "linear",
