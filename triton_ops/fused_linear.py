@@ -49,9 +49,9 @@ def fused_linear(
         ValueError: if a GPU's programs would read what is not theirs.
     """
     if norm is not None:
-        exact = rows.float()
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
         exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-        scale = norm.float()
+        scale = norm.to(exact.dtype)
         if norm_adds_one:
             scale = scale + 1.0
         rows = (exact * scale).to(rows.dtype)

@@ -36,6 +36,7 @@ from triton_ops import (
     cache_write,
     causal_convolution,
     copy_blocks,
+    fused_linear,
     gated_delta_rule,
     gather_blocks,
     linear,
@@ -314,6 +315,31 @@ def _linear_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[T
     return [rows.to(dtype), weight.to(dtype), bias.to(dtype)]
 
 
+def _fused_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """Rows, a weight of gates and of what they multiply, its bias, a norm and a residual."""
+    shapes = ((2, 4112), (2 * 70, 4112), (2 * 70,), (4112,), (2, 70))
+    rows, weight, *others = (torch.randn(shape, generator=generator) for shape in shapes)
+    # so that gates are numbers about 1
+    return [one.to(dtype) for one in (rows, weight * 4112**-0.5, *others)]
+
+
+def _fused_products(
+    rows: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, residual: Tensor
+) -> Tensor:
+    """Products with each of their surroundings: [rows, columns of all side by side]."""
+    plain = partial(fused_linear, eps=1e-6, norm_adds_one=False, activation="")
+    gated = partial(fused_linear, eps=1e-6, norm_adds_one=True)
+    return torch.cat(
+        [
+            plain(rows, weight, bias, norm, None),
+            plain(rows, weight[:70], None, None, residual),
+            gated(rows, weight, bias, norm, residual, activation="silu"),
+            gated(rows, weight, None, norm, None, activation="gelu"),
+        ],
+        dim=-1,
+    )
+
+
 def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     rows, weight, bias = _linear_inputs(dtype, generator)
     packed = [pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED]
@@ -453,6 +479,7 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     ),
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
+    "fused_linear": (_fused_inputs, _fused_products, 1),
     "packed_linear": (_packed_inputs, _packed_products, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
     "causal_convolution": (_convolution_inputs, _convolve, 1),

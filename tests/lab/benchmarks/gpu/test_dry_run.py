@@ -70,6 +70,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
             "cache_write",
             "rotate_and_write",
             "rotate_and_write, neighbours",
+            "fused_linear",
             "copy_blocks",
             "gather_blocks and scatter_blocks",
             "linear",
