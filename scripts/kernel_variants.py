@@ -125,7 +125,8 @@ def attention_variants(generation: int) -> Iterator[Variant]:
 def _decode_variants(
     configuration: DecodeConfiguration, shape: ProgramShape, dtype: str, name: str
 ) -> Iterator[Variant]:
-    counts = {"num_groups": "i32", "most_splits": "i32"}
+    names = ("num_rows", "num_groups", "num_helpers", "keys_per_program", "most_splits")
+    counts = dict.fromkeys(names, "i32")
     for features in _features(dtype):
         constants = decode_constants(configuration, shape, **features)
         variant = Variant(

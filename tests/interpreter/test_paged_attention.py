@@ -1,12 +1,15 @@
 """The GPU's paged attention against float64: ragged batches, and poison wherever no row has
 anything."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import product
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +18,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
 from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
-from triton_ops.gpu import attention
+from triton_ops.gpu import attention, configurations
 from triton_ops.gpu.configurations import (
     AttentionConfiguration,
     DecodeConfiguration,
@@ -23,6 +26,7 @@ from triton_ops.gpu.configurations import (
     UnsupportedByGpu,
     busy_programs,
 )
+from triton_ops.gpu.kernels.decode_attention import place_of_program
 
 SCALE = 0.2
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -256,7 +260,8 @@ def test_a_launch_of_the_most_rows_is_one_that_cuda_takes(monkeypatch: pytest.Mo
             grids.append(grid)
             return lambda *arguments, **constants: None
 
-    monkeypatch.setattr(attention, "decode_attention", Recorded())
+    for program in ("decode_attention", "prefill_attention"):
+        monkeypatch.setattr(attention, program, Recorded())
     (setting,) = (field for field in fields(EngineConfig) if field.name == "max_num_seqs")
     _, most = setting.metadata["range"]
     cache, rows = torch.zeros(1, 2, 16, 32), torch.zeros(1, 1).int().expand(most, 1)
@@ -265,6 +270,180 @@ def test_a_launch_of_the_most_rows_is_one_that_cuda_takes(monkeypatch: pytest.Mo
     tensors = (out, query, cache, cache, rows, starts, rows[:, 0])
     attention.attend(SMALL, 132, tensors, scale=SCALE, sliding_window=0)
     assert grids == [(2 * most, 1)] and most > 65_535
+    wide = torch.zeros(1, 512).int().expand(most, 512)  # so that rows may need helpers
+    attention.attend(SMALL, 132, (*tensors[:4], wide, *tensors[5:]), scale=SCALE, sliding_window=0)
+    splits_of_a_row = 64
+    assert grids.pop() == (2 * (most + splits_of_a_row), 1)
+    longer = torch.cat([starts[:-1], starts[-1:] + 31])  # the last row has 32 tokens
+    out, query = torch.zeros(1, 64).expand(most + 31, 64), query[:1].expand(most + 31, 2, 32)
+    attention.attend(
+        SMALL, 132, (out, query, *tensors[2:5], longer, rows[:, 0]), scale=SCALE, sliding_window=0
+    )
+    (tiles,), _ = grids[1:]
+    assert tiles >= 2 * (most + 1) and tiles < 2**31
+
+
+@triton.jit
+def write_places(
+    found, starts, contexts, num_rows, num_helpers, keys_per_program, window, SLIDES: tl.constexpr
+):
+    """Write what each program of a large batch has to do: [programs, 4]."""
+    program = tl.program_id(0)
+    row, part, parts, place = place_of_program(
+        starts,
+        contexts,
+        program - num_helpers,
+        num_rows,
+        num_helpers,
+        keys_per_program,
+        window,
+        SLIDES,
+        4,
+    )
+    tl.store(found + 4 * program, row)
+    tl.store(found + 4 * program + 1, part)
+    tl.store(found + 4 * program + 2, parts)
+    tl.store(found + 4 * program + 3, place)
+
+
+def places_of(
+    rows: list[tuple[int, int]], helpers: int, keys_per_program: int, window: int
+) -> list[tuple[int, ...]]:
+    """Run it for rows of so many tokens and keys."""
+    starts = torch.tensor([0, *(tokens for tokens, _ in rows)]).cumsum(0).int()
+    contexts = torch.tensor([keys for _, keys in rows]).int()
+    found = torch.full((helpers + len(rows), 4), -1, dtype=torch.int32)
+    numbers = (len(rows), helpers, keys_per_program, window)
+    write_places[(len(found),)](found, starts, contexts, *numbers, SLIDES=window > 0)
+    return [tuple(line) for line in found.tolist()]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([1, 1, 1, 3]),
+            st.sampled_from([0, 1, 7, 50, 51, 100, 101, 102, 400, 5000, 2**30]),
+        ),
+        min_size=1,
+        max_size=13,
+    ),
+    helpers=st.sampled_from([2, 3, 8, 33]),
+    window=st.sampled_from([0, 0, 101, 1000]),
+)
+@example(rows=[(1, 50)] * 5 + [(1, 1000)] + [(1, 50)] * 3, helpers=8, window=0)
+@example(rows=[(1, 2**30)] * 12, helpers=2, window=0)  # more keys than 32 bits count
+@example(rows=[(1, 101)] * 8 + [(1, 5000)], helpers=8, window=0)
+def test_no_program_has_more_than_its_fair_share(
+    rows: list[tuple[int, int]], helpers: int, window: int
+) -> None:
+    """Programs of a row are all there once, and rows that several share tell their results apart.
+    The expected parts are counted here with exact numbers."""
+    found = places_of(rows, helpers, 100, window)
+    seen = [min(keys, window) if window else keys for _, keys in rows]
+    seen = [keys if tokens == 1 else 0 for (tokens, _), keys in zip(rows, seen, strict=True)]
+    share = max(-(-sum(seen) // helpers), 100)
+    parts_of_rows = defaultdict[int, list[int]](list)
+    places = dict[int, set[int]]()
+    for row, part, parts, place in found:
+        if row < len(rows):
+            assert parts == max(1, -(-seen[row] // share))
+            parts_of_rows[row].append(part)
+            if parts > 1:
+                places.setdefault(row, set()).add(place)
+    assert {row: sorted(parts) for row, parts in parts_of_rows.items()} == {
+        row: list(range(max(1, -(-keys // share)))) for row, keys in enumerate(seen)
+    }
+    assert [row for row, *_ in found[helpers:]] == list(range(len(rows)))
+    assert all(part == 0 for _, part, *_ in found[helpers:])
+    flat = [place for of_row in places.values() for place in of_row]
+    assert len(flat) == len(places) == len(set(flat)) and set(flat) <= set(range(helpers))
+
+
+LONG_AMONG_SHORT = [Row(1, keys) for keys in (30, 500, 1, 64, 9, 310, 5, 33)]
+
+
+def build_small(rows: list[Row], dtype: torch.dtype = torch.float32) -> AttentionCall:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "block_size": 16, "head_dim": 32}
+    return build(rows, **sizes, seed=7, dtype=dtype)  # type: ignore[arg-type]
+
+
+def few_keys_per_program(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    for module in (attention, configurations):
+        monkeypatch.setattr(module, "KEYS_PER_PROGRAM", keys)
+
+
+class Launched:
+    """The program, and what its launches were given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.grids = list[tuple[int, int]]()
+        self.results = list[Tensor]()
+        self._program = attention.decode_attention
+        monkeypatch.setattr(attention, "decode_attention", self)
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def launch(out: Tensor, results: Tensor, *arguments: object, **constants: object) -> None:
+            self.grids.append(grid)
+            self.results.append(results)
+            self._program[grid](out, results, *arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 8])
+@pytest.mark.parametrize("case", ["", "window", "soft cap", "sinks", "spans"])
+def test_long_rows_of_a_large_batch_get_helpers(
+    multiprocessors: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_keys_per_program(monkeypatch, 64)
+    launched = Launched(monkeypatch)
+    window = 290 if case in ("window", "spans") else 0
+    check(
+        build_small([*LONG_AMONG_SHORT[:4], Row(3, 200), *LONG_AMONG_SHORT[4:]]),
+        window,
+        multiprocessors=multiprocessors,
+        soft_cap=2.0 if case == "soft cap" else 0.0,
+        sinks=sinks_of(4) if case == "sinks" else None,
+        spans=torch.tensor([[50, 7]] * 9).int() if case == "spans" else None,
+    )
+    # programs of two groups of heads, for nine rows and for as many helpers as a row has splits
+    splits = multiprocessors * 2 // 2
+    assert launched.grids == [(2 * (splits + 9), 1)]
+    (results,) = launched.results
+    assert results.shape == (2 * splits, splits, 2, 32)
+    is_stored = results.isfinite().all(-1).all(-1)
+    assert bool((is_stored == results.isfinite().any(-1).any(-1)).all())
+    # only the two long rows leave results, in two groups, and each of its splits leaves one
+    assert int(is_stored.any(1).sum()) == 4 and int(is_stored.sum(1).max()) > 2
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, 0), (torch.float32, 290)], ids=str)
+def test_helpers_change_no_number_of_a_row(
+    dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read by one program, by several, or by one for each split. A bit that differs
+    shows."""
+    batch = build_small(LONG_AMONG_SHORT, dtype)
+    launched = Launched(monkeypatch)
+
+    def attend(some: AttentionCall) -> Tensor:
+        out = poisoned_out(some)
+        attention.attend(SMALL, 8, (out, *inputs(some)), scale=SCALE, sliding_window=window)
+        return out
+
+    with_one_program = attend(batch)
+    assert launched.grids.pop() == (2 * 8, 1)
+    few_keys_per_program(monkeypatch, 64)
+    for order in (list(range(8)), [5, 1, 0, 2, 1, 1, 5, 3, 4], [1] * 8, [1, *[2] * 60, 5]):
+        assert torch.equal(attend(some_rows(batch, order)), with_one_program[order])
+        assert launched.grids.pop() == (2 * (8 + len(order)), 1)
+    for order in ([1], [5, 0], [2, 1, 5]):
+        assert torch.equal(attend(some_rows(batch, order)), with_one_program[order])
+        rows, programs = launched.grids.pop()
+        assert rows == 2 * len(order) and programs > 1
+    counters = attention.arrival_counters(batch.out.device, 16)
+    assert torch.count_nonzero(counters) == 0
 
 
 SPANS = st.tuples(st.sampled_from([1, 2, 7, 16, 32, 33, 100, 1 << 20]), st.integers(0, 300))

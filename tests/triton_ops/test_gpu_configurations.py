@@ -16,6 +16,8 @@ from triton_ops.gpu.configurations import (
     UnsupportedByGpu,
     attention_configuration,
     busy_programs,
+    helpers_of_groups,
+    most_shared,
     most_splits,
     program_shape,
     programs_per_row,
@@ -135,6 +137,37 @@ def test_rows_have_programs_for_their_splits_while_the_gpu_is_not_busy(
         DECODE, busy=busy, num_rows=num_rows, num_groups=8, most_keys=most_keys
     )
     assert (busy, found) == (200, programs)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "most_keys", "helpers"),
+    [
+        pytest.param(25, 8, 4097, 25, id="as many as keep the GPU busy with one row"),
+        pytest.param(60_000, 8, 1 << 20, 25, id="no more for more rows"),
+        pytest.param(200, 1, 1 << 20, 64, id="no more than a row has splits"),
+        pytest.param(25, 8, 4096, 0, id="none where no row is long"),
+        pytest.param(24, 8, 1 << 20, 0, id="none where splits have programs of their own"),
+        pytest.param(300, 300, 1 << 20, 0, id="none where a row is not split"),
+    ],
+)
+def test_rows_have_helpers_if_they_may_be_far_longer_than_others(
+    num_rows: int, num_groups: int, most_keys: int, helpers: int
+) -> None:
+    sizes = {"num_rows": num_rows, "num_groups": num_groups, "most_keys": most_keys}
+    assert helpers_of_groups(busy=200, **sizes) == helpers
+    # rows have either a program for each split or helpers
+    assert not helpers or programs_per_row(DECODE, busy=200, **sizes) == 1
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 7, 8, 64, 199, 200, 300])
+def test_there_are_counters_for_all_rows_that_may_have_several_programs(num_groups: int) -> None:
+    counters = most_shared(200, num_groups)
+    for num_rows in (1, 2, 24, 25, 199, 200, 5000):
+        sizes = {"num_rows": num_rows, "num_groups": num_groups, "most_keys": 1 << 20}
+        several = num_groups * helpers_of_groups(busy=200, **sizes)
+        if programs_per_row(DECODE, busy=200, **sizes) > 1:
+            several = num_groups * num_rows
+        assert several <= counters
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

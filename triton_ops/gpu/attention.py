@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.gpu.configurations import (
+    KEYS_PER_PROGRAM,
     AttentionConfiguration,
     DecodeConfiguration,
     PrefillConfiguration,
@@ -18,6 +19,8 @@ from triton_ops.gpu.configurations import (
     attention_configuration,
     busy_programs,
     decode_constants,
+    helpers_of_groups,
+    most_shared,
     most_splits,
     prefill_constants,
     program_shape,
@@ -162,29 +165,21 @@ class _Launch:
     def single_tokens(self, configuration: DecodeConfiguration, multiprocessors: int) -> None:
         # a single query is the last of its row, so that a span only moves its window
         spans = self.spans if self.features["slides"] else None
-        most_keys = self.block_tables.shape[1] * self.shape.block_size
-        if self.features["slides"] and spans is None:
-            most_keys = min(most_keys, self.sliding_window + self.shape.block_size - 1)
         busy = busy_programs(configuration, multiprocessors)
-        programs = programs_per_row(
-            configuration,
-            busy=busy,
-            num_rows=self.num_rows,
-            num_groups=self.num_groups,
-            most_keys=most_keys,
-        )
-        places = self.num_rows * self.num_groups
-        arrivals = arrival_counters(self.out.device, busy)
-        results = weights = arrivals.view(torch.float32)  # not read where a row has one program
-        if programs > 1:
-            sizes = (places, programs, self.shape.group)
-            results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
-            weights = self.out.new_empty((*sizes, 2), dtype=torch.float32)
-        decode_attention[(places, programs)](
+        sizes = {
+            "busy": busy,
+            "num_rows": self.num_rows,
+            "num_groups": self.num_groups,
+            "most_keys": self.most_keys(),
+        }
+        programs, helpers = programs_per_row(configuration, **sizes), helpers_of_groups(**sizes)
+        splits = most_splits(busy, self.num_groups)
+        # with helpers, a row that has several programs has one of them at least
+        shared = (helpers or self.num_rows) * self.num_groups if helpers or programs > 1 else 0
+        decode_attention[((helpers + self.num_rows) * self.num_groups, programs)](
             self.out,
-            results,
-            weights,
-            arrivals,
+            *self.room_for_splits(shared, splits),
+            arrival_counters(self.out.device, most_shared(busy, self.num_groups)),
             self.query,
             self.key_cache,
             self.value_cache,
@@ -193,14 +188,33 @@ class _Launch:
             self.context_lengths,
             self.sinks,
             spans,
+            self.num_rows,
             self.num_groups,
-            most_splits(busy, self.num_groups),
+            helpers,
+            KEYS_PER_PROGRAM,
+            splits,
             *self.numbers,
             *self.strides,
             **decode_constants(configuration, self.shape, **self.features),
             **gpu_of(self.out.device).dependent_launch,
             num_warps=configuration.num_warps,
             num_stages=configuration.num_stages,
+        )
+
+    def most_keys(self) -> int:
+        """Count the keys that a single token sees at most."""
+        in_table = self.block_tables.shape[1] * self.shape.block_size
+        if self.features["slides"] and self.spans is None:
+            return min(in_table, self.sliding_window + self.shape.block_size - 1)
+        return in_table
+
+    def room_for_splits(self, shared: int, splits: int) -> tuple[Tensor, Tensor]:
+        """Allocate the results of the splits of so many groups of rows that have several
+        programs."""
+        sizes = (shared, splits, self.shape.group)
+        return (
+            self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32),
+            self.out.new_empty((*sizes, 2), dtype=torch.float32),
         )
 
 

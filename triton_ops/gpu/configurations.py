@@ -27,6 +27,11 @@ MOST_SPLITS = 64
 """Of one row: the last program to arrive adds up this many results at most."""
 
 
+KEYS_PER_PROGRAM = 4096
+"""Keys of a row that one program reads alone in a batch that keeps the GPU busy: only longer rows
+get helpers."""
+
+
 class UnsupportedByGpu(ValueError):
     """No program for the GPU does this; the message says what would have to be different."""
 
@@ -277,6 +282,25 @@ def programs_per_row(
         return 1
     splits_of_the_longest = -(-most_keys // configuration.keys_per_split)
     return max(1, min(splits_of_the_longest, most_splits(busy, num_groups)))
+
+
+def helpers_of_groups(*, busy: int, num_rows: int, num_groups: int, most_keys: int) -> int:
+    """How many programs each group of heads has beside one for each row, to help with rows far
+    longer than the others: none where rows have a program for each split, or cannot be long.
+
+    They are as many as the splits of a row, with which that row alone keeps the GPU busy. Their
+    number depends on shapes alone. The programs look up which rows the helpers help.
+    """
+    splits = most_splits(busy, num_groups)
+    if num_rows * num_groups < busy or most_keys <= KEYS_PER_PROGRAM or splits == 1:
+        return 0
+    return splits
+
+
+def most_shared(busy: int, num_groups: int) -> int:
+    """How many groups of rows have several programs at most: those of fewer rows than keep the GPU
+    busy, or of a row for each helper."""
+    return -(-busy // num_groups) * num_groups
 
 
 def decode_constants(

@@ -3,10 +3,12 @@
 
 Single tokens read far more than they compute. So a row's keys are cut into splits, which different
 programs can read at the same time ("Flash-Decoding", Dao et al. 2023). Where the cuts are depends
-on the row's length alone. A small batch has one program for each split, and the last program of a
-row to arrive adds up what all of them have found. In a large batch one program walks over all
-splits of a row. Both merge the splits in their order and with the same operations, so a row's
-numbers depend neither on the other rows nor on how many programs there are.
+on the row's length alone. A small batch has one program for each split. In a large batch one
+program walks over all splits of a row, but rows longer than a fair share of the batch get helpers:
+programs that take their part of the row's splits. Where a row has several programs, each leaves the
+results of its splits in memory, and the last to arrive adds up all of them. The splits are merged
+in their order and with the same operations in either case, so a row's numbers depend neither on the
+other rows nor on how many programs there are.
 """
 
 import triton
@@ -61,6 +63,9 @@ def _attend_splits(
     sight,
     begin,
     keys_per_split,
+    results,
+    split,
+    is_shared,
     sinks,
     has_sink,
     scale,
@@ -69,15 +74,17 @@ def _attend_splits(
     HEAD_DIM: tl.constexpr,
     TAIL_DIM: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     SLIDES: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Return the sums of all keys from `begin` to the end of `sight`, merged at every
+    """Attend over all keys from `begin` to the end of `sight`, which are cut at every
     `keys_per_split`-th key.
 
-    It is one loop and not a loop in a loop: so the keys of the next split are on their way while
-    this one is computed.
+    Return the merged sums of their splits; or store each split's own sums, as those of `split` and
+    the following ones, if other programs share the row (`is_shared`). It is one loop and not a loop
+    in a loop: so the keys of the next split are on their way while this one is computed.
     """
     query_head, _ = query
     rows: tl.constexpr = query_head.shape[0]
@@ -101,11 +108,15 @@ def _attend_splits(
     next_split = begin + keys_per_split
     for tile in tl.range(begin, end, KEYS_PER_TILE):
         if tile == next_split:
-            merged, merged_highest, merged_total = _merge(
-                (merged, merged_highest, merged_total), (accumulated, highest, total)
-            )
+            if is_shared:
+                _store_split(results, split, (accumulated, highest, total), HEAD_DIM, GROUP)
+            else:
+                merged, merged_highest, merged_total = _merge(
+                    (merged, merged_highest, merged_total), (accumulated, highest, total)
+                )
             accumulated, highest, total = _nothing(rows, padded_head_dim)
             next_split += keys_per_split
+            split += 1
         accumulated, highest, total, blocks = attend_tile(
             (accumulated, highest, total, blocks),
             query,
@@ -123,32 +134,47 @@ def _attend_splits(
             CAPPED,
             True,
         )
+    if is_shared:
+        _store_split(results, split, (accumulated, highest, total), HEAD_DIM, GROUP)
     return _merge((merged, merged_highest, merged_total), (accumulated, highest, total))
 
 
 @triton.jit
 def _results_of(
+    results,
     split,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Return where a split's results lie: those of its heads side by side [TILE_ROWS,
+    """Return where the results of a row's split lie: those of its heads side by side [TILE_ROWS,
     PADDED_HEAD_DIM], its highest scores and its sums of weights [TILE_ROWS], and which of them
     exist."""
+    split_results, split_weights = results
     in_group, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_HEAD_DIM)
     is_head = in_group < GROUP
-    values = (split * GROUP + in_group)[:, None] * HEAD_DIM + dims[None, :]
-    highest = split * 2 * GROUP + in_group
+    highest = split_weights + split * (2 * GROUP) + in_group
+    values = split_results + split * (GROUP * HEAD_DIM)
+    values += in_group[:, None] * HEAD_DIM + dims[None, :]
     return values, highest, highest + GROUP, is_head[:, None] & (dims < HEAD_DIM)[None, :], is_head
 
 
 @triton.jit
+def _store_split(results, split, sums, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Store the sums of one of a row's splits."""
+    accumulated, highest, total = sums
+    values, highests, totals, is_value, is_head = _results_of(
+        results, split, HEAD_DIM, accumulated.shape[1], GROUP, accumulated.shape[0]
+    )
+    tl.store(values, accumulated, mask=is_value)
+    tl.store(highests, highest, mask=is_head)
+    tl.store(totals, total, mask=is_head)
+
+
+@triton.jit
 def add_up_splits(
-    split_results,
-    split_weights,
-    first_split,
+    results,
     num_splits,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
@@ -162,36 +188,109 @@ def add_up_splits(
     for first in tl.range(0, num_splits, splits_at_once):
         for nth in tl.static_range(splits_at_once):
             values, highests, totals, is_value, is_head = _results_of(
-                first_split + first + nth, HEAD_DIM, PADDED_HEAD_DIM, GROUP, TILE_ROWS
+                results, first + nth, HEAD_DIM, PADDED_HEAD_DIM, GROUP, TILE_ROWS
             )
             is_split = first + nth < num_splits
             split = (
+                tl.load(values, mask=is_value & is_split, other=0.0, cache_modifier=".cg"),
                 tl.load(
-                    split_results + values,
-                    mask=is_value & is_split,
-                    other=0.0,
-                    cache_modifier=".cg",
-                ),
-                tl.load(
-                    split_weights + highests,
+                    highests,
                     mask=is_head & is_split,
                     other=float("-inf"),
                     cache_modifier=".cg",
                 ),
-                tl.load(
-                    split_weights + totals,
-                    mask=is_head & is_split,
-                    other=0.0,
-                    cache_modifier=".cg",
-                ),
+                tl.load(totals, mask=is_head & is_split, other=0.0, cache_modifier=".cg"),
             )
             # a split that is not there has nothing, which changes no sum
             accumulated, highest, total = _merge((accumulated, highest, total), split)
     return accumulated, highest, total
 
 
+@triton.jit
+def _keys_of_rows(
+    query_starts, context_lengths, rows, num_rows, sliding_window, SLIDES: tl.constexpr
+):
+    """Return how many keys these rows of single tokens see, spans aside. Rows of several tokens and
+    rows that do not exist count as none."""
+    exists = (rows >= 0) & (rows < num_rows)
+    starts = tl.load(query_starts + rows, mask=exists, other=0)
+    ends = tl.load(query_starts + rows + 1, mask=exists, other=0)
+    keys = tl.load(context_lengths + rows, mask=exists, other=0)
+    if SLIDES:
+        keys = tl.minimum(keys, sliding_window)
+    return tl.where(ends - starts == 1, keys, 0)
+
+
+@triton.jit
+def _helpers(keys, keys_per_program):
+    """Return how many helpers rows of so many keys have."""
+    return tl.maximum(keys - 1, 0) // keys_per_program
+
+
+@triton.jit
+def place_of_program(
+    query_starts,
+    context_lengths,
+    row,
+    num_rows,
+    num_helpers,
+    keys_per_program,
+    sliding_window,
+    SLIDES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return the row of a program in a large batch, its part of the row's splits, how many parts
+    there are, and a number below `num_helpers` that tells rows with helpers apart.
+
+    `row` is the program's own row. If it is below zero, the program is a helper; if no row needs
+    it, its row is `num_rows`. Rows are cut so that no part is longer than a fair share: the keys of
+    all rows over the number of helpers, or `keys_per_program` if that is more. Beside the first
+    part of each row, there are then no more parts than helpers.
+    """
+    helper = row + num_helpers
+    is_helper = row < 0
+    part, parts, before = 0, 1, 0
+    keys = _keys_of_rows(query_starts, context_lengths, row, num_rows, sliding_window, SLIDES)
+    if is_helper | (keys > keys_per_program):
+        all_keys = tl.full([], 0, tl.int64)
+        for first in range(0, num_rows, STEP):
+            rows = first + tl.arange(0, STEP)
+            keys_of_rows = _keys_of_rows(
+                query_starts, context_lengths, rows, num_rows, sliding_window, SLIDES
+            )
+            all_keys += tl.sum(keys_of_rows.to(tl.int64), 0)
+        share = tl.minimum(tl.cdiv(all_keys, num_helpers), 1 << 30).to(tl.int32)
+        share = tl.maximum(share, keys_per_program)
+        passed, counted = 0, 0
+        for first in range(0, num_rows, STEP):
+            rows = first + tl.arange(0, STEP)
+            keys_of_rows = _keys_of_rows(
+                query_starts, context_lengths, rows, num_rows, sliding_window, SLIDES
+            )
+            helpers = _helpers(keys_of_rows, share)
+            # a helper passes the rows whose helpers all come before it
+            ends = counted + tl.cumsum(helpers, 0)
+            is_passed = (rows < num_rows) & tl.where(is_helper, ends <= helper, rows < row)
+            passed += tl.sum(is_passed.to(tl.int32), 0)
+            before += tl.sum(tl.where(is_passed, helpers, 0), 0)
+            counted += tl.sum(helpers, 0)
+        row = passed
+        keys = _keys_of_rows(query_starts, context_lengths, row, num_rows, sliding_window, SLIDES)
+        parts = 1 + _helpers(keys, share)
+        part = tl.where(is_helper, helper - before + 1, 0)
+    return row, part, parts, before
+
+
 @triton.jit(
-    do_not_specialize=["num_groups", "most_splits", "sliding_window", "table_stride"],
+    do_not_specialize=[
+        "num_rows",
+        "num_groups",
+        "num_helpers",
+        "keys_per_program",
+        "most_splits",
+        "sliding_window",
+        "table_stride",
+    ],
     do_not_specialize_on_alignment=[
         "block_tables",
         "query_starts",
@@ -213,7 +312,10 @@ def decode_attention(
     context_lengths,
     sinks,
     spans,
+    num_rows,
     num_groups,
+    num_helpers,
+    keys_per_program,
     most_splits,
     scale,
     soft_cap,
@@ -239,20 +341,37 @@ def decode_attention(
     HAS_SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Fill `out` for rows with one query: its heads of one group. Grid: (rows * num_groups,
-    programs); there is one program for all splits, or for each split that a row can have.
+    """Fill `out` for rows with one query: its heads of one group.
 
     A row's keys are cut evenly into at most `most_splits` splits of whole tiles, but none has fewer
-    than KEYS_PER_SPLIT keys, a multiple of KEYS_PER_TILE, unless it is the last. Programs without a
-    split leave at once. Only programs of a row that has several read or write split_results [rows *
-    num_groups, programs, GROUP, HEAD_DIM], split_weights [rows * num_groups, programs, 2, GROUP]
-    (highest scores and sums of weights) and `arrivals` [rows * num_groups], which counts the
-    programs that have stored theirs. It is zero before and after a launch.
+    than KEYS_PER_SPLIT keys, a multiple of KEYS_PER_TILE, unless it is the last.
+
+    Grid: (num_rows * num_groups, programs of each row) without helpers, and with them ((num_helpers
+    + num_rows) * num_groups, 1), where the helpers come first. Programs without a split leave at
+    once. Only programs of a row that has several read or write split_results [places, most_splits,
+    GROUP, HEAD_DIM], split_weights [places, most_splits, 2, GROUP] (highest scores and sums of
+    weights) and `arrivals` [places], which counts the programs that have stored theirs. It is zero
+    before and after a launch. There is a place for each group of every row, or with helpers, of as
+    many rows as there are helpers.
     """
     wait_for_previous_grid(DEPENDENT)
-    place, nth = tl.program_id(0), tl.program_id(1)
-    programs = tl.num_programs(1)
-    row, group = place // num_groups, place % num_groups
+    row, group = tl.program_id(0) // num_groups - num_helpers, tl.program_id(0) % num_groups
+    part, parts, place = tl.program_id(1), tl.num_programs(1), row
+    if num_helpers > 0:
+        row, part, parts, place = place_of_program(
+            query_starts,
+            context_lengths,
+            row,
+            num_rows,
+            num_helpers,
+            keys_per_program,
+            sliding_window,
+            SLIDES,
+            512,
+        )
+    if row >= num_rows:
+        return
+    place = place * num_groups + group
     token = tl.load(query_starts + row)
     context = tl.load(context_lengths + row)
     if tl.load(query_starts + row + 1) - token != 1:
@@ -266,12 +385,15 @@ def decode_attention(
     keys_per_split = tl.maximum(tiles_per_split * KEYS_PER_TILE, KEYS_PER_SPLIT)
     num_splits = tl.cdiv(context - first_key, keys_per_split)
     # a row of no keys, as a captured graph's padding may be, gets its zeros from the first program
-    if (nth > 0) & (nth >= num_splits):
+    splits_per_part = tl.maximum(tl.cdiv(num_splits, parts), 1)
+    first_split = part * splits_per_part
+    if (part > 0) & (first_split >= num_splits):
         return
-    begin = first_key + nth * keys_per_split
-    end = context
-    if programs > 1:
-        end = tl.minimum(begin + keys_per_split, context)
+    is_shared = num_splits > splits_per_part
+    begin = first_key + first_split * keys_per_split
+    end = tl.minimum(begin + splits_per_part * keys_per_split, context)
+    first_result = place.to(tl.int64) * most_splits * GROUP
+    results = (split_results + first_result * HEAD_DIM, split_weights + first_result * 2)
 
     in_group = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
@@ -281,7 +403,7 @@ def decode_attention(
     )
     of_head = group // GROUPS * kv_head_stride
     table = block_tables + row.to(tl.int64) * table_stride
-    accumulated, highest, total = _attend_splits(
+    accumulated, _, total = _attend_splits(
         load_query(query_rows, in_group < GROUP, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM),
         (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
         (
@@ -293,46 +415,36 @@ def decode_attention(
         ),
         begin,
         keys_per_split,
+        results,
+        first_split,
+        is_shared,
         sinks + heads,
-        (in_group < GROUP) & (nth == 0) & (begin < end),  # a sink counts once
+        (in_group < GROUP) & (part == 0) & (begin < end),  # a sink counts once
         scale,
         soft_cap,
         BLOCK_SIZE,
         HEAD_DIM,
         TAIL_DIM,
         KEYS_PER_TILE,
+        GROUP,
         SLIDES,
         CAPPED,
         HAS_SINKS,
     )
-    if (programs > 1) & (num_splits > 1):
-        first_split = place.to(tl.int64) * programs
-        values, highests, totals, is_value, is_head = _results_of(
-            first_split + nth, HEAD_DIM, PADDED_HEAD_DIM, GROUP, TILE_ROWS
-        )
-        tl.store(split_results + values, accumulated, mask=is_value)
-        tl.store(split_weights + highests, highest, mask=is_head)
-        tl.store(split_weights + totals, total, mask=is_head)
+    if is_shared:
         # All threads of the program have stored before its one thread counts it (the barrier). That
         # releases the stores to the GPU, and whoever reads the count acquires what was released by
         # all who counted before: so the last program sees every split. Its other threads wait for
         # the count at a barrier.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu")
-        if arrived < num_splits - 1:
+        if arrived < tl.cdiv(num_splits, splits_per_part) - 1:
             return
-        # No program of this launch counts here any more, and the next launch begins when this one
+        # No program of this launch counts here any more, and the next launch counts when this one
         # has ended: a plain store is enough, also where a captured graph is replayed.
         tl.store(arrivals + place, 0)
-        accumulated, highest, total = add_up_splits(
-            split_results,
-            split_weights,
-            first_split,
-            num_splits,
-            HEAD_DIM,
-            PADDED_HEAD_DIM,
-            GROUP,
-            TILE_ROWS,
+        accumulated, _, total = add_up_splits(
+            results, num_splits, HEAD_DIM, PADDED_HEAD_DIM, GROUP, TILE_ROWS
         )
     real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     out_offsets = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
