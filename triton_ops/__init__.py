@@ -12,7 +12,7 @@ from triton_ops.attention import dense_attention, paged_attention
 from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_blocks
 from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.gpu import on_first_call
-from triton_ops.linear import linear, project
+from triton_ops.linear import add_linear, linear, project
 from triton_ops.packed import (
     GroupQuantized,
     PackedFormat,
@@ -41,6 +41,7 @@ OPERATORS.implement("rotate_and_write", "CUDA", on_first_call("rotary", "rotate_
 OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
+OPERATORS.implement("add_linear", "CUDA", on_first_call("linear", "add_linear"))
 OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
@@ -53,6 +54,7 @@ OPERATORS.implement("draw_tokens", "CUDA", on_first_call("sampling", "draw_token
 __all__ = [
     "GroupQuantized",
     "PackedFormat",
+    "add_linear",
     "allow_tokens",
     "cache_write",
     "causal_convolution",
