@@ -263,11 +263,11 @@ def rotary_variants(generation: int) -> Iterator[Variant]:
                 rotary_dim,
                 LARGEST_BLOCK,
                 interleaved=interleaved,
-                dependent=generation >= OLDEST_WITH_DEPENDENT_LAUNCHES,
                 **_NORMS[norm],
             )
             label = f"{dtype} head_dim {head_dim}, {rotary_dim} turn, {norm}"
-            yield _rotary_variant(dtype, label + ", neighbours" * interleaved, constants, norm)
+            variant = _rotary_variant(dtype, label + ", neighbours" * interleaved, constants, norm)
+            yield launched_on(generation, variant)
 
 
 def _rotary_variant(dtype: str, label: str, constants: dict[str, int], norm: str) -> Variant:

@@ -13,7 +13,7 @@ from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_bl
 from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.fused_linear import fused_linear
 from triton_ops.gpu import on_first_call
-from triton_ops.linear import linear, project
+from triton_ops.linear import add_linear, linear, project
 from triton_ops.packed import (
     GroupQuantized,
     PackedFormat,
@@ -43,6 +43,7 @@ OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks")
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
 OPERATORS.implement("fused_linear", "CUDA", on_first_call("fused_linear", "fused_linear"))
+OPERATORS.implement("add_linear", "CUDA", on_first_call("linear", "add_linear"))
 OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
@@ -55,6 +56,7 @@ OPERATORS.implement("draw_tokens", "CUDA", on_first_call("sampling", "draw_token
 __all__ = [
     "GroupQuantized",
     "PackedFormat",
+    "add_linear",
     "allow_tokens",
     "cache_write",
     "causal_convolution",

@@ -36,3 +36,10 @@ def _fake_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [R, K] -> [R, N]"""
     return functional.linear(rows, weight, bias)
+
+
+@OPERATORS.define(writes=("total",))
+def add_linear(total: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Add rows [R, K] times weight [N, K] transposed to total [R, N], in its place; all of one
+    dtype."""
+    total += functional.linear(rows, weight)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
-from triton_ops import cache_write, dense_attention, paged_attention
+from triton_ops import cache_write, dense_attention, paged_attention, rotate_and_write
 
 if TYPE_CHECKING:  # for models with such layers
     from nanoserve.models.mixer import RecurrentStates
@@ -175,19 +175,53 @@ class PagedAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        config = self.config
         key_cache = self.key_caches[layer]
         value_cache = self.value_caches[layer]
-        batch = self.batch_of(layer)
         # without, the layer whose keys and values these are has written them
         makes_kv = key.shape[1] > 0
-        if makes_kv and config.attention.mla is None:
-            cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
-        elif makes_kv:  # the cache of values is empty: they are the first columns of the keys
-            cache_write(key, value[..., :0], key_cache, value_cache, batch.slot_mapping)
+        if makes_kv:
+            if self.config.attention.mla is not None:
+                value = value[..., :0]  # the first columns of the keys
+            slots = self.batch_of(layer).slot_mapping
+            cache_write(key, value, key_cache, value_cache, slots)
+        return self.attend(layer, query, sinks)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        config: ModelConfig,
+        projected: Tensor,
+        norms: tuple[Tensor | None, Tensor | None],
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Write the keys and values of a layer's product [T, sum of qkv_sizes], whose config is
+        given, and return its queries, rotated, [T, num_heads, head_dim]. norms: weights of queries
+        and keys."""
+        query = projected.new_empty(len(projected), config.num_heads, config.head_dim)
+        rotate_and_write(
+            query,
+            projected,
+            *norms,
+            *angles,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            self.batch_of(layer).slot_mapping,
+            eps=config.norms.eps,
+            norm_adds_one=config.norms.kind == "rms_plus_one",
+            interleaved=config.rope.interleaved,
+        )
+        return query
+
+    def attend(self, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend over the cache, in which the new keys and values are."""
+        config = self.config
+        batch = self.batch_of(layer)
+        key_cache = self.key_caches[layer]
+        value_cache = self.value_caches[layer]
+        if config.attention.mla is not None:  # the cache of values is empty
             value_cache = key_cache[..., : config.value_dim]
         num_tokens, num_heads, _ = query.shape
-        out = query.new_empty(num_tokens, num_heads * value.shape[2])
+        out = query.new_empty(num_tokens, num_heads * value_cache.shape[-1])
         paged_attention(
             out,
             query,
@@ -203,3 +237,19 @@ class PagedAttention:
             spans=batch.spans,
         )
         return out
+
+
+def takes_projected(
+    attention: AttentionFunction, config: ModelConfig, device: torch.device
+) -> TypeGuard[PagedAttention]:
+    """Whether one operator makes queries of the product of a layer with this config, and writes its
+    keys and values (`PagedAttention.rotate_and_write`). On a GPU it is one launch in the place of
+    three or four. On a CPU there are no launches to save, and the compiled layer stays as it is."""
+    if device.type != "cuda" or not isinstance(attention, PagedAttention):
+        return False
+    parts = config.attention
+    has_own_columns = parts.mla is None and parts.has_kv and not parts.values_are_keys
+    norms_fit = not parts.value_norm and not parts.qk_norm_spans_heads
+    if parts.qk_norm:
+        norms_fit = norms_fit and config.norms.kind in ("rms", "rms_plus_one")
+    return has_own_columns and norms_fit and not config.rope.query_growth

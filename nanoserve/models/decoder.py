@@ -17,9 +17,14 @@ from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.model_parts import MlaConfig, MoeConfig, NormKind, RopeConfig
-from nanoserve.models.attention import AttentionFunction, CanvasInputs
+from nanoserve.models.attention import (
+    AttentionFunction,
+    CanvasInputs,
+    PagedAttention,
+    takes_projected,
+)
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
-from triton_ops import project, sparse_experts
+from triton_ops import add_linear, project, sparse_experts
 
 INITIAL_STANDARD_DEVIATION = 0.02
 _VOCABULARY_PIECE = 8192
@@ -206,13 +211,16 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected = self.gate_up(hidden)
-        if not self.is_gated:
-            without_gate: Tensor = self.down(self._activate(projected))
-            return without_gate
-        gate, up = projected.chunk(2, dim=-1)
-        output: Tensor = self.down(self._activate(gate) * up)
+        output: Tensor = self.down(self.inside(hidden))
         return output
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        """Compute what the last product takes, [T, intermediate_size]."""
+        projected: Tensor = self.gate_up(hidden)
+        if not self.is_gated:
+            return self._activate(projected)
+        gate, up = projected.chunk(2, dim=-1)
+        return self._activate(gate) * up
 
     def _activate(self, inside: Tensor) -> Tensor:
         if self.activation == "silu":
@@ -582,6 +590,8 @@ class DecoderLayer(nn.Module):
             fed = self.feed_forward(self.attention_norm(residual))
             return residual + self._scaled(self.group.all_reduce(attended + fed))
         if between_sums is None:
+            if adds_in_place(self, residual.device):
+                return self._add_feed_forward(residual + attended)
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
@@ -592,11 +602,19 @@ class DecoderLayer(nn.Module):
             fed = self.feed_forward_output_norm(fed)
         fed = self._scaled(fed)
         # The sum is in float32 so that torch's compiler does not join it with the product before
-        # it: a GPU would copy the residual first, and take a slower product.
+        # it: a GPU would copy the residual first, and take a slower product (see adds_in_place).
         output: Tensor = (residual.float() + fed.float()).to(residual.dtype)
         if config.norms.layer_scale and not self.is_scaled_outside:
             output = output * self.scale
         return output
+
+    def _add_feed_forward(self, residual: Tensor) -> Tensor:
+        """Add the feed-forward part to a residual [T, hidden_size] that nothing else reads, in its
+        place."""
+        feed_forward = cast(FeedForward, self.feed_forward)
+        inside = feed_forward.inside(self.feed_forward_norm(residual))
+        add_linear(residual, inside, feed_forward.down.weight)
+        return residual
 
     def scale_output(self, hidden: Tensor, canvas: CanvasInputs | None) -> Tensor:
         """Multiply the layer's output, [T, hidden_size], by the layer's number for known tokens or
@@ -655,19 +673,53 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
+        return self.post_attention(self.attended(hidden, cos, sin, attention), hidden)
+
+    def attended(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        """From hidden states [T, hidden_size] to the first argument of `post_attention`."""
+        if takes_projected(attention, self.config, hidden.device):
+            projected = self.qkv(self.attention_norm(hidden))
+            return self._attend_to_projected(attention, projected, cos, sin)
         query, key, value = self.pre_attention(hidden, cos, sin)
-        attended = self.attend(attention, query, key, value)
-        return self.post_attention(attended, hidden)
+        return self.attend(attention, query, key, value)
 
     def attend(
         self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Run attention on the results of `pre_attention`; returns the first argument of
         `post_attention`."""
-        sinks = None
+        return attention(self.index, query, key, value, self._float_sinks())
+
+    def _attend_to_projected(
+        self, attention: PagedAttention, projected: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Attend with the product that `pre_attention` begins with, [T, sum of qkv_sizes]."""
+        norms: tuple[Tensor | None, Tensor | None] = None, None
+        if self.config.attention.qk_norm:
+            norms = self.query_norm.weight, self.key_norm.weight
+        query = attention.rotate_and_write(self.index, self.config, projected, norms, (cos, sin))
+        return attention.attend(self.index, query, self._float_sinks())
+
+    def _float_sinks(self) -> Tensor | None:
         if self.config.attention.sinks:
-            sinks = self.sinks.float()
-        return attention(self.index, query, key, value, sinks)
+            return self.sinks.float()
+        return None
+
+
+def adds_in_place(layer: DecoderLayer, device: torch.device) -> bool:
+    """Whether the last product of a layer adds its results to the residual, which saves a GPU the
+    launch of a sum. It cannot be differentiated, and nothing else may happen to the results."""
+    if device.type != "cuda" or torch.is_grad_enabled():
+        return False
+    if type(layer.feed_forward) is not FeedForward or layer.group is not SINGLE_RANK:
+        return False
+    config = layer.config
+    down = layer.feed_forward.down
+    is_plain = type(down) is Linear and down.bias is None
+    is_scaled = config.residual_multiplier != 1.0 or config.norms.layer_scale
+    return is_plain and not is_scaled and config.norms.places == "before"
 
 
 Angles = tuple[Tensor, Tensor]

@@ -133,8 +133,7 @@ class PairLayer(DecoderLayer):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
-        query, key, value = self.pre_attention(hidden, cos, sin)
-        attended = self.attend(attention, query, key, value)
+        attended = self.attended(hidden, cos, sin, attention)
         _, features = hidden.chunk(2, dim=-1)
         return self.post_attention(attended, features)
 

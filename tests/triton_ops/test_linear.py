@@ -1,11 +1,15 @@
 """The linear operator against a float64 product, for every number of rows at which it changes its
 ways."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from triton_ops import linear
+from triton_ops import add_linear, linear
 from triton_ops.cpu.toolchain import processor
+from triton_ops.gpu import linear as gpu
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -28,6 +32,31 @@ def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: i
         found = linear(row, weight, added)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1.01 * ROUNDING[dtype])
+
+
+def in_place(total: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """Call the GPU's implementation, which torch can compute on a CPU too."""
+    gpu.add_linear(total, rows, weight)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("add", [add_linear, in_place], ids=["own", "GPU's"])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 96])
+def test_a_product_is_added_in_place(
+    num_rows: int, add: Callable[[Tensor, Tensor, Tensor], None], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    rows, weight, total = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((num_rows, 200), (70, 200), (num_rows, 70))
+    )
+    product = rows.double() @ weight.double().T
+    expected = total.double() + product
+    most = 2.01 * ROUNDING[dtype] * (total.double().abs() + product.abs() + expected.abs())
+    memory = total.data_ptr()
+    add(total, rows, weight)
+    assert total.data_ptr() == memory and total.dtype == dtype
+    assert ((total.double() - expected).abs() <= most + 1e-3 * (dtype == torch.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -17,15 +17,10 @@ class Gpu:
     multiprocessors: int
 
     @property
-    def launches_dependents(self) -> bool:
-        """Whether a grid may begin while the one before it ends (from Hopper on)."""
-        return self.generation >= OLDEST_WITH_DEPENDENT_LAUNCHES and self is not INTERPRETED
-
-    @property
     def dependent_launch(self) -> dict[str, bool]:
         """Return the keywords that launch a program which waits for the grid before it by itself
-        (`kernels/dependent.py`), where the GPU can do that."""
-        if self.launches_dependents:
+        (`kernels/dependent.py`), where the GPU can do that: from Hopper on."""
+        if self.generation >= OLDEST_WITH_DEPENDENT_LAUNCHES and self is not INTERPRETED:
             return {"DEPENDENT": True, "launch_pdl": True}
         return {"DEPENDENT": False}
 

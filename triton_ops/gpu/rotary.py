@@ -4,8 +4,6 @@ It does not wait for the GPU, and its grid follows from shapes alone: it may be 
 graph.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,6 @@ def rotate_and_write(
         raise ValueError(f"{slot_mapping.shape[0]} slots are not those of {len(query)} tokens")
     num_tokens, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
-    dependent = gpu_of(query.device).launches_dependents
     constants = rotary_constants(
         num_heads,
         num_kv_heads,
@@ -49,9 +46,7 @@ def rotate_and_write(
         block_size,
         norm_adds_one=norm_adds_one,
         interleaved=interleaved,
-        dependent=dependent,
     )
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     groups = num_groups(num_heads, num_kv_heads, constants["HEADS"])
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         rotate_into_slots[(num_tokens, groups)](
@@ -73,8 +68,8 @@ def rotate_and_write(
             *value_cache.stride()[:3],
             slot_mapping.stride(0),
             **constants,
+            **gpu_of(query.device).dependent_launch,
             num_warps=NUM_WARPS,
-            **options,
         )
 
 

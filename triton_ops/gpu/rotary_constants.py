@@ -17,7 +17,6 @@ def rotary_constants(
     *,
     norm_adds_one: bool,
     interleaved: bool,
-    dependent: bool,
 ) -> dict[str, int]:
     """Return the constants that `rotate_into_slots` is compiled with."""
     dims = power_of_two(head_dim)
@@ -36,7 +35,6 @@ def rotary_constants(
         "PAIRS": power_of_two(num_pairs),
         "REST": power_of_two(max(1, head_dim - rotary_dim)),
         "ADDS_ONE": norm_adds_one,
-        "DEPENDENT": dependent,
     }
 
 

@@ -33,6 +33,7 @@ from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin
 from triton_ops import (
     PackedFormat,
+    add_linear,
     cache_write,
     causal_convolution,
     copy_blocks,
@@ -340,6 +341,11 @@ def _fused_products(
     )
 
 
+def _sum_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    rows, weight, _ = _linear_inputs(dtype, generator)
+    return [torch.randn(5, 64, generator=generator).to(dtype), rows, weight]
+
+
 def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     rows, weight, bias = _linear_inputs(dtype, generator)
     packed = [pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED]
@@ -480,6 +486,7 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
     "fused_linear": (_fused_inputs, _fused_products, 1),
+    "add_linear": (_sum_inputs, add_linear, 1),
     "packed_linear": (_packed_inputs, _packed_products, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
     "causal_convolution": (_convolution_inputs, _convolve, 1),

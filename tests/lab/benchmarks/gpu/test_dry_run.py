@@ -74,6 +74,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
             "copy_blocks",
             "gather_blocks and scatter_blocks",
             "linear",
+            "add_linear",
         ),
         *(
             "packed_linear",
