@@ -219,10 +219,11 @@ def all_forms() -> list[Form]:
         packed_variants,
         recurrent_variants,
         rotary_variants,
+        sampling_variants,
         state_space_variants,
     )
 
-    same = (*cache_variants(), *packed_variants())
+    same = (*cache_variants(), *packed_variants(), *sampling_variants())
     forms: list[Form] = []
     for target in TARGETS:
         generation = target.capability // 10

@@ -11,6 +11,7 @@ from triton_ops.gpu import (
     packed_constants,
     recurrent_constants,
     rotary_constants,
+    sampling_constants,
     state_space_constants,
 )
 from triton_ops.gpu.configurations import (
@@ -201,6 +202,53 @@ def cache_variants() -> Iterator[Variant]:
                     LARGEST_BLOCK, head_dim, into_cache=direction == "scatters"
                 ),
             )
+
+
+_SAMPLED = {"logits": "*fp32", "arrivals": "*i32", "vocab_size": "i32", "blocks": "i32"}
+_DRAWN = {"maxima": "*fp32", "rows": "*i64", "temperature": "*fp32"}
+_FOUND = {"maxima": "*fp32", "tokens": "*i64", "finite": "*u8", "bests": "*i64"}
+
+
+def sampling_variants() -> Iterator[Variant]:
+    """Programs that sample, which are the same for every generation: for a vocabulary of a multiple
+    of 16, and for any."""
+    bits, least = sampling_constants.DIGIT_BITS, {"least": "*fp32"}
+    drawing = {**_DRAWN, "tokens": "*i64", "bests": "*i64", "keys": "*i32", "min_p": "*fp64"}
+    narrowing = {**_DRAWN, **least, "top_p": "*fp64"}
+    narrowing |= dict.fromkeys(("prefixes", "needed", "histograms"), "*i64")
+    for is_even in (True, False):
+        yield _sampling_variant("find_likeliest", "logits", _FOUND, {}, is_even=is_even)
+        yield _sampling_variant("draw_likely", "all", drawing, {"least": None}, is_even=is_even)
+        yield _sampling_variant("draw_likely", "top_p", drawing | least, {}, is_even=is_even)
+        for shift in sampling_constants.SHIFTS:
+            digit = {"SHIFT": shift, "DIGIT_BITS": bits}
+            label = f"shift {shift}"
+            yield _sampling_variant("narrow_top_p", label, narrowing, digit, is_even=is_even)
+
+
+def _sampling_variant(
+    program: str,
+    label: str,
+    tensors: dict[str, str],
+    constants: dict[str, int] | dict[str, None],
+    *,
+    is_even: bool,
+) -> Variant:
+    types = {**tensors, **_SAMPLED, "stride": "i32"}
+    divisible = [name for name, each in types.items() if each.startswith("*")]
+    warps = sampling_constants.NUM_WARPS
+    if program == "narrow_top_p":
+        warps = sampling_constants.NARROWING_WARPS
+    return Variant(
+        module="sampling",
+        program=program,
+        label=label + ", any vocabulary" * (not is_even),
+        types=types,
+        divisible=frozenset(divisible + ["vocab_size", "stride"] * is_even),
+        constants={**constants, "BLOCK": sampling_constants.BLOCK},
+        num_warps=warps,
+        num_stages=3,
+    )
 
 
 def _moving_variant(

@@ -68,6 +68,9 @@ TOKENS = (1, 256)
 ROWS = (1, 256)
 VOCABULARY = 151_936
 BLOCK_SIZE = 16
+SAMPLING_PROGRAMS = {"greedy": 1, "temperature": 2, "top_p": 6, "top_k": 1}
+"""Launches that are no code of torch's compiler, by the way to sample: the likeliest tokens, what
+is drawn without top_k, and for top_p three passes over histograms that are zero before."""
 # Without it torch asks a device guard of CUDA for the device at every index of a tensor.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -266,19 +269,8 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def sampling_codes(way: str, rows: int) -> list[str]:
-    """The code of the functions that sample so many rows."""
-    options = sampling.COMPILER["options"]
-
-    def logits() -> list[Tensor]:
-        made = torch.empty(rows, VOCABULARY, device="cuda")
-        if rows > 1:
-            torch._dynamo.decorators.mark_dynamic(made, 0)
-        return [made]
-
-    codes = [generated_code(sampling.likeliest_of_rows, logits, **options)]
-    if way == "greedy":
-        return codes
+def top_k_code(rows: int) -> str:
+    """The code of the function that draws so many rows by top_k."""
 
     def arguments() -> list[Tensor]:
         made = [torch.empty(rows, VOCABULARY, device="cuda"), torch.empty(rows, device="cuda")]
@@ -292,12 +284,10 @@ def sampling_codes(way: str, rows: int) -> list[str]:
             sampling.mark_any_rows(made, columns)
         return [*made, *columns]
 
-    draws: dict[str, Callable[..., object]] = {
-        "temperature": sampling.draw_by_temperature,
-        "top_p": sampling.draw_by_top_p,
-        "top_k": lambda *tensors: sampling.draw_by_top_k(64, *tensors),
-    }
-    return [*codes, generated_code(draws[way], arguments, **options)]
+    def draw(*tensors: Tensor) -> object:
+        return sampling.draw_by_top_k(64, *tensors)
+
+    return generated_code(draw, arguments, **sampling.COMPILER["options"])
 
 
 def count(names: Sequence[str]) -> Iterator[Launches]:
@@ -307,10 +297,10 @@ def count(names: Sequence[str]) -> Iterator[Launches]:
             for tokens in TOKENS:
                 yield Launches(name, tokens, layer_launches(name, tokens))
             continue
-        for way in ("greedy", "temperature", "top_p", "top_k"):
+        for way, launches in SAMPLING_PROGRAMS.items():
             for rows in ROWS:
-                codes = sampling_codes(way, rows)
-                yield Launches(f"sampling, {way}", rows, sum(map(count_launches, codes)))
+                compiled = count_launches(top_k_code(rows)) if way == "top_k" else 0
+                yield Launches(f"sampling, {way}", rows, launches + compiled)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

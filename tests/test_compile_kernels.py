@@ -124,6 +124,7 @@ PROGRAMS = (
     *("multiply_each_row", "multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
     *("convolve", "step_delta_rule", "prepare_chunks", "scan_delta_rule"),
     *("step_dual", "attend_in_chunks", "scan_dual", "scan_selectively"),
+    *("find_likeliest", "draw_likely", "narrow_top_p"),
 )
 
 

@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanoserve.engine_config import EngineConfig
 from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, sample
+from nanoserve.executor.start.memory import choose_num_blocks, kv_bytes_per_block
 from nanoserve.lab.benchmarks.driving import EngineRun
 from nanoserve.lab.benchmarks.gpu.engine import PresetRun
 from nanoserve.models import dummy
+from nanoserve.models.hub import find_shape
 from scripts import gpu_checks
 from scripts.gpu_checks import FAMILIES, SAMPLERS, SHAPE, answers, main
 
 LINE = re.compile(
-    r"(\d+) x 500, (\S+): (\d+) of \d+ tokens are those of plain torch, (\d+) the CPU's; "
+    r"(\d+) x 500, (\S+): (\d+) of \d+ tokens are those of plain torch, "
+    r"(\d+) of \d+ the CPU's; "
     r"[\d.]+ us, plain torch [\d.]+ us, [\d.]+ times as long"
 )
 SAMPLING = ["sampling", "--device", "cpu", "--vocabulary", "500", "--rows"]
@@ -36,6 +40,36 @@ def test_every_sampler_is_compared_with_every_number_of_rows(
     expected = [(rows, name, rows, rows) for rows in (1, 6) for name in SAMPLERS]
     assert found(capsys.readouterr().out) == expected
     assert list(SAMPLERS) == ["greedy", "temperature", "top-p", "top-k"]
+
+
+def test_the_cpu_samples_the_first_rows_of_a_large_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: list[int] = []
+
+    def noted(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+        sizes.append(len(logits))
+        return sample(logits, rows)
+
+    monkeypatch.setattr(gpu_checks, "sample", noted)
+    monkeypatch.setattr(gpu_checks, "SAMPLERS", {"temperature": {}})
+    main([*SAMPLING, "11"])
+    assert found(capsys.readouterr().out) == [(11, "temperature", 11, 8)]
+    assert sizes[0] == 8 and set(sizes[1:]) == {11}
+
+
+@pytest.mark.parametrize("batch", [1, 64, 256])
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.1-8b"])
+def test_the_step_that_is_shown_has_room_for_all_its_sequences(model: str, batch: int) -> None:
+    """A token of Qwen3-0.6B has 28 layers x 8 heads x 128 numbers x keys and values x 2 bytes."""
+    config = EngineConfig(**gpu_checks.step_settings("cuda", batch))
+    shape = find_shape(model, None)
+    per_block = kv_bytes_per_block(shape, config.block_size, torch.bfloat16)
+    if model == "qwen3-0.6b":
+        assert per_block == config.block_size * 28 * 8 * 128 * 2 * 2
+    longest = shape.max_position_embeddings
+    blocks = choose_num_blocks(per_block, 130 << 30, longest, config)
+    assert blocks * config.block_size >= batch * 2048
 
 
 def test_another_token_of_the_device_is_found(

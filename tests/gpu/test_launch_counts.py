@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TABLE = Path(__file__).with_name("launch_counts.csv")
-SAMPLING = {"greedy": 4, "temperature": 4, "top_p": 18, "top_k": 7}
+SAMPLING = {"greedy": 1, "temperature": 2, "top_p": 6, "top_k": 4}
 """Most launches of a way to sample."""
 
 Counts = dict[tuple[str, int], int]
@@ -35,7 +35,7 @@ def test_the_table_is_within_what_is_aimed_at_for_sampling() -> None:
             assert table[f"sampling, {way}", rows] <= most
 
 
-@pytest.mark.slow  # torch's compiler makes twelve functions
+@pytest.mark.slow  # torch's compiler makes six functions
 def test_nothing_launches_more_than_the_table_says(counted: Counts) -> None:
     """Where it launches less, the table is to be made anew: counts fall, and do not rise again."""
     table = read(TABLE.read_text(encoding="utf-8").splitlines())

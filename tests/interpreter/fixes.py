@@ -6,6 +6,9 @@ those integers as they are: sums and products of bfloat16 are silently garbage, 
 float32 cut off what a GPU rounds. Here conversions round to nearest even and the operands of
 `tl.dot` are widened (a GPU's products of two bfloat16 are exact in float32 as well). All other
 arithmetic on bfloat16 is refused: a kernel converts to float32 first.
+
+The interpreter rounds twice in `tl.fma`, and has none of the functions of libdevice. Here NumPy's
+take their place.
 """
 
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -25,6 +29,7 @@ def repair_interpreter() -> None:
     """Change the interpreter of this process, once."""
     _wrap(InterpreterBuilder, "cast_impl", _casting_bfloat16)
     _wrap(InterpreterBuilder, "create_dot", _multiplying_bfloat16)
+    _wrap(InterpreterBuilder, "create_fma", _rounding_once)
     for name in (
         "binary_op",
         "unary_op",
@@ -36,6 +41,9 @@ def repair_interpreter() -> None:
         _wrap(InterpreterBuilder, name, _refusing_bfloat16)
     _wrap(interpreter.ReduceScanOpInterface, "check_tensor", _refusing_bfloat16_reductions)
     _wrap(interpreter, "_patch_lang_tensor", _with_scalars_as_indices)
+
+    for function in (np.exp, np.log, np.log1p):
+        setattr(libdevice, function.__name__, _on_tensors(function))
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Method], Method]) -> None:
@@ -90,6 +98,29 @@ def _multiplying_bfloat16(dot: Method) -> Method:
         return dot(self, _widened(left), _widened(right), added, *options)
 
     return create_dot
+
+
+def _rounding_once(fma: Method) -> Method:
+    """A product of two float32 is exact in float64."""
+
+    def create_fma(
+        self: InterpreterBuilder, left: TensorHandle, right: TensorHandle, added: TensorHandle
+    ) -> TensorHandle:
+        if added.dtype.scalar != tl.float32:
+            return fma(self, left, right, added)
+        wide = left.data.astype(np.float64) * right.data.astype(np.float64)
+        return TensorHandle((wide + added.data).astype(np.float32), tl.float32)
+
+    return create_fma
+
+
+def _on_tensors(function: Callable[[Any], Any]) -> Callable[[tl.tensor], tl.tensor]:
+    def call(argument: tl.tensor) -> tl.tensor:
+        with np.errstate(all="ignore"):
+            data = function(argument.handle.data)
+        return tl.tensor(TensorHandle(data, argument.dtype.scalar), argument.type)
+
+    return call
 
 
 def _refusing_bfloat16(operation: Method) -> Method:
