@@ -69,7 +69,7 @@ def multiply_each_row(
     is_output = output < num_outputs
     column = tl.arange(0, STEP)
     weights = weight + output.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    up_weights = weights + num_outputs.to(tl.int64) * COLUMNS
+    up_weights = weights + tl.cast(num_outputs, tl.int64) * COLUMNS
     is_weight = is_output[:, None] & (column < COLUMNS)[None, :]
     tile = tl.load(weights, mask=is_weight, other=0.0)
     if ACTIVATION != NO_ACTIVATION:
