@@ -2,11 +2,12 @@
 tokens|step|sampling|preset|products [--device cpu]`.
 
 `tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's
-tokens in float32. `step`: the kernels of a decode step by name, from torch's trace. `sampling`: the
-sampler as engines run it against its operators in plain torch on the same device, their times and
-tokens, and the CPU's tokens. `preset`: the preset of 256 requests greedily and at a temperature, in
-turns. `products`: products with packed matrices in CUDA graphs over copies of the matrix, so that
-no cache holds it; that part needs a GPU, the others can be tried on a CPU.
+tokens in float32. `step`: when each stage of opening began, and the kernels of a decode step by
+name, from torch's trace. `sampling`: the sampler as engines run it against its operators in plain
+torch on the same device, their times and tokens, and the CPU's tokens. `preset`: the preset of 256
+requests greedily and at a temperature, in turns. `products`: products with packed matrices in CUDA
+graphs over copies of the matrix, so that no cache holds it; that part needs a GPU, the others can
+be tried on a CPU.
 """
 
 import argparse
@@ -192,13 +193,39 @@ def step_settings(device: str, batch: int) -> dict[str, Any]:
     }
 
 
+class StageClock:
+    """Prints after how many seconds each stage of opening began, and its parts if they are few."""
+
+    def __init__(self) -> None:
+        self._began, self._stage = time.monotonic(), ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage or total < 10:
+            seconds = time.monotonic() - self._began
+            print(f"{seconds:6.1f} s  {stage}, {done} of {total}", flush=True)
+        self._stage = stage
+
+
+def print_compiler_times() -> None:
+    """Print what torch's compiler found in its caches, and its longest phases. Phases lie within
+    others."""
+    for part in ("aot_autograd", "inductor"):
+        found = torch._dynamo.utils.counters[part]
+        cached = {name: count for name, count in found.items() if "cache" in name}
+        print(f"{part}: {cached}")
+    names, seconds = torch._dynamo.utils.compile_times(repr="csv", aggregate=True)
+    phases = sorted(zip(map(float, seconds), names, strict=True), reverse=True)
+    for each, name in phases[:16]:
+        print(f"{each:6.1f} s  in {name}")
+
+
 def show_step(device: str, model: str, batch: int, context: int) -> None:
-    began = time.monotonic()
-    with LLM(DUMMY_PREFIX + model, **step_settings(device, batch)) as llm:
-        built = time.monotonic()
-        llm.built.prepare()
-        prepared = time.monotonic()
-        print(f"opened in {built - began:.1f} s, prepared in {prepared - built:.1f} s", flush=True)
+    clock = StageClock()
+    with LLM(DUMMY_PREFIX + model, progress=clock, **step_settings(device, batch)) as llm:
+        clock("opened", 1, 1)
+        llm.built.prepare(clock)
+        clock("prepared", 1, 1)
+        print_compiler_times()
         engine, waiting = llm.engine, {str(place) for place in range(batch)}
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=batch + 100)
         for place, prompt in enumerate(
