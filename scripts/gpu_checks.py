@@ -1,12 +1,13 @@
 """Check on a GPU what `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks
-tokens|step|sampling|preset|products [--device cpu]`.
+tokens|step|layers|sampling|preset|products [--device cpu]`.
 
 `tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's
-tokens in float32. `step`: the kernels of a decode step by name, from torch's trace. `sampling`: the
-sampler as engines run it against its operators in plain torch on the same device, their times and
-tokens, and the CPU's tokens. `preset`: the preset of 256 requests greedily and at a temperature, in
-turns. `products`: products with packed matrices in CUDA graphs over copies of the matrix, so that
-no cache holds it; that part needs a GPU, the others can be tried on a CPU.
+tokens in float32. `step`: when each stage of opening began, and the kernels of a decode step by
+name, from torch's trace. `sampling`: the sampler as engines run it against its operators in plain
+torch on the same device, their times and tokens, and the CPU's tokens. `preset`: the preset of 256
+requests greedily and at a temperature, in turns. `products`: products with packed matrices in CUDA
+graphs over copies of the matrix, so that no cache holds it; that part needs a GPU, the others can
+be tried on a CPU.
 """
 
 import argparse
@@ -22,12 +23,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanoserve.errors import NanoserveError
+from nanoserve.executor.compile import fused_layer
+from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.executor.step.staging import Staging
 from nanoserve.lab.benchmarks.floors import ModelCost
 from nanoserve.lab.benchmarks.gpu.correctness import random_logits
@@ -45,13 +50,15 @@ from nanoserve.lab.benchmarks.verdicts import spread_text
 from nanoserve.lab.workloads import PRESETS, Preset, random_prompts
 from nanoserve.llm import LLM
 from nanoserve.models import dummy
+from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
+from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import DUMMY_PREFIX
 from nanoserve.models.tensor_parts import TensorPart
 from nanoserve.record.metrics import BatchRates
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.plan import Begin
-from triton_ops import pack, packed_linear, reference_operators, round_to_nearest
+from triton_ops import fused_linear, pack, packed_linear, reference_operators, round_to_nearest
 
 VOCAB_SIZE = 4096  # of the tokenizer of dummy models
 SHAPE = {
@@ -192,13 +199,39 @@ def step_settings(device: str, batch: int) -> dict[str, Any]:
     }
 
 
+class StageClock:
+    """Prints after how many seconds each stage of opening began, and its parts if they are few."""
+
+    def __init__(self) -> None:
+        self._began, self._stage = time.monotonic(), ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage or total < 10:
+            seconds = time.monotonic() - self._began
+            print(f"{seconds:6.1f} s  {stage}, {done} of {total}", flush=True)
+        self._stage = stage
+
+
+def print_compiler_times() -> None:
+    """Print what torch's compiler found in its caches, and its longest phases. Phases lie within
+    others."""
+    for part in ("aot_autograd", "inductor"):
+        found = torch._dynamo.utils.counters[part]
+        cached = {name: count for name, count in found.items() if "cache" in name}
+        print(f"{part}: {cached}")
+    names, seconds = torch._dynamo.utils.compile_times(repr="csv", aggregate=True)
+    phases = sorted(zip(map(float, seconds), names, strict=True), reverse=True)
+    for each, name in phases[:16]:
+        print(f"{each:6.1f} s  in {name}")
+
+
 def show_step(device: str, model: str, batch: int, context: int) -> None:
-    began = time.monotonic()
-    with LLM(DUMMY_PREFIX + model, **step_settings(device, batch)) as llm:
-        built = time.monotonic()
-        llm.built.prepare()
-        prepared = time.monotonic()
-        print(f"opened in {built - began:.1f} s, prepared in {prepared - built:.1f} s", flush=True)
+    clock = StageClock()
+    with LLM(DUMMY_PREFIX + model, progress=clock, **step_settings(device, batch)) as llm:
+        clock("opened", 1, 1)
+        llm.built.prepare(clock)
+        clock("prepared", 1, 1)
+        print_compiler_times()
         engine, waiting = llm.engine, {str(place) for place in range(batch)}
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=batch + 100)
         for place, prompt in enumerate(
@@ -335,6 +368,99 @@ def time_products(device: str) -> None:
                 rows = torch.randn(num_rows, columns, device=device).bfloat16()
                 us = graph_us([partial(product, rows, one) for one in copies])
                 print(f"{name}, {num_rows} x {columns} x {outputs}: {us:.1f} us", flush=True)
+    for name, (outputs, columns, surroundings) in LAYER_PRODUCTS.items():
+        time_fused_product(name, outputs, columns, surroundings, device)
+
+
+LAYER_PRODUCTS = {
+    "qkv": (4096, 1024, "norm"),
+    "output": (1024, 2048, "residual"),
+    "gate_up": (6144, 1024, "norm silu"),
+    "down": (1024, 3072, "residual"),
+    "qkv of 8B": (6144, 4096, "norm"),
+    "output of 8B": (4096, 4096, "residual"),
+    "gate_up of 8B": (28672, 4096, "norm silu"),
+    "down of 8B": (4096, 14336, "residual"),
+}
+"""Products of a layer of Qwen3-0.6B and of Llama-3.1-8B: outputs, columns, and what stands around
+them."""
+
+
+def time_fused_product(
+    name: str, outputs: int, columns: int, surroundings: str, device: str
+) -> None:
+    """Print what one row takes through `fused_linear`, and through torch's product alone."""
+    row, norm = (torch.randn(shape, device=device).bfloat16() for shape in ((1, columns), columns))
+    weight = torch.randn(outputs, columns, device=device).bfloat16()
+    activation = "silu" if "silu" in surroundings else ""
+    residual = torch.randn(1, outputs, device=device).bfloat16()
+    call = partial(
+        fused_linear,
+        row,
+        bias=None,
+        norm=norm if "norm" in surroundings else None,
+        residual=residual if "residual" in surroundings else None,
+        eps=1e-6,
+        norm_adds_one=False,
+        activation=activation,
+    )
+    copies = [weight.clone() for _ in range(max(2, int(200e6 / weight.nbytes)))]
+    fused = graph_us([partial(call, weight=one) for one in copies])
+    alone = graph_us([partial(torch.nn.functional.linear, row, one) for one in copies])
+    print(
+        f"{name}, {columns} x {outputs}: {fused:.2f} us with {surroundings}, "
+        f"{weight.nbytes / 1e6 / fused:.2f} TB/s; {alone:.2f} us by torch, without",
+        flush=True,
+    )
+
+
+@torch.inference_mode()
+def time_layers(bench: GpuBench, model: str, row_counts: Sequence[int], context: int) -> None:
+    """Print what all layers of a decode step take, captured, fused and compiled, for these numbers
+    of rows; and how far their hidden states are apart, over their root mean square."""
+    decoder, config = make_dummy_model(model, format_name(bench.dtype), bench.device)
+    layers = LayerRunner.torch_compile(decoder, backend="eager" if bench.dry_run else "inductor")
+    most, blocks = max(row_counts), -(-context // LAYER_BLOCK_SIZE)
+    caches = make_caches(
+        config,
+        num_blocks=most * blocks,
+        block_size=LAYER_BLOCK_SIZE,
+        dtype=decoder.dtype,
+        device=bench.device,
+    )
+    for cache in (*caches.keys, *caches.values):
+        cache.normal_(std=0.1)
+    forward = ForwardPass(decoder, caches, layers)
+    for rows in row_counts:
+        inputs = decode_inputs(rows, context, bench.device)
+        found = {}
+        for name, fused_tokens in (("fused", rows), ("compiled", 0)):
+            with mock.patch.object(fused_layer, "MOST_TOKENS", fused_tokens):
+                found[name] = forward(inputs).clone()
+                us = 0.0 if bench.dry_run else graph_us([partial(forward, inputs)])
+            print(f"{rows} rows, {name}: {us:.1f} us", flush=True)
+        compiled = found["compiled"].float()
+        apart = (found["fused"].float() - compiled).square().mean() / compiled.square().mean()
+        print(f"{rows} rows: {apart.sqrt():.5f} apart", flush=True)
+
+
+LAYER_BLOCK_SIZE = 16
+LAYER_ROWS = (1, 2, 4, 8)
+
+
+def decode_inputs(rows: int, context: int, device: torch.device) -> StepInputs:
+    """One token for each of so many rows, behind context - 1 others; their blocks are shuffled."""
+    blocks = -(-context // LAYER_BLOCK_SIZE)
+    tables = torch.randperm(rows * blocks, device=device).int().view(rows, blocks)
+    offset = (context - 1) % LAYER_BLOCK_SIZE
+    batch = AttentionBatch(
+        tables,
+        torch.arange(rows + 1, dtype=torch.int32, device=device),
+        torch.full((rows,), context, dtype=torch.int32, device=device),
+        tables[:, -1].long() * LAYER_BLOCK_SIZE + offset,
+    )
+    positions = torch.full((rows,), context - 1, device=device)
+    return StepInputs(torch.arange(rows, device=device), positions, batch, 1)
 
 
 def graph_us(calls: list[Any]) -> float:
@@ -360,11 +486,13 @@ def graph_us(calls: list[Any]) -> float:
 def main(words: Sequence[str]) -> None:
     preset = PRESETS[PRESET]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("tokens", "step", "sampling", "preset", "products"))
+    parser.add_argument(
+        "what", choices=("tokens", "step", "layers", "sampling", "preset", "products")
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", default="qwen3-0.6b", help="of step and preset")
+    parser.add_argument("--model", default="qwen3-0.6b", help="of step, layers and preset")
     parser.add_argument("--batch", type=int, default=1, help="of step")
-    parser.add_argument("--context", type=int, default=512, help="of step")
+    parser.add_argument("--context", type=int, default=512, help="of step and layers")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE)
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 64, 256), help="of sampling")
     parser.add_argument("--vocabulary", type=int, default=151_936, help="of sampling")
@@ -401,6 +529,8 @@ def check(given: argparse.Namespace) -> None:
         compare_tokens(given.device)
     elif given.what == "step":
         show_step(given.device, given.model, given.batch, given.context)
+    elif given.what == "layers":
+        time_layers(bench, given.model, LAYER_ROWS, given.context)
     elif given.what == "sampling":
         compare_samplers(bench, given.rows, given.vocabulary, given.temperature)
     elif given.what == "preset":

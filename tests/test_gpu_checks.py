@@ -180,3 +180,16 @@ def test_weights_of_the_token_check_depend_on_their_names_alone(
     assert torch.equal(layer.qkv.weight[-2 * kv_size : -kv_size], expected)
     assert layer.attention_norm.weight.mean().item() == pytest.approx(1.0, abs=0.1)
     assert layer.attention_norm.weight.std().item() == pytest.approx(0.15, abs=0.05)
+
+
+def test_stages_of_opening_are_printed_when_they_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each part of those that have few."""
+    clock = gpu_checks.StageClock()
+    for stage, total in (("loading", 1000), ("compiling layers", 2)):
+        for done in range(total + 1):
+            clock(stage, done, total)
+    lines = [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "loading, 0 of 1000",
+        *(f"compiling layers, {done} of 2" for done in range(3)),
+    ]

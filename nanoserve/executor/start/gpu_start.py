@@ -119,8 +119,6 @@ class GpuStart:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         num_rows = min(num_tokens, config.max_num_seqs)
         began, stage = time.monotonic(), WARMING_UP if config.eager else COMPILING
-        if progress is not None:
-            progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
         ways: list[LayerFunction] = [self.layers]
@@ -128,16 +126,20 @@ class GpuStart:
             ways.append(self.layers.in_pieces)
         sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "block_size": config.block_size}
         runs = [partial(run_largest_step, self._decoder, run_layer, **sizes) for run_layer in ways]
+        parts: list[Callable[[], object]] = []
+        for run in runs:  # one token has code of its own in layers
+            parts += [run, partial(run, num_tokens=1, num_rows=1)]
+        parts.append(partial(warm_sampling, self._decoder, num_rows))
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
-            for run in runs:
-                run()
-                run(num_tokens=1, num_rows=1)  # for which layers have code of their own
-            warm_sampling(self._decoder, num_rows)
+            for done, part in enumerate(parts):
+                if progress is not None:
+                    progress(stage, done, len(parts))
+                part()
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
         if progress is not None:
-            progress(stage, 1, 1)
+            progress(stage, len(parts), len(parts))
         if not self._sizes:
             return self._step_memory
         captured = max(rows * width for rows, width in self._sizes)
