@@ -79,6 +79,8 @@ ROWS = {
     ],
     "prefill": [AttentionRow(length, length) for length in (17, 64, 130)],
 }
+RAGGED = (AttentionRow(1, 9000), *(AttentionRow(1, 40),) * 300, AttentionRow(1, 5000))
+"""Rows enough to keep a GPU busy, and among them two so long that other programs help with them."""
 DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head size
 
 
@@ -162,7 +164,12 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
             name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1)
         )
     yield from _span_cases(bench, head_dims[0])
-    if not bench.dry_run:  # the plain implementation has no rows to pad with
+    # A dry run takes long over so many rows, and its plain implementation has none to pad with.
+    if not bench.dry_run:
+        inputs = _attention_inputs(RAGGED, HEADS[0], head_dims[0], BLOCK_SIZES[0])
+        attend = partial(paged_attention, scale=head_dims[0] ** -0.5, sliding_window=0)
+        check = partial(_check_operator, bench, "paged_attention", DTYPES[0], inputs, attend, 1)
+        yield GpuCase("paged_attention, two long rows among 300 short ones", check)
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
         if bench.dry_run and operator == "packed_linear" and dtype != torch.float32:
