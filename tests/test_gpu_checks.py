@@ -143,6 +143,18 @@ def test_without_a_gpu_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         main(["sampling"])
 
 
+def test_layers_are_run_fused_and_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3", **SHAPE}), encoding="utf-8")
+    main(["layers", "--device", "cpu", "--model", str(path), "--context", "40"])
+    lines = capsys.readouterr().out.splitlines()
+    for rows in (1, 2, 4, 8):
+        assert f"{rows} rows, fused: 0.0 us" in lines, "the CPU's time would mean nothing"
+        assert f"{rows} rows: 0.00000 apart" in lines
+
+
 def test_tokens_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
