@@ -245,8 +245,13 @@ def takes_projected(
     """Whether one operator makes queries of the product of a layer with this config, and writes its
     keys and values (`PagedAttention.rotate_and_write`). On a GPU it is one launch in the place of
     three or four. On a CPU there are no launches to save, and the compiled layer stays as it is."""
-    if device.type != "cuda" or not isinstance(attention, PagedAttention):
-        return False
+    on_gpu = device.type == "cuda"
+    return on_gpu and isinstance(attention, PagedAttention) and fits_rotation(config)
+
+
+def fits_rotation(config: ModelConfig) -> bool:
+    """Whether `PagedAttention.rotate_and_write` does all that a layer with this config does between
+    its first product and attention."""
     parts = config.attention
     has_own_columns = parts.mla is None and parts.has_kv and not parts.values_are_keys
     norms_fit = not parts.value_norm and not parts.qk_norm_spans_heads

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.executor.compile.aot_build import CompiledKind
-from nanoserve.models.attention import AttentionBatch, PagedAttention
+from nanoserve.models.attention import AttentionBatch, PagedAttention, fits_rotation
 from nanoserve.models.decoder import DecoderLayer
-from triton_ops import fused_linear, rotate_and_write
+from triton_ops import fused_linear
 
 MOST_TOKENS = 1
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
@@ -30,15 +30,7 @@ def can_be_fused(kind: CompiledKind) -> bool:
     Qwen2, Qwen3 and Mistral do."""
     config = kind.config
     attention, norms = config.attention, config.norms
-    plain_attention = attention.has_kv and not (
-        attention.mla
-        or attention.qk_norm_spans_heads
-        or attention.value_norm
-        or attention.values_are_keys
-        or attention.output_gate
-        or attention.sinks
-        or config.rope.query_growth
-    )
+    plain_attention = fits_rotation(config) and not (attention.output_gate or attention.sinks)
     plain_norms = (
         norms.kind != "layer"
         and norms.places == "before"
@@ -103,24 +95,10 @@ class FusedLayer:
             )
 
         projected = product("qkv", hidden, norm="attention_norm")
-        query = hidden.new_empty(len(hidden), config.num_heads, config.head_dim)
-        rotate_and_write(
-            query,
-            projected,
-            own.get("query_norm.weight"),
-            own.get("key_norm.weight"),
-            cos,
-            sin,
-            key_cache,
-            value_cache,
-            batch[-1],
-            eps=eps,
-            norm_adds_one=adds_one,
-            interleaved=config.rope.interleaved,
-        )
         attention = PagedAttention(config, [key_cache], [value_cache], AttentionBatch(*batch))
-        written = query[:, :0]  # keys and values of no heads: they are in the cache already
-        attended = attention(0, query, written, written)
+        norms = own.get("query_norm.weight"), own.get("key_norm.weight")
+        query = attention.rotate_and_write(0, config, projected, norms, (cos, sin))
+        attended = attention.attend(0, query, sinks=None)
         hidden = product("output", attended, residual=hidden)
         activation = _ACTIVATIONS[config.feed_forward.activation]
         inner = product(
