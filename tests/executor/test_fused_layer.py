@@ -33,6 +33,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "qwen2": {},  # with biases
     "qwen3": {"head_dim": 16},  # with norms of queries and keys
     "mistral": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0]},
 }
 NOT_FUSED: dict[str, dict[str, Any]] = {
     "gemma2": SLIDING,
