@@ -16,6 +16,7 @@ from nanoserve.executor.sampling.sampler import (
     batch_settings,
     sample,
 )
+from nanoserve.executor.step.forward_pass import row_lengths
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
@@ -160,7 +161,7 @@ class SampledRows:
         """Have what sampling needs moved to the device, for all rows of the step with their
         `row_ends` and states; None if no row is sampled."""
         starts = np.fromiter([row.start for row in rows], np.int64, len(rows))
-        positions = starts + np.diff(ends, prepend=0)
+        positions = starts + row_lengths(ends)
         sampled = [place for place, row in enumerate(rows) if row.sample]
         if not sampled:
             return None

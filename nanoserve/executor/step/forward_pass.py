@@ -277,6 +277,14 @@ def row_ends(rows: Sequence[Row]) -> np.ndarray:
     return lengths.cumsum()
 
 
+def row_lengths(ends: np.ndarray) -> np.ndarray:
+    """Tokens of each row that ends as `row_ends` says: int64 [R]. np.diff takes several times as
+    long for few rows."""
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    return lengths
+
+
 class InputBuilder:
     """Lays the rows of a step end to end, in arrays of their own."""
 
@@ -301,7 +309,7 @@ class InputBuilder:
         add_batch = add_batch or add
         num_rows, num_tokens = len(rows), int(ends[-1])
         starts = np.fromiter([row.start for row in rows], np.int64, num_rows)
-        lengths = np.diff(ends, prepend=0)
+        lengths = row_lengths(ends)
         contexts, longest = starts + lengths, int(lengths.max())
         block_tables, num_blocks = _gathered(tables)
         self._check_capacity(rows, contexts, num_blocks // self.groups)
