@@ -7,7 +7,7 @@ NARROWING_WARPS = 8
 DIGIT_BITS = 11
 PASSES = ((22, False), (22, True), (11, False), (0, False))
 """SHIFT and LOW of each pass: three digits hold the 32 bits of a key."""
-_PROGRAMS_PER_MULTIPROCESSOR = 64
+_PROGRAMS_PER_MULTIPROCESSOR = 32
 """Programs of a large batch: several times what run together, so that all multiprocessors end at
 about the same time."""
 
