@@ -220,9 +220,9 @@ def sampling_variants() -> Iterator[Variant]:
         yield _sampling_variant("find_likeliest", "logits", _FOUND, {}, is_even=is_even)
         yield _sampling_variant("draw_likely", "all", drawing, {"least": None}, is_even=is_even)
         yield _sampling_variant("draw_likely", "top_p", drawing | least, {}, is_even=is_even)
-        for shift in sampling_constants.SHIFTS:
-            digit = {"SHIFT": shift, "DIGIT_BITS": bits}
-            label = f"shift {shift}"
+        for shift, low in sampling_constants.PASSES:
+            digit = {"SHIFT": shift, "DIGIT_BITS": bits, "LOW": low}
+            label = f"shift {shift}" + ", low" * low
             yield _sampling_variant("narrow_top_p", label, narrowing, digit, is_even=is_even)
 
 

@@ -68,9 +68,9 @@ TOKENS = (1, 256)
 ROWS = (1, 256)
 VOCABULARY = 151_936
 BLOCK_SIZE = 16
-SAMPLING_PROGRAMS = {"greedy": 1, "temperature": 2, "top_p": 6, "top_k": 1}
+SAMPLING_PROGRAMS = {"greedy": 1, "temperature": 2, "top_p": 7, "top_k": 1}
 """Launches that are no code of torch's compiler, by the way to sample: the likeliest tokens, what
-is drawn without top_k, and for top_p three passes over histograms that are zero before."""
+is drawn without top_k, and for top_p four passes over histograms that are zero before."""
 # Without it torch asks a device guard of CUDA for the device at every index of a tensor.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -67,6 +67,27 @@ def test_rows_without_top_p_are_drawn_beside_rows_with_it() -> None:
     assert torch.equal(drawn(draws), expected(draws))
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_the_least_logit_of_top_p_is_that_of_a_sort_in_float64(spread: float) -> None:
+    """Also where one token has most of a row, and the thousands that share the rest are each less
+    likely than 1 in 10^5."""
+    logits = some_logits(6, 7000, "float32", seed=3).mul_(spread / 3)
+    if spread < 1:
+        logits.sub_(13.0)[:, 5000] = 0.0
+    top_p = torch.tensor([0.99, 0.995, 0.95, 0.9999, 0.5, 1.0], dtype=torch.float64)
+    maxima = logits.amax(1)
+    least = gpu._least_of_top_p(
+        gpu._Launch(logits, 6), logits, maxima, torch.arange(6), torch.ones(6), top_p
+    )
+    scaled, shares = logits - maxima[:, None], logits.double().softmax(1)
+    for row in range(5):
+        order = scaled[row].argsort(descending=True)
+        place = int((shares[row][order].cumsum(0) < top_p[row]).sum())
+        assert least[row] == scaled[row][order[place]]
+    assert least[5] == -torch.inf
+    assert spread > 1 or (least[:2] < -12).all()
+
+
 @pytest.mark.parametrize("way", ["all", "top_p"])
 def test_some_rows_of_a_batch_are_drawn(way: str) -> None:
     batch = some_draws(5, 1500, way, "bfloat16", seed=4)

@@ -21,7 +21,7 @@ from triton_ops.gpu.sampling_constants import (
     DIGIT_BITS,
     NARROWING_WARPS,
     NUM_WARPS,
-    SHIFTS,
+    PASSES,
     most_counted_rows,
     pieces_of_row,
 )
@@ -114,13 +114,12 @@ def _least_of_top_p(
     top_p: Tensor,
 ) -> Tensor:
     """Find the least scaled logit that top_p keeps in each row, float32 [G], in a launch for each
-    digit."""
+    digit, and one more."""
     count = len(rows)
     least = logits.new_empty(count)
     prefixes, needed = rows.new_empty(count), rows.new_empty(count)
-    for histograms, shift in zip(
-        rows.new_zeros(len(SHIFTS), count, 1 << DIGIT_BITS), SHIFTS, strict=True
-    ):
+    zeros = rows.new_zeros(len(PASSES), count, 1 << DIGIT_BITS)
+    for histograms, (shift, low) in zip(zeros, PASSES, strict=True):
         narrow_top_p[launch.grid](
             least,
             prefixes,
@@ -136,6 +135,7 @@ def _least_of_top_p(
             BLOCK=BLOCK,
             SHIFT=shift,
             DIGIT_BITS=DIGIT_BITS,
+            LOW=low,
             num_warps=NARROWING_WARPS,
         )
     return least

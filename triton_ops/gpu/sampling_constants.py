@@ -5,9 +5,9 @@ NUM_WARPS = 4
 NARROWING_WARPS = 8
 """Warps of the program that adds up a histogram: with fewer, each thread would hold more of it."""
 DIGIT_BITS = 11
-SHIFTS = (22, 11, 0)
-"""Three digits hold the 32 bits of a key."""
-_PROGRAMS_PER_MULTIPROCESSOR = 64
+PASSES = ((22, False), (22, True), (11, False), (0, False))
+"""SHIFT and LOW of each pass: three digits hold the 32 bits of a key."""
+_PROGRAMS_PER_MULTIPROCESSOR = 32
 """Programs of a large batch: several times what run together, so that all multiprocessors end at
 about the same time."""
 

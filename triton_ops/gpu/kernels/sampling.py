@@ -14,6 +14,9 @@ _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _FIXED_POINT = tl.constexpr(2.0**44)
 """A weight of 1 as an integer, as in `triton_ops.sampling`."""
+_LOW = tl.constexpr(-12.0)
+"""Scaled logits up to here are low: hundreds of thousands of them weigh little, unless all are. The
+first digit of a key tells whether one is."""
 _MIX_FIRST, _MIX_SECOND = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
 
 
@@ -167,6 +170,48 @@ def find_likeliest(
         tl.store(finite + row, (tl.abs(value) < float("inf")).to(tl.uint8))
 
 
+@triton.jit
+def _add_weights(
+    histogram,
+    logits,
+    begin,
+    end,
+    vocab_size,
+    maximum,
+    degrees,
+    prefix,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DIGIT_BITS: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Add the weights of a row's logits from `begin` to `end` to a histogram of their digits above
+    SHIFT bits, if the digits before it are `prefix`; those of the first pass as `narrow_top_p`
+    says."""
+    inverse = _inverse(degrees)
+    is_first: tl.constexpr = SHIFT + DIGIT_BITS >= 32
+    low_weights = tl.zeros([BLOCK], tl.int64)
+    for start in tl.range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        scaled = _scaled(logits, place, vocab_size, maximum, degrees, inverse)
+        key = _ordered(scaled).to(tl.uint32, bitcast=True) ^ _SIGN
+        weight = (libdevice.exp(scaled) * _FIXED_POINT).to(tl.int64)
+        is_counted = (scaled <= 0.0) & (weight > 0)
+        if is_first:
+            is_low = scaled <= _LOW
+            if LOW:
+                is_counted = is_counted & is_low
+            else:
+                low_weights += tl.where(is_counted & is_low, weight, 0)
+                is_counted = is_counted & (is_low == 0)
+        else:
+            is_counted = is_counted & ((key >> (SHIFT + DIGIT_BITS)).to(tl.int64) == prefix)
+        digit = ((key >> SHIFT) & ((1 << DIGIT_BITS) - 1)).to(tl.int32)
+        tl.atomic_add(histogram + digit, weight, mask=is_counted, sem="relaxed")
+    if is_first and not LOW:
+        tl.atomic_add(histogram, tl.sum(low_weights, axis=0), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def narrow_top_p(
     least,
@@ -185,43 +230,53 @@ def narrow_top_p(
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT_BITS: tl.constexpr,
+    LOW: tl.constexpr,
 ):
     """Find the next digit of the least key that top_p keeps: a pass of
     `triton_ops.sampling.smallest_sufficient_key`, for the digit above SHIFT bits.
+
+    There are two passes for the first digit. One adds up low logits in registers, as if all had the
+    lowest digit, for nearly all logits are low, and adding to memory is slow. If its result is that
+    digit, it leaves a prefix of -1, and the other one (LOW) tells low logits apart.
 
     Grid: (G, pieces of so many blocks of logits). `histograms` [G, 2 ** DIGIT_BITS] is zero before.
     `prefixes`, the digits so far, and `needed`, the weight that is left to find, int64 [G], go from
     pass to pass. The pass whose SHIFT is 0 writes `least`, float32 [G]: the least scaled logit that
     is kept, minus infinity where top_p is 1.
     """
-    drawn, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    drawn = tl.program_id(0)
     row = tl.load(rows + drawn)
-    maximum, degrees = tl.load(maxima + row), tl.load(temperature + drawn)
-    inverse = _inverse(degrees)
     is_first: tl.constexpr = SHIFT + DIGIT_BITS >= 32
     prefix = tl.zeros([], tl.int64)
+    if LOW:
+        known = tl.load(prefixes + drawn)
+        if known >= 0:
+            return
     if not is_first:
         prefix = tl.load(prefixes + drawn)
     digits: tl.constexpr = 1 << DIGIT_BITS
     histogram = histograms + drawn.to(tl.int64) * digits
     begin = tl.program_id(1) * blocks * BLOCK
-    for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, vocab_size), BLOCK):
-        scaled = _scaled(
-            logits + row * stride, start + lanes, vocab_size, maximum, degrees, inverse
-        )
-        key = _ordered(scaled).to(tl.uint32, bitcast=True) ^ _SIGN
-        weight = (libdevice.exp(scaled) * _FIXED_POINT).to(tl.int64)
-        is_counted = (scaled <= 0.0) & (weight > 0)
-        if not is_first:
-            is_counted = is_counted & ((key >> (SHIFT + DIGIT_BITS)).to(tl.int64) == prefix)
-        digit = ((key >> SHIFT) & (digits - 1)).to(tl.int32)
-        tl.atomic_add(histogram + digit, weight, mask=is_counted, sem="relaxed")
+    _add_weights(
+        histogram,
+        logits + row * stride,
+        begin,
+        tl.minimum(begin + blocks * BLOCK, vocab_size),
+        vocab_size,
+        tl.load(maxima + row),
+        tl.load(temperature + drawn),
+        prefix,
+        BLOCK,
+        SHIFT,
+        DIGIT_BITS,
+        LOW,
+    )
     if _is_last_of_row(arrivals, drawn):
         digit = tl.arange(0, digits)
         weights = tl.load(histogram + digit, cache_modifier=".cg")
         at_or_above = tl.cumsum(weights, axis=0, reverse=True)
         share = tl.load(top_p + drawn)
-        if is_first:
+        if is_first and not LOW:
             total = tl.sum(weights, axis=0)
             missing = tl.minimum(tl.ceil(share * total.to(tl.float64)).to(tl.int64), total)
         else:
@@ -231,6 +286,8 @@ def narrow_top_p(
         prefix = (prefix << DIGIT_BITS) | chosen
         if SHIFT > 0:
             above = tl.sum(tl.where(digit > chosen, weights, 0), axis=0)
+            if is_first and not LOW:
+                prefix = tl.where(chosen == 0, -1, prefix)
             tl.store(prefixes + drawn, prefix)
             tl.store(needed + drawn, missing - above)
         else:
