@@ -82,12 +82,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     endpoint.report(loaded)
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
-    # The KV cache of each layout is laid out in the same storage.
-    sizes = zip(allocate.num_blocks, device_start.block_bytes, strict=True)
-    size = max(blocks * (each - device_start.drafter_bytes) for blocks, each in sizes)
-    problem = f"a KV cache of {format_size(size)} does not fit"
-    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
-        storage = torch.empty(size, dtype=torch.uint8, device=device)
+    storage = _cache_storage(device_start, allocate.num_blocks, device)
     pool = _open_host_pool(start, model, decoders[0].dtype)
     stages = device_start.stages(
         allocate.num_blocks, pool, processor, storage, state_slots=allocate.state_slots
@@ -99,10 +94,13 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     profile = None
     if start.profiles and start.rank == 0:
         assert speeds is not None, "only policies that attend in host memory ask for it"
-        whole = as_whole_stage(layouts[0].stage, storage, config.block_size)
         assert processor is not None, "likewise"
         measured = StartingEngine(
-            stage=whole, config=config, model=model, speeds=speeds, processor=processor
+            stage=as_whole_stage(stages[0], storage, config.block_size),
+            config=config,
+            model=model,
+            speeds=speeds,
+            processor=processor,
         )
         profile = hybrid_profile(measured, progress)
     while True:
@@ -111,6 +109,17 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         start = worker.run()
         del worker  # and with it what was on its way
         _rejoin(start, endpoint, layouts, loaded)
+
+
+def _cache_storage(
+    device_start: DeviceStart, num_blocks: Sequence[int], device: torch.device
+) -> Tensor:
+    """Memory in which the KV cache of each layout is laid out."""
+    sizes = zip(num_blocks, device_start.block_bytes, strict=True)
+    size = max(blocks * (each - device_start.drafter_bytes) for blocks, each in sizes)
+    problem = f"a KV cache of {format_size(size)} does not fit"
+    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _capture(
