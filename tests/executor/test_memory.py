@@ -10,6 +10,7 @@ from nanoserve import LLM
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.start.device_start import DeviceStart
+from nanoserve.executor.start.gpu_start import GpuStart
 from nanoserve.executor.start.memory import (
     CacheSize,
     available_memory,
@@ -74,11 +75,26 @@ def test_without_attention_states_get_all_of_the_memory() -> None:
         chosen(kv_cache_memory=512)
 
 
+def gpu_that_needs(reserved: int, *, graphs: int) -> GpuStart:
+    """In the place of a GpuStart that has measured so much, of which its graphs take a part."""
+    fake = SimpleNamespace(measure=lambda longest, progress: reserved, graph_bytes=graphs)
+    return fake  # type: ignore[return-value]
+
+
+def test_one_layouts_steps_and_the_graphs_of_both_are_kept_free() -> None:
+    """One layout runs at a time; the graphs of the other keep their memory."""
+    config, cpu = EngineConfig(block_size=4), torch.device("cpu")
+    start = DeviceStart(resolve_model(None), config, [small_decoder()], cpu)
+    for reserved, graphs in ((700, 300), (600, 50)):
+        start.gpus.append(gpu_that_needs(reserved, graphs=graphs))
+    assert start.reserved_bytes() == 600 - 50 + 300 + 50
+
+
 def test_what_steps_were_seen_to_need_is_kept_free() -> None:
     def chosen(reserved: int, **settings: int) -> int:
         config = EngineConfig(device="cuda", block_size=4, max_num_seqs=4, **settings)
         start = DeviceStart(resolve_model(None), config, [small_decoder()], torch.device("cpu"))
-        start.gpus.append(SimpleNamespace(measure=lambda longest, progress: reserved))  # type: ignore[arg-type]  # a fake
+        start.gpus.append(gpu_that_needs(reserved, graphs=0))
         free = max(0, 100 * BLOCK - start.reserved_bytes())
         return choose_num_blocks(start.block_bytes[0], free, 128, config)
 

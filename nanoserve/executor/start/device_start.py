@@ -71,7 +71,11 @@ class DeviceStart:
         """Memory that must stay free beside the KV cache: for the largest step, and for what swaps
         are staged in."""
         longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
-        reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
+        measured = [gpu.measure(longest, progress) for gpu in self.gpus]
+        # One layout runs at a time, but the graphs of all keep their memory.
+        graphs = [gpu.graph_bytes for gpu in self.gpus]
+        steps = [both - own for both, own in zip(measured, graphs, strict=True)]
+        reserved = max(steps, default=0) + sum(graphs)
         if self.gpus and self._config.uses_host_memory:
             from nanoserve.executor.kv_transfer.gpu_staging import staging_memory
 

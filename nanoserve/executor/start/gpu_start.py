@@ -24,12 +24,14 @@ from nanoserve.executor.step.answers import rows_per_chunk
 from nanoserve.executor.step.decode_graphs import (
     CudaRecorder,
     DecodeGraphs,
+    Recorder,
     StaticInputs,
     bucket_sizes,
     graph_sizes,
 )
 from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.executor.step.model_runner import ModelRunner
+from nanoserve.executor.step.rank_graphs import RanksRecorder, on_all_ranks
 from nanoserve.executor.step.sampling_graphs import SamplingGraphs
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
@@ -96,19 +98,20 @@ class GpuStart:
         keep_compiled_code(os.environ)
         self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
         """Runs the layers from now on."""
-        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and
-        # uncaptured.
-        captures = (
-            not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
+        captures = not config.eager and on_all_ranks(
+            decoder, holds=_can_be_captured(decoder, device)
         )
         buckets = bucket_sizes(config.max_num_seqs) if captures else ()
         self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
-        # where tokens are drafted, a mechanism samples in its own way
-        captures_sampling = captures and config.speculate is None
+        # Where tokens are drafted, a mechanism samples in its own way; ranks gather logits first.
+        samples_alone = decoder.shard.is_last and decoder.shard.degree == 1
+        captures_sampling = captures and config.speculate is None and samples_alone
         sampled = [size for size in buckets if size <= MOST_SAMPLED]
         self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
         self._warm_up_seconds = 0.0
         self._step_memory = 0
+        self.graph_bytes = 0
+        """Memory that the graphs will take, once it is estimated."""
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
         """Run the largest step twice: to compile what it needs, then to see its memory; also in
@@ -149,7 +152,8 @@ class GpuStart:
         graphs = GRAPH_BYTES * len(self._sizes)
         if self._sampling is not None:
             graphs += self._sampling.memory()
-        return self._step_memory + activations + CAPTURE_WORKSPACE + graphs
+        self.graph_bytes = activations + CAPTURE_WORKSPACE + graphs
+        return self._step_memory + self.graph_bytes
 
     def capture(
         self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
@@ -179,10 +183,20 @@ class GpuStart:
         problem = f"capturing {len(self._sizes)} decode steps does not fit"
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             groups = len(runner.config.cache_groups.windows)
+            shard, hidden_states = self._decoder.shard, None
+            if not shard.is_first:
+                hidden_states = self._decoder.config.hidden_size, self._decoder.dtype
             static = StaticInputs(
-                self._sizes, most_blocks=most_blocks, device=self._device, groups=groups
+                self._sizes,
+                most_blocks=most_blocks,
+                device=self._device,
+                groups=groups,
+                hidden_states=hidden_states,
             )
-            graphs, recorder = DecodeGraphs(runner.forward, static), CudaRecorder(self._device)
+            graphs = DecodeGraphs(runner.forward, static, sends=not shard.is_last)
+            recorder: Recorder = CudaRecorder(self._device)
+            if shard.degree > 1:
+                recorder = RanksRecorder(recorder, self._decoder)
             try:
                 graphs.capture(recorder, progress)
                 if self._sampling is not None:

@@ -5,10 +5,16 @@ A graph has the addresses and shapes of its tensors built in. So there is one pe
 to a bucket of which a step is padded, and all read their inputs where `StaticInputs` keeps them.
 Where tokens are drafted, there are also graphs of several tokens a row, for few rows: with many
 rows draft tokens seldom pay.
+
+A graph of a tensor-parallel rank has the collectives of its group in it. Since it is padded, either
+all ranks of the group replay a step, or none does: they record the same graphs (`RanksRecorder`),
+and whether a step fits one follows from its plan, which all ranks get. Between the stages of a
+pipeline, hidden states are sent and received outside the graphs.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,7 +71,10 @@ class StaticInputs:
         most_blocks: int,
         device: torch.device,
         groups: int = 1,
+        hidden_states: tuple[int, torch.dtype] | None = None,
     ) -> None:
+        """hidden_states: size and dtype of the vectors that a later stage of a pipeline begins
+        with; None in the first stage."""
         self.sizes = sizes  # as of `graph_sizes`
         self.most_blocks = most_blocks  # in a row of the longest sequence
         most_rows, most_width = max(rows for rows, _ in sizes), max(width for _, width in sizes)
@@ -88,6 +97,10 @@ class StaticInputs:
             torch.full((tokens,), SKIPPED_SLOT, dtype=torch.int64, device=device)
             for _ in range(groups)
         ]
+        self._hidden_states: Tensor | None = None
+        if hidden_states is not None:
+            hidden_size, dtype = hidden_states
+            self._hidden_states = torch.zeros(tokens, hidden_size, dtype=dtype, device=device)
 
     def first(self, rows: int, width: int = 1) -> StepInputs:
         tokens, starts = rows * width, self._starts[width][: rows + 1]
@@ -96,7 +109,8 @@ class StaticInputs:
             for tables, slots in zip(self._tables, self._slots, strict=True)
         ]
         token_ids, positions = self._token_ids[:tokens], self._positions[:tokens]
-        return StepInputs(token_ids, positions, batches[0], width, more=tuple(batches[1:]))
+        hidden = None if self._hidden_states is None else self._hidden_states[:tokens]
+        return StepInputs(token_ids, positions, batches[0], width, hidden, more=tuple(batches[1:]))
 
 
 def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -> None:
@@ -121,6 +135,7 @@ def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -
         for slots in sources[: len(static.batches)]:
             slots.masked_fill_(places < 0, SKIPPED_SLOT)
         new_contexts = new_contexts - starts.diff() + static.longest
+    _fill_hidden_states(static, inputs, places)
     torch._foreach_copy_([target[:tokens] for target in targets], sources)
     for batch, new in zip(static.batches, inputs.batches, strict=True):
         batch.block_tables[:rows, :width].copy_(new.block_tables)
@@ -129,6 +144,16 @@ def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -
         for batch in static.batches:
             batch.slot_mapping[tokens:].fill_(SKIPPED_SLOT)
         contexts[rows:].fill_(static.longest)
+
+
+def _fill_hidden_states(static: StepInputs, inputs: StepInputs, places: Tensor | None) -> None:
+    """Copy what the stage before has computed, if there is one."""
+    target, hidden = static.intermediate_hidden_states, inputs.intermediate_hidden_states
+    if target is None or hidden is None:
+        return
+    if places is not None:
+        hidden = hidden[places.clamp(min=0)]
+    target[: len(hidden)].copy_(hidden)
 
 
 def padded_places(query_starts: Tensor, width: int) -> Tensor:
@@ -142,9 +167,14 @@ class DecodeGraphs:
     """A ForwardFunction: decode steps that fit a bucket are replayed, all others run as they did
     before."""
 
-    def __init__(self, forward: ForwardFunction, static: StaticInputs) -> None:
+    def __init__(
+        self, forward: ForwardFunction, static: StaticInputs, *, sends: bool = False
+    ) -> None:
+        """sends: whether hidden states are still being sent to the stage behind when the next step
+        runs. They are copied then, since the next replay writes where this one did."""
         self._forward = forward
         self._static = static
+        self._sends = sends
         self._buckets: dict[int, list[int]] = {}  # by width
         for rows, width in static.sizes:
             self._buckets.setdefault(width, []).append(rows)
@@ -153,7 +183,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], tuple[StepInputs, Callable[[], None], Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, recorder: "CudaRecorder", progress: ProgressCallback | None = None) -> None:
+    def capture(self, recorder: "Recorder", progress: ProgressCallback | None = None) -> None:
         """Record all buckets, the largest first: the smaller ones find room in the memory that it
         took."""
         sizes = sorted(self._static.sizes, key=lambda size: size[0] * size[1], reverse=True)
@@ -179,7 +209,7 @@ class DecodeGraphs:
         if width == 1:
             fill(static, inputs)
             replay()
-            return hidden[:rows]
+            return hidden[:rows].clone() if self._sends else hidden[:rows]
         places = padded_places(inputs.batch.query_starts, width)
         fill(static, inputs, places)
         replay()
@@ -188,6 +218,14 @@ class DecodeGraphs:
         count = len(inputs.token_ids)
         own = hidden.new_empty(count + 1, hidden.shape[1])
         return own.index_copy_(0, places.where(places >= 0, count), hidden[: len(places)])[:count]
+
+
+class Recorder(Protocol):
+    """Records graphs."""
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run a step whose tensors never move. Returns what replays it, and the tensor that then
+        holds its result. Raises RuntimeError if the step cannot be recorded."""
 
 
 class CudaRecorder:

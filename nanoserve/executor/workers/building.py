@@ -37,8 +37,10 @@ from nanoserve.executor.workers.endpoint import WorkerEndpoint
 from nanoserve.executor.workers.messages import Allocate, Hello, Loaded, Loading, Ready, WorkerStart
 from nanoserve.executor.workers.worker import Worker, WorkerLayout
 from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm
+from nanoserve.models.hub import ProgressCallback
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
+from nanoserve.scheduler.windows import most_tokens
 from nanoserve.utils.sizes import format_size
 from nanoserve.utils.threads import cores_in_use
 
@@ -57,7 +59,11 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     everyone = join_workers(
         start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host
     )
-    decoders, weights = _load(start, model, endpoint, everyone, device)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        endpoint.report(Loading(start.rank, stage, done, total))
+
+    decoders, weights = _load(start, model, progress, everyone, device)
     device_start = DeviceStart(start.model, config, decoders, device, in_worker=True)
     reserved, speeds = device_start.reserved_bytes(), None
     if not start.again and (
@@ -76,12 +82,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     endpoint.report(loaded)
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
-    # The KV cache of each layout is laid out in the same storage.
-    sizes = zip(allocate.num_blocks, device_start.block_bytes, strict=True)
-    size = max(blocks * (each - device_start.drafter_bytes) for blocks, each in sizes)
-    problem = f"a KV cache of {format_size(size)} does not fit"
-    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
-        storage = torch.empty(size, dtype=torch.uint8, device=device)
+    storage = _cache_storage(device_start, allocate.num_blocks, device)
     pool = _open_host_pool(start, model, decoders[0].dtype)
     stages = device_start.stages(
         allocate.num_blocks, pool, processor, storage, state_slots=allocate.state_slots
@@ -89,23 +90,52 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     layouts = [_worker_layout(stage, config) for stage in stages]
     for layout in layouts:
         layout.activations.connect()
+    _capture(config, device_start, stages, allocate.num_blocks, progress)
     profile = None
     if start.profiles and start.rank == 0:
         assert speeds is not None, "only policies that attend in host memory ask for it"
-        whole = as_whole_stage(layouts[0].stage, storage, config.block_size)
         assert processor is not None, "likewise"
         measured = StartingEngine(
-            stage=whole, config=config, model=model, speeds=speeds, processor=processor
+            stage=as_whole_stage(stages[0], storage, config.block_size),
+            config=config,
+            model=model,
+            speeds=speeds,
+            processor=processor,
         )
-        profile = hybrid_profile(
-            measured, lambda *progress: endpoint.report(Loading(start.rank, *progress))
-        )
+        profile = hybrid_profile(measured, progress)
     while True:
         worker = Worker(start, endpoint, layouts, weights)
         endpoint.report(Ready(start.rank, profile))
         start = worker.run()
         del worker  # and with it what was on its way
         _rejoin(start, endpoint, layouts, loaded)
+
+
+def _cache_storage(
+    device_start: DeviceStart, num_blocks: Sequence[int], device: torch.device
+) -> Tensor:
+    """Memory in which the KV cache of each layout is laid out."""
+    sizes = zip(num_blocks, device_start.block_bytes, strict=True)
+    size = max(blocks * (each - device_start.drafter_bytes) for blocks, each in sizes)
+    problem = f"a KV cache of {format_size(size)} does not fit"
+    with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _capture(
+    config: EngineConfig,
+    device_start: DeviceStart,
+    stages: Sequence[Stage],
+    num_blocks: Sequence[int],
+    progress: ProgressCallback,
+) -> None:
+    """Have a GPU replay decode steps, in each layout. All ranks of a stage call this together. A
+    worker on a CPU has no GpuStart, and captures nothing."""
+    for gpu, stage, blocks in zip(device_start.gpus, stages, num_blocks, strict=False):
+        model = stage.runner.config
+        most = config.max_model_len or model.max_position_embeddings
+        longest = most_tokens(model.cache_groups.windows, blocks, config.block_size, most)
+        gpu.capture(stage.runner, longest, progress)
 
 
 def _open_host_pool(start: WorkerStart, model: ModelConfig, dtype: torch.dtype) -> HostPool | None:
@@ -161,7 +191,7 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
 def _load(
     start: WorkerStart,
     model: ModelConfig,
-    endpoint: WorkerEndpoint,
+    progress: ProgressCallback,
     everyone: RankGroup,
     device: torch.device,
 ) -> tuple[Sequence[Decoder], ReshardableWeights | None]:
@@ -171,12 +201,7 @@ def _load(
     shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
     # all of them now: a change of layout makes none
     groups = [everyone.split(shard) for shard in shards]
-    arguments = (
-        start.model,
-        config,
-        device,
-        lambda *progress: endpoint.report(Loading(start.rank, *progress)),
-    )
+    arguments = (start.model, config, device, progress)
     if len(shards) == 1:
         return [load_decoder(*arguments, shard=shards[0], group=groups[0])[0]], None
     weights = load_layouts(*arguments, shards=shards, groups=groups)

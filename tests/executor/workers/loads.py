@@ -399,12 +399,13 @@ def start_workers(
     *,
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     host_blocks: int = 0,
+    eager: bool = True,
     **settings: Any,
 ) -> WorkersExecutor:
     """Workers that run the reference's model, with room for every case."""
     config = EngineConfig(
         dtype="float32",
-        eager=True,
+        eager=eager,
         block_size=BLOCK_SIZE,
         kv_cache_memory=KV_BYTES,
         max_model_len=MAX_MODEL_LEN,
