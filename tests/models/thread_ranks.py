@@ -58,9 +58,13 @@ def on_every_rank(work: Callable[[int, ThreadGroup], Result], degree: int) -> Se
     with ThreadPoolExecutor(degree) as threads:
         futures = [threads.submit(run, rank) for rank in range(degree)]
         failures = [failure for future in futures if (failure := future.exception())]
-        told = [
-            failure for failure in failures if not isinstance(failure, threading.BrokenBarrierError)
-        ]
+        told = [failure for failure in failures if not _of_another_rank(failure)]
         if failures:
             raise (told or failures)[0]
         return [future.result() for future in futures]
+
+
+def _of_another_rank(failure: BaseException) -> bool:
+    """Whether a rank failed only because it waited for one that had left."""
+    errors = failure, failure.__cause__
+    return any(isinstance(error, threading.BrokenBarrierError) for error in errors)
