@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from nanoserve import LLM
 from nanoserve.config.model_config import ModelConfig
@@ -427,9 +428,11 @@ def test_a_start_captures_mixed_steps_and_counts_their_memory(
     start, told = GpuStart(decoder, config, CPU), list[str]()
     reserved = start.measure(128, None)
     recorder.recorded.clear()
+    compiled = counters["stats"]["unique_graphs"]
     executor = local_executor(decoder, num_blocks=8, block_size=4, layers=start.layers)
     facts = start.capture(executor.runner, 20, lambda stage, *_: told.append(stage))
     assert recorder.recorded == [size for kind in sorted((decodes, mixed))[::-1] for size in kind]
+    assert compiled == counters["stats"]["unique_graphs"] > 0, "nothing was left to be compiled"
     assert (facts.graphs, facts.mixed_graphs) == (len(decodes), len(mixed))
     line = f"{len(decodes)} decode steps and {len(mixed)} mixed steps captured"
     assert (line in str(facts)) == ("capturing mixed steps" in told) == bool(mixed)

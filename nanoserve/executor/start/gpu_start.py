@@ -119,6 +119,7 @@ class GpuStart:
         captures_sampling = captures and config.speculate is None
         sampled = [size for size in buckets if size <= MOST_SAMPLED]
         self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
+        # draft tokens have graphs of their own
         captures_mixed = captures and config.num_workers == 1 and config.speculate is None
         self._mixed_sizes = _mixed_sizes(decoder, config, device) if captures_mixed else []
         self._warm_up_seconds = 0.0
