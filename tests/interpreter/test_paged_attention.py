@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoserve.engine_config import EngineConfig
 from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
-from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
+from tests.triton_ops.batches import build, inputs, narrowed, padded, poisoned_out, reference
 from triton_ops.gpu import attention, configurations
 from triton_ops.gpu.configurations import (
     AttentionConfiguration,
@@ -608,6 +608,56 @@ def test_padding_rows_of_a_captured_graph_give_numbers(
             out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0
         )
     assert torch.count_nonzero(out[2]) == 0
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=ragged_rows(),
+    padding=st.tuples(st.integers(1, 70), st.integers(0, 40)),
+    window=st.sampled_from([0, 0, 1, 31]),
+    multiprocessors=st.sampled_from([1, 2, 8]),
+    features=st.sets(st.sampled_from(["sinks", "helpers"])),
+    seed=st.integers(0, 2**31),
+)
+@example(MIXED, (0, 3), 0, 1, {"helpers"}, 0)
+@example(MIXED, (53, 0), 40, 8, {"sinks"}, 1)
+@example([Row(1, 400), *[Row(1, 30)] * 3, Row(2, 70)], (2, 3), 0, 1, {"helpers"}, 2)
+@example([Row(33, 33)], (31, 31), 0, 8, set(), 3)
+@example([Row(1, 40), Row(1, 2)], (1, 2), 0, 2, {"sinks"}, 4)
+def test_padding_of_a_mixed_step_changes_no_bit_of_a_row(
+    rows: list[Row],
+    padding: tuple[int, int],
+    window: int,
+    multiprocessors: int,
+    features: set[str],
+    seed: int,
+) -> None:
+    """Tokens of no row keep what is in their memory, and rows of no token are not looked up, also
+    where long rows have helpers. A graph has more tokens than rows, and one of a single row is not
+    replayed for a single token: that is a decode step."""
+    batch = build(rows, num_heads=4, num_kv_heads=2, block_size=16, seed=seed, head_dim=32)
+    more_tokens, more_rows = padding
+    more_rows = min(more_rows, len(batch.query) + more_tokens - len(rows) - 1)
+    if more_rows < 0 or (len(rows) + more_rows == 1 and rows[0].queries == 1):
+        return
+    graph = padded(batch, more_tokens, more_rows)
+    sinks = sinks_of(4) if "sinks" in features else None
+    outs = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "helpers" in features:
+            few_keys_per_program(monkeypatch, 64)
+        for each in (batch, graph):
+            out = poisoned_out(each)
+            tensors = (out, *inputs(each))
+            attention.attend(
+                SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=window, sinks=sinks
+            )
+            outs.append(out)
+    plain, captured = outs
+    expected = reference(batch, SCALE, window, 0.0, sinks)
+    torch.testing.assert_close(plain.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(captured[: len(plain)], plain)
+    assert captured[len(plain) :].isnan().all()
 
 
 @pytest.mark.parametrize(

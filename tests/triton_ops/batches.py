@@ -105,3 +105,20 @@ def reference(
                 "hgk,hkd->hgd", weights / total[..., None], values[:, seen]
             )
     return results.flatten(1)
+
+
+def padded(batch: AttentionCall, tokens: int, rows: int) -> AttentionCall:
+    """Make the batch a mixed step's of a captured graph: behind its own stand so many tokens that
+    belong to no row, whose queries are NaN, and so many rows without tokens, whose contexts are
+    those of some earlier step and whose blocks do not exist."""
+    queries, tables = batch.query, batch.block_tables
+    ends = batch.query_starts[-1:].expand(rows)
+    contexts = 1 + 37 * torch.arange(rows, dtype=torch.int32)
+    return replace(
+        batch,
+        out=batch.out.new_full((len(queries) + tokens, batch.out.shape[1]), torch.nan),
+        query=torch.cat([queries, queries.new_full((tokens, *queries.shape[1:]), torch.nan)]),
+        block_tables=torch.cat([tables, tables.new_full((rows, tables.shape[1]), 10**6)]),
+        query_starts=torch.cat([batch.query_starts, ends]),
+        context_lengths=torch.cat([batch.context_lengths, contexts]),
+    )

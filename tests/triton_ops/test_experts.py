@@ -4,6 +4,7 @@ a time."""
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 
+from nanoserve.config.model_parts import MoeConfig
+from nanoserve.models.decoder import route
 from triton_ops import sparse_experts
 from triton_ops.experts import share_out
 from triton_ops.gpu import experts as gpu
@@ -105,6 +108,32 @@ def test_every_way_is_the_definition(
     found = compute(*inputs)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), definition(*inputs), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("compute", [sparse_experts, gpu.multiply_in_groups])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_tokens_that_are_no_numbers_harm_no_other(
+    scores: Literal["softmax", "sigmoid"], num_groups: int, compute: Callable[..., Tensor]
+) -> None:
+    """A captured mixed step routes its padding too, which may be NaN in part or all over."""
+    hidden, _, _, gate_up, down = mixture(9, 4, 2, torch.float32)
+    hidden[2, 5], hidden[4] = torch.nan, torch.nan
+    is_number = ~hidden.isnan().any(1)
+    moe = MoeConfig(
+        *(4, 2, INTERMEDIATE),
+        normalize_weights=True,
+        sparse_layers=frozenset({0}),
+        scores=scores,
+        num_groups=num_groups,
+    )
+    weights, experts = route(hidden @ gate_up[:, 0].T, moe, None)
+    assert ((experts >= 0) & (experts < 4)).all()
+    found = compute(hidden, weights, experts, gate_up, down)
+    numbers = (hidden[is_number], weights[is_number], experts[is_number], gate_up, down)
+    torch.testing.assert_close(
+        found[is_number].double(), definition(*numbers), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("compute", [sparse_experts, gpu.multiply_in_groups, gpu.sparse_experts])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
 from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
-from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
+from tests.triton_ops.batches import build, inputs, narrowed, padded, poisoned_out, reference
 from triton_ops import cache_write, copy_blocks, paged_attention
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -112,6 +112,26 @@ def test_a_query_sees_to_the_end_of_its_span(
     paged_attention(out, *inputs(batch), scale=0.3, sliding_window=window, spans=of_rows)
     expected = reference(batch, 0.3, window, spans=of_rows)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=ragged_rows(),
+    padding=st.tuples(st.integers(1, 40), st.integers(0, 9)),
+    window=st.sampled_from([0, 0, 5]),
+    seed=st.integers(0, 2**31),
+)
+@example([Row(1, 9), Row(1, 4)], (6, 6), 0, 0)
+def test_tokens_of_no_row_and_rows_of_no_token_are_left_alone(
+    rows: list[Row], padding: tuple[int, int], window: int, seed: int
+) -> None:
+    """As in a captured graph of mixed steps."""
+    batch = build(rows, num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=seed)
+    out = attend(padded(batch, *padding), 0.3, window)
+    own = len(batch.query)
+    expected = reference(batch, 0.3, window)
+    torch.testing.assert_close(out[:own].double(), expected, atol=1e-5, rtol=1e-5)
+    assert out[own:].isnan().all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

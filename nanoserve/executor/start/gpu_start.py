@@ -1,5 +1,5 @@
 """Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode
-steps."""
+steps and the mixed ones."""
 
 import logging
 import os
@@ -24,12 +24,18 @@ from nanoserve.executor.step.answers import rows_per_chunk
 from nanoserve.executor.step.decode_graphs import (
     CudaRecorder,
     DecodeGraphs,
-    Recorder,
+    GraphRecorder,
     StaticInputs,
     bucket_sizes,
     graph_sizes,
 )
 from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
+from nanoserve.executor.step.mixed_graphs import (
+    MixedGraphs,
+    MixedInputs,
+    mixed_sizes,
+    most_tokens,
+)
 from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.executor.step.rank_graphs import RanksRecorder, on_all_ranks
 from nanoserve.executor.step.sampling_graphs import SamplingGraphs
@@ -37,13 +43,14 @@ from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
-from nanoserve.models.packed import PackedExperts
+from nanoserve.models.packed import PackedExperts, num_weights
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.optional import NO_STATE
 from nanoserve.scheduler.plan import Begin
 from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.cpu import CannotBuild, cache_directory
+from triton_ops.gpu.devices import gpu_of
 from triton_ops.gpu.experts import never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
@@ -76,14 +83,19 @@ class GpuStartReport:
     graphs: int = 0
     graph_seconds: float = 0.0
     graph_memory: int = 0
-    """Number of captured decode steps, seconds and bytes that they took."""
+    """Number of captured decode steps; seconds and bytes that all captured steps took."""
+    mixed_graphs: int = 0
+    """Number of captured mixed steps."""
 
     def __str__(self) -> str:
         layers = "compiled" if self.compiled else "eager"
+        captured = f"{self.graphs} decode steps"
+        if self.mixed_graphs:
+            captured += f" and {self.mixed_graphs} mixed steps"
         return (
             f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs "
             f"{format_size(self.step_memory)};"
-            f" {self.graphs} decode steps captured in {self.graph_seconds:.1f} s,"
+            f" {captured} captured in {self.graph_seconds:.1f} s,"
             f" which takes {format_size(self.graph_memory)}"
         )
 
@@ -108,6 +120,9 @@ class GpuStart:
         captures_sampling = captures and config.speculate is None and samples_alone
         sampled = [size for size in buckets if size <= MOST_SAMPLED]
         self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
+        # draft tokens have graphs of their own
+        captures_mixed = captures and config.num_workers == 1 and config.speculate is None
+        self._mixed_sizes = _mixed_sizes(decoder, config, device) if captures_mixed else []
         self._warm_up_seconds = 0.0
         self._step_memory = 0
         self.graph_bytes = 0
@@ -145,21 +160,25 @@ class GpuStart:
             progress(stage, len(parts), len(parts))
         if not self._sizes:
             return self._step_memory
-        captured = max(rows * width for rows, width in self._sizes)
+        decoded = [rows * width for rows, width in self._sizes]
+        captured = max(decoded + [tokens for tokens, _ in self._mixed_sizes])
         # The graphs keep the memory of the largest of their steps, whose activations grow with its
         # tokens at most.
         activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
         graphs = GRAPH_BYTES * len(self._sizes)
         if self._sampling is not None:
             graphs += self._sampling.memory()
+        of_token = self._decoder.config.hidden_size * self._decoder.dtype.itemsize
+        # each graph of a mixed step keeps its own hidden states
+        graphs += sum(GRAPH_BYTES + tokens * of_token for tokens, _ in self._mixed_sizes)
         self.graph_bytes = activations + CAPTURE_WORKSPACE + graphs
         return self._step_memory + self.graph_bytes
 
     def capture(
         self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
     ) -> GpuStartReport:
-        """Have the runner replay its decode steps from now on, unless all runs eagerly;
-        RuntimeFailure without room."""
+        """Have the runner replay its decode steps from now on, and mixed ones where that pays,
+        unless all runs eagerly; RuntimeFailure without room."""
         free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
         captured = (
             len(self._sizes)
@@ -173,6 +192,7 @@ class GpuStart:
             graphs=captured,
             graph_seconds=time.monotonic() - began if captured else 0.0,
             graph_memory=max(0, free - torch.cuda.mem_get_info(self._device)[0]) if captured else 0,
+            mixed_graphs=len(self._mixed_sizes) if captured else 0,
         )
 
     def _captured(
@@ -194,11 +214,13 @@ class GpuStart:
                 hidden_states=hidden_states,
             )
             graphs = DecodeGraphs(runner.forward, static, sends=not shard.is_last)
-            recorder: Recorder = CudaRecorder(self._device)
+            recorder: GraphRecorder = CudaRecorder(self._device)
             if shard.degree > 1:
                 recorder = RanksRecorder(recorder, self._decoder)
+            mixed = self._mixed_graphs(runner, graphs, most_blocks)
             try:
-                graphs.capture(recorder, progress)
+                for steps in self._largest_first(graphs, mixed):
+                    steps.capture(recorder, progress)
                 if self._sampling is not None:
                     self._sampling.capture(recorder)
             except RuntimeError as error:  # whatever cannot be captured can still be run
@@ -211,10 +233,44 @@ class GpuStart:
                 notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
                 logging.getLogger("nanoserve").warning(notice, first_line(first))
                 return False
-        runner.forward = graphs
+        runner.forward = mixed or graphs
         if self._sampling is not None:
             runner.stage_sampled = self._sampling.stage
         return True
+
+    def _mixed_graphs(
+        self, runner: ModelRunner, others: DecodeGraphs, most_blocks: int
+    ) -> MixedGraphs | None:
+        """Make the graphs of mixed steps, uncaptured; None if there are none."""
+        if not self._mixed_sizes:
+            return None
+        static = MixedInputs(
+            self._mixed_sizes,
+            most_blocks=most_blocks,
+            device=self._device,
+            groups=len(runner.config.cache_groups.windows),
+        )
+        return MixedGraphs(runner.forward, static, others)
+
+    def _largest_first(
+        self, graphs: DecodeGraphs, mixed: MixedGraphs | None
+    ) -> list[DecodeGraphs | MixedGraphs]:
+        """Return what is captured in order of its most tokens: the smaller graphs find room in the
+        memory that the larger ones took."""
+        if mixed is None:
+            return [graphs]
+        decode_tokens = max(rows * width for rows, width in self._sizes)
+        mixed_tokens, _ = self._mixed_sizes[-1]
+        return [mixed, graphs] if mixed_tokens >= decode_tokens else [graphs, mixed]
+
+
+def _mixed_sizes(
+    decoder: Decoder, config: EngineConfig, device: torch.device
+) -> list[tuple[int, int]]:
+    """Tokens and rows of the mixed steps whose capture pays."""
+    weights_of_layer = num_weights(decoder.layers) // len(decoder.layers)
+    largest = most_tokens(weights_of_layer, gpu_of(device).generation)
+    return mixed_sizes(min(largest, config.max_num_batched_tokens), config.max_num_seqs)
 
 
 def keep_compiled_code(environment: MutableMapping[str, str]) -> None:

@@ -183,7 +183,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], tuple[StepInputs, Callable[[], None], Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, recorder: "Recorder", progress: ProgressCallback | None = None) -> None:
+    def capture(self, recorder: "GraphRecorder", progress: ProgressCallback | None = None) -> None:
         """Record all buckets, the largest first: the smaller ones find room in the memory that it
         took."""
         sizes = sorted(self._static.sizes, key=lambda size: size[0] * size[1], reverse=True)
@@ -220,7 +220,7 @@ class DecodeGraphs:
         return own.index_copy_(0, places.where(places >= 0, count), hidden[: len(places)])[:count]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records graphs."""
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoserve.errors import RuntimeFailure, first_line
 from nanoserve.executor.start.memory import out_of_memory
-from nanoserve.executor.step.decode_graphs import Recorder
+from nanoserve.executor.step.decode_graphs import GraphRecorder
 from nanoserve.models.decoder import Decoder
 
 
@@ -30,11 +30,11 @@ class RanksRecorder:
     rank waiting, and tells the others afterwards.
     """
 
-    def __init__(self, recorder: Recorder, decoder: Decoder) -> None:
+    def __init__(self, recorder: GraphRecorder, decoder: Decoder) -> None:
         self._recorder, self._decoder = recorder, decoder
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record as `Recorder.record` does. Raises RuntimeError on all ranks if one of them cannot
+        """Record as `GraphRecorder.record` does. Raises RuntimeError on all ranks if one of them cannot
         record the step; RuntimeFailure if the step itself fails, in whose sums the others wait for
         this rank."""
         has_run = False

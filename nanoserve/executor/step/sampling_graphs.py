@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoserve.executor.sampling.sampler import Sampled, SamplingState
 from nanoserve.executor.step.answers import SampledRows
-from nanoserve.executor.step.decode_graphs import Recorder
+from nanoserve.executor.step.decode_graphs import GraphRecorder
 from nanoserve.executor.step.staging import DeviceToHostCopy, Staging
 from nanoserve.models.decoder import Decoder
 from nanoserve.scheduler.plan import Row
@@ -51,7 +51,7 @@ class SamplingGraphs:
         return _LOGIT_BYTES * logits + 2 * _GRAPH_BYTES * len(self._buckets)
 
     @torch.inference_mode()
-    def capture(self, recorder: Recorder) -> None:
+    def capture(self, recorder: GraphRecorder) -> None:
         """Record all graphs, the largest first."""
         for rows, draws in product(sorted(self._buckets, reverse=True), (True, False)):
             self._graphs[rows, draws] = recorder.record(partial(self._sample, rows, draws=draws))

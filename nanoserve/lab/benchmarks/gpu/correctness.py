@@ -700,6 +700,7 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
         fields["in_flight"] = executor.max_in_flight
     if facts is not None and check == GRAPHS:  # a dry run has no graphs
         fields["graphs"] = facts.graphs
+        fields["mixed_graphs"] = facts.mixed_graphs
         # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and
         # cannot be captured.
         if facts.graphs == 0 and FAMILIES[family]["model_type"] not in SPARSE:
