@@ -34,9 +34,9 @@ class RanksRecorder:
         self._recorder, self._decoder = recorder, decoder
 
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record as `GraphRecorder.record` does. Raises RuntimeError on all ranks if one of them cannot
-        record the step; RuntimeFailure if the step itself fails, in whose sums the others wait for
-        this rank."""
+        """Record as `GraphRecorder.record` does. Raises RuntimeError on all ranks if one of them
+        cannot record the step; RuntimeFailure if the step itself fails, in whose sums the others
+        wait for this rank."""
         has_run = False
 
         def followed() -> Tensor:
