@@ -174,11 +174,11 @@ class _Launch:
         }
         programs, helpers = programs_per_row(configuration, **sizes), helpers_of_groups(**sizes)
         splits = most_splits(busy, self.num_groups)
-        # with helpers, a row that has several programs has one of them at least
-        shared = (helpers or self.num_rows) * self.num_groups if helpers or programs > 1 else 0
+        # all rows have several programs, or each of those that do has a helper at least
+        shared_rows = self.num_rows if programs > 1 else helpers
         decode_attention[((helpers + self.num_rows) * self.num_groups, programs)](
             self.out,
-            *self.room_for_splits(shared, splits),
+            *self.room_for_splits(shared_rows, splits),
             arrival_counters(self.out.device, most_shared(busy, self.num_groups)),
             self.query,
             self.key_cache,
@@ -208,10 +208,9 @@ class _Launch:
             return min(in_table, self.sliding_window + self.shape.block_size - 1)
         return in_table
 
-    def room_for_splits(self, shared: int, splits: int) -> tuple[Tensor, Tensor]:
-        """Allocate the results of the splits of so many groups of rows that have several
-        programs."""
-        sizes = (shared, splits, self.shape.group)
+    def room_for_splits(self, rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        """Allocate the results of the splits of so many rows that have several programs."""
+        sizes = (rows * self.num_groups, splits, self.shape.group)
         return (
             self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32),
             self.out.new_empty((*sizes, 2), dtype=torch.float32),

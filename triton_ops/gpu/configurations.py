@@ -126,14 +126,17 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     (10, 4, 32): AttentionConfiguration(
         DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)
     ),
+    (10, 4, 64): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 1), PrefillConfiguration(16, 32, 16, 2)
+    ),
     (10, 4, 80): AttentionConfiguration(
-        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 16, 2)
     ),
     (10, 4, 96): AttentionConfiguration(
-        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 16, 2)
     ),
     (10, 4, 128): AttentionConfiguration(
-        DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 16, 2)
     ),
     (8, 2, 32): AttentionConfiguration(
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)
@@ -181,7 +184,7 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
         DecodeConfiguration(64, 8, 2, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
     (9, 2, 576): AttentionConfiguration(
-        DecodeConfiguration(64, 8, 2, 128, 1), PrefillConfiguration(32, 32, 8, 2)
+        DecodeConfiguration(32, 8, 3, 128, 1), PrefillConfiguration(32, 32, 8, 2)
     ),
     (10, 2, 32): AttentionConfiguration(
         DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)
