@@ -3,6 +3,7 @@ steps."""
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.executor.step.sampling_graphs import SamplingGraphs
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.models.decoder import Decoder, LayerFunction, MixtureOfExperts
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.models.packed import PackedExperts
 from nanoserve.request import SamplingParams
@@ -42,7 +43,7 @@ from nanoserve.scheduler.plan import Begin
 from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.cpu import CannotBuild, cache_directory
-from triton_ops.gpu.experts import never_waits
+from triton_ops.gpu.experts import most_captured_tokens, never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
 if TYPE_CHECKING:  # for models with such layers
@@ -98,13 +99,16 @@ class GpuStart:
         """Runs the layers from now on."""
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and
         # uncaptured.
-        captures = (
-            not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
-        )
-        buckets = bucket_sizes(config.max_num_seqs) if captures else ()
-        self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
+        most_tokens = 0
+        if not config.eager and config.num_workers == 1:
+            most_tokens = _most_captured_tokens(decoder, device)
+        buckets: tuple[int, ...] = ()
+        if most_tokens > 0:
+            buckets = bucket_sizes(min(config.max_num_seqs, most_tokens))
+        sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
+        self._sizes = [(rows, width) for rows, width in sizes if rows * width <= most_tokens]
         # where tokens are drafted, a mechanism samples in its own way
-        captures_sampling = captures and config.speculate is None
+        captures_sampling = most_tokens > 0 and config.speculate is None
         sampled = [size for size in buckets if size <= MOST_SAMPLED]
         self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
         self._warm_up_seconds = 0.0
@@ -337,17 +341,22 @@ def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
     return peak - held
 
 
-def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
-    """Whether the model has decode steps, and nothing in them waits for the device. Trying would
-    not do: a recording that fails leaves torch's allocator in a state in which memory cannot be
-    given back."""
-    config = decoder.config
+def _most_captured_tokens(decoder: Decoder, device: torch.device) -> int:
+    """Tokens of the largest decode step in which nothing waits for the device; 0 if all of them
+    wait, or if the model has no decode steps. Trying would not do: a recording that fails leaves
+    torch's allocator in a state in which memory cannot be given back."""
+    config, most = decoder.config, sys.maxsize
     if config.recurrent is not None:  # the host cuts its scans
-        return False
+        return 0
     if config.canvas is not None:  # its rows are longer than those of decode steps
-        return False
-    if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
-        return True
-    if any(isinstance(module, PackedExperts) for module in decoder.modules()):
-        return False
-    return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))
+        return 0
+    for module in decoder.modules():
+        if isinstance(module, PackedExperts):
+            moe = module.moe
+            captured = most_captured_tokens(decoder.dtype, moe.num_experts, moe.experts_per_token)
+            most = min(most, captured)
+        elif isinstance(module, MixtureOfExperts):
+            widths = (config.hidden_size, module.moe.intermediate_size)
+            if not never_waits(decoder.dtype, device, widths):
+                return 0
+    return most
