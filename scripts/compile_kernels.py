@@ -216,6 +216,7 @@ def all_forms() -> list[Form]:
         attention_variants,
         cache_variants,
         fused_linear_variants,
+        packed_experts_variants,
         packed_variants,
         recurrent_variants,
         rotary_variants,
@@ -223,7 +224,12 @@ def all_forms() -> list[Form]:
         state_space_variants,
     )
 
-    same = (*cache_variants(), *packed_variants(), *sampling_variants())
+    same = (
+        *cache_variants(),
+        *packed_variants(),
+        *packed_experts_variants(),
+        *sampling_variants(),
+    )
     forms: list[Form] = []
     for target in TARGETS:
         generation = target.capability // 10

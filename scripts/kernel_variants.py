@@ -413,6 +413,60 @@ def packed_variants() -> Iterator[Variant]:
     )
 
 
+_EXPERT_SIZES = ("num_outputs", "num_columns", "row_stride", "expert_quads", "block_quads")
+
+
+def packed_experts_variants() -> Iterator[Variant]:
+    """Products with packed matrices of experts, the same for every generation: of all columns, and
+    of one format in parts, without a bias. There each pair has a row, as in `down`."""
+    tiles = (packed_constants.ONE_ROW, *packed_constants.EXPERT_TILES)
+    for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), tiles):
+        label = f"{name}, {dtype}" + (f", {tile.rows} rows" if tile.rows > 1 else "")
+        yield _packed_experts_variant(label, dtype, form, tile, in_parts=False)
+        if name == "int4" and dtype == "bf16":
+            yield _packed_experts_variant(f"{label}, in parts", dtype, form, tile, in_parts=True)
+
+
+def _packed_experts_variant(
+    label: str,
+    dtype: str,
+    form: tuple[int, ...],
+    tile: packed_constants.Tile,
+    *,
+    in_parts: bool,
+) -> Variant:
+    tensors = {
+        "out": "*fp32" if in_parts else f"*{dtype}",
+        "rows": f"*{dtype}",
+        "bias": "*fp32" if in_parts else f"*{dtype}",
+        "experts": "*i64",
+        "words": "*i32",
+        "scales": f"*{packed_constants.SCALE_NAMES[form[2]]}",
+        "halves": "*fp16",
+        "numbers": "*u8",
+    }
+    counts = ["steps_per_part"]
+    constants = packed_constants.packed_constants(form, tile) | {"HAS_BIAS": not in_parts}
+    if tile.rows > 1:
+        tensors |= {"firsts": "*i32", "ends": "*i32"}
+        counts.append("num_rows")
+    elif in_parts:
+        counts.append("num_pairs")
+        constants["pairs_per_row"] = 1  # which a launch makes a constant
+    else:
+        counts += ["num_pairs", "pairs_per_row"]
+    return Variant(
+        module="packed_experts",
+        program="multiply_pairs" if tile.rows == 1 else "multiply_groups",
+        label=label,
+        types={**tensors, **dict.fromkeys((*_EXPERT_SIZES, *counts), "i32")},
+        divisible=frozenset({*tensors, *_EXPERT_SIZES}),
+        constants=constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
 _PRODUCTS = {
     "1024 columns, norm, bias": (1024, "", {"norm", "bias"}),
     "2560 columns, norm, GELU": (2560, "gelu", {"norm"}),

@@ -122,6 +122,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 PROGRAMS = (
     *("write_slots", "move_blocks", "decode_attention", "prefill_attention", "rotate_into_slots"),
     *("multiply_each_row", "multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
+    *("multiply_pairs", "multiply_groups"),
     *("convolve", "step_delta_rule", "prepare_chunks", "scan_delta_rule"),
     *("step_dual", "attend_in_chunks", "scan_dual", "scan_selectively"),
     *("find_likeliest", "draw_likely", "narrow_top_p"),

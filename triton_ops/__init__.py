@@ -46,6 +46,9 @@ OPERATORS.implement("fused_linear", "CUDA", on_first_call("fused_linear", "fused
 OPERATORS.implement("add_linear", "CUDA", on_first_call("linear", "add_linear"))
 OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
+OPERATORS.implement(
+    "sparse_packed_experts", "CUDA", on_first_call("packed_experts", "sparse_packed_experts")
+)
 OPERATORS.implement("causal_convolution", "CUDA", on_first_call("recurrent", "causal_convolution"))
 OPERATORS.implement("gated_delta_rule", "CUDA", on_first_call("recurrent", "gated_delta_rule"))
 OPERATORS.implement("state_space_dual", "CUDA", on_first_call("state_space", "state_space_dual"))

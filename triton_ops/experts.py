@@ -103,6 +103,34 @@ def _sparse_packed_experts(
     down_bias: Tensor | None = None,
     style: str = "swiglu",
 ) -> Tensor:
+    return share_out_packed(
+        hidden,
+        weights,
+        experts,
+        gate_up,
+        down,
+        inner,
+        first_form,
+        second_form,
+        gate_up_bias,
+        down_bias,
+        style,
+    )
+
+
+def share_out_packed(
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: int,
+    first_form: list[int],
+    second_form: list[int],
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    style: str = "swiglu",
+) -> Tensor:
     first, second = PackedFormat(*first_form), PackedFormat(*second_form)
     rows = inner if style == "relu2" else 2 * inner
 

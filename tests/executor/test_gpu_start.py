@@ -23,6 +23,7 @@ from nanoserve.executor.step.decode_graphs import DecodeGraphs
 from nanoserve.executor.step.forward_pass import ForwardPass
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.packed import PackedShape, Segment, pack_layers
 from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
@@ -35,6 +36,7 @@ from tests.executor.fake_graphs import (
 )
 from tests.executor.small_model import dense_greedy, local_executor, small_config, small_decoder
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
+from triton_ops import PackedFormat
 
 PROMPT = (7, 3, 58, 21, 9)
 
@@ -217,6 +219,37 @@ def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: Fak
         start.measure(128, None)
         assert start.capture(executor_of(decoder, start).runner, 20, None).graphs == graphs
     assert recorder.recorded == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "speculate", "graphs"),
+    [
+        pytest.param(torch.bfloat16, None, 7, id="1, 2, 4, 8, 16, 24 and 32 rows"),
+        pytest.param(torch.bfloat16, "ngram", 7 + 5 + 4 + 3, id="and 2, 4 or 8 tokens a row"),
+        pytest.param(torch.float32, None, 0, id="rows in float32"),
+    ],
+)
+def test_steps_with_packed_experts_are_captured_up_to_a_number_of_tokens(
+    recorder: FakeRecorder, dtype: torch.dtype, speculate: str | None, graphs: int
+) -> None:
+    """Of two experts both take every token: up to 32 rows each are multiplied without waiting."""
+    moe = MoeConfig(2, 2, 32, normalize_weights=True, sparse_layers=frozenset({0}))
+    layers = LayerDifferences(sliding_windows=(0,))
+    decoder = Decoder(replace(small_config(), num_layers=1, layers=layers, moe=moe)).to(dtype)
+    form = PackedFormat(8, 32, scale=0, offset=0, zero=0)
+    shapes = [
+        PackedShape(f"layers.0.feed_forward.{name}", (Segment(0, rows, form, False),), 32, 2)
+        for name, rows in (("gate_up", 64), ("down", 32))
+    ]
+    pack_layers(decoder.requires_grad_(False), shapes)
+    config = EngineConfig(
+        max_num_seqs=100, max_num_batched_tokens=128, block_size=4, speculate=speculate
+    )
+    start = GpuStart(decoder, config, CPU)
+    start.measure(128, None)
+    facts = start.capture(executor_of(decoder, start).runner, 20, None)
+    assert facts.graphs == len(recorder.recorded) == graphs
+    assert max(recorder.recorded, default=0) == (32 if graphs else 0)
 
 
 def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:

@@ -3,7 +3,7 @@ tests/interpreter."""
 
 import pytest
 
-from scripts.kernel_variants import attention_variants, packed_variants
+from scripts.kernel_variants import attention_variants, packed_experts_variants, packed_variants
 from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
@@ -23,7 +23,7 @@ from triton_ops.gpu.configurations import (
     programs_per_row,
 )
 from triton_ops.gpu.devices import INTERPRETED, Gpu
-from triton_ops.gpu.kernels import attention, decode_attention, packed
+from triton_ops.gpu.kernels import attention, decode_attention, packed, packed_experts
 from triton_ops.gpu.packed_constants import num_parts
 
 GENERATIONS = (8, 9, 10)
@@ -184,8 +184,9 @@ def test_variants_name_every_parameter_of_their_program_once(generation: int) ->
 
 
 def test_variants_of_packed_products_name_every_parameter_of_their_program_once() -> None:
-    for variant in packed_variants():
-        parameters = getattr(packed, variant.program).arg_names
+    modules = {"packed": packed, "packed_experts": packed_experts}
+    for variant in (*packed_variants(), *packed_experts_variants()):
+        parameters = getattr(modules[variant.module], variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])
         assert variant.divisible <= variant.types.keys()
 

@@ -6,10 +6,14 @@ from torch.nn import functional
 
 from triton_ops.experts import gated, share_out
 from triton_ops.gpu.devices import gpu_of
+from triton_ops.gpu.packed_constants import most_tokens_of_experts
 
 _GENERATIONS_WITH_GROUPED_PRODUCTS = (9, 10)
 """Elsewhere, and in other types than bfloat16, torch multiplies group by group and waits to learn
 their sizes."""
+
+MULTIPLIED_PACKED = (torch.bfloat16, torch.float16)
+"""Types of rows that packed matrices are multiplied with; for others they are unpacked."""
 
 _ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes at which the product's rows must begin
 
@@ -43,6 +47,13 @@ def never_waits(dtype: torch.dtype, device: torch.device, widths: tuple[int, int
     )
 
 
+def most_captured_tokens(dtype: torch.dtype, num_experts: int, experts_per_token: int) -> int:
+    """The most tokens of that dtype that packed experts take without waiting for the GPU."""
+    if dtype not in MULTIPLIED_PACKED:
+        return 0
+    return most_tokens_of_experts(num_experts, experts_per_token)
+
+
 def multiply_in_groups(
     hidden: Tensor,
     weights: Tensor,
@@ -67,6 +78,12 @@ def multiply_in_groups(
     inside = inside if gate_up_bias is None else inside + gate_up_bias[pairs]
     outputs = functional.grouped_mm(gated(inside, style), down.transpose(1, 2), offs=ends)
     outputs = outputs if down_bias is None else outputs + down_bias[pairs]
-    by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*experts.shape, -1)
-    weighted: Tensor = by_token * weights[..., None]
-    return weighted.sum(1).to(hidden.dtype)
+    by_token = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return add_up_experts(by_token, weights, hidden.dtype)
+
+
+def add_up_experts(outputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add up outputs of experts, token after token [T * experts_per_token, N], with weights [T,
+    experts_per_token]: [T, N]."""
+    weighted: Tensor = outputs.view(*weights.shape, -1) * weights[..., None]
+    return weighted.sum(1).to(dtype)

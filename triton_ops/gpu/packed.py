@@ -12,7 +12,7 @@ from triton_ops.gpu.packed_constants import (
     ELEMENTS_PER_PROGRAM,
     REDUCTION_WARPS,
     UNPACKING,
-    num_parts,
+    columns_in_parts,
     packed_constants,
     tile_of,
 )
@@ -33,10 +33,9 @@ def packed_linear(
         return functional.linear(rows, _unpacked(packed, columns, rows, *form), bias)
     rows = rows.contiguous()
     grid = (triton.cdiv(len(rows), tile.rows), triton.cdiv(columns, tile.outputs))
-    steps = triton.cdiv(rows.shape[1], tile.step)
-    parts = num_parts(steps, grid[0] * grid[1], gpu_of(rows.device).multiprocessors)
-    steps_per_part = triton.cdiv(steps, parts)
-    parts = triton.cdiv(steps, steps_per_part)
+    parts, steps_per_part = columns_in_parts(
+        rows.shape[1], tile, grid[0] * grid[1], gpu_of(rows.device).multiprocessors
+    )
     out = rows.new_empty(len(rows), columns)
     sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
     has_bias = bias is not None
@@ -45,7 +44,7 @@ def packed_linear(
         multiply[(*grid, parts)](
             sums,
             rows,
-            *_views(packed, form),
+            *packed_views(packed, form),
             bias if has_bias and parts == 1 else out,
             columns,
             rows.shape[1],
@@ -73,7 +72,7 @@ def packed_linear(
     return out
 
 
-def _views(packed: Tensor, form: tuple[int, ...]) -> tuple[Tensor, ...]:
+def packed_views(packed: Tensor, form: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The bytes as words, as scales, as float16 and as they are."""
     return (
         packed.view(torch.int32),
@@ -90,7 +89,7 @@ def _unpacked(packed: Tensor, outputs: int, rows: Tensor, *form: int) -> Tensor:
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         unpack_matrix[grid](
             out,
-            *_views(packed, form),
+            *packed_views(packed, form),
             outputs,
             rows.shape[1],
             packed.stride(0) // 16,

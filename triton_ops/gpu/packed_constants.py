@@ -24,6 +24,8 @@ class Tile(NamedTuple):
 
 ONE_ROW = Tile(1, 16, 256, 4, 3)
 TILES = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3))
+EXPERT_TILES = (Tile(16, 64, 128, 4, 3), TILES[-1])
+"""Tiles of rows of an expert: its matrix is found at run time, which takes registers as well."""
 UNPACKING = Tile(0, 16, 128, 2, 1)
 """More rows are multiplied by the unpacked matrix."""
 
@@ -51,8 +53,36 @@ def packed_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
     return constants | ({"TILE_ROWS": tile.rows} if tile.rows > 1 else {})
 
 
+def tile_of_experts(num_tokens: int, experts_per_token: int, num_experts: int) -> Tile | None:
+    """The tile of products with experts' matrices; None if the matrices are unpacked.
+
+    A token's experts all differ. As long as there are at most half as many pairs (token, expert)
+    as experts, an expert that is chosen has fewer than 1.3 of them if all are equally likely: then
+    each pair is multiplied by itself. Else rows of an expert are multiplied together, in tiles for
+    as many as an expert has on average.
+    """
+    pairs = num_tokens * experts_per_token
+    if num_tokens == 1 or 2 * pairs <= num_experts:
+        return ONE_ROW
+    average = -(-pairs // num_experts)
+    return next((tile for tile in EXPERT_TILES if average <= tile.rows), None)
+
+
+def most_tokens_of_experts(num_experts: int, experts_per_token: int) -> int:
+    """The most tokens for which there is a tile: with more, experts have more rows on average than
+    the largest tile."""
+    return EXPERT_TILES[-1].rows * num_experts // experts_per_token
+
+
 def num_parts(steps: int, tiles: int, multiprocessors: int) -> int:
     """Into how many programs the columns of a product are split to keep a GPU busy: it depends on
     shapes alone."""
     wanted = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR // tiles
     return max(1, min(wanted, steps // _FEWEST_STEPS, _MOST_PARTS))
+
+
+def columns_in_parts(columns: int, tile: Tile, tiles: int, multiprocessors: int) -> tuple[int, int]:
+    """Return `num_parts` of a product of so many tiles, and how many steps each part makes."""
+    steps = -(-columns // tile.step)
+    steps_per_part = -(-steps // num_parts(steps, tiles, multiprocessors))
+    return -(-steps // steps_per_part), steps_per_part

@@ -3,6 +3,7 @@ steps and the mixed ones."""
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ from nanoserve.executor.step.rank_graphs import RanksRecorder, on_all_ranks
 from nanoserve.executor.step.sampling_graphs import SamplingGraphs
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.models.decoder import Decoder, LayerFunction, MixtureOfExperts
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.models.packed import PackedExperts, num_weights
 from nanoserve.request import SamplingParams
@@ -51,7 +52,7 @@ from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.cpu import CannotBuild, cache_directory
 from triton_ops.gpu.devices import gpu_of
-from triton_ops.gpu.experts import never_waits
+from triton_ops.gpu.experts import most_captured_tokens, never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
 if TYPE_CHECKING:  # for models with such layers
@@ -70,6 +71,10 @@ CAPTURE_WORKSPACE = 64 * 2**20
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5)
 # The other ways of sampling, for which there is other code.
 _OTHER_WAYS = (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=20))
+
+
+NO_LIMIT = sys.maxsize
+"""Tokens of a captured step, where their number does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +115,24 @@ class GpuStart:
         keep_compiled_code(os.environ)
         self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
         """Runs the layers from now on."""
-        captures = not config.eager and on_all_ranks(
-            decoder, holds=_can_be_captured(decoder, device)
-        )
-        buckets = bucket_sizes(config.max_num_seqs) if captures else ()
-        self._sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
+        most_captured = 0 if config.eager else _most_captured_tokens(decoder, device)
+        captures = not config.eager and on_all_ranks(decoder, holds=most_captured > 0)
+        buckets: tuple[int, ...] = ()
+        if captures:
+            buckets = bucket_sizes(min(config.max_num_seqs, most_captured))
+        sizes = graph_sizes(buckets, draft_tokens=config.speculate is not None)
+        self._sizes = [(rows, width) for rows, width in sizes if rows * width <= most_captured]
         # Where tokens are drafted, a mechanism samples in its own way; ranks gather logits first.
         samples_alone = decoder.shard.is_last and decoder.shard.degree == 1
         captures_sampling = captures and config.speculate is None and samples_alone
         sampled = [size for size in buckets if size <= MOST_SAMPLED]
         self._sampling = SamplingGraphs(decoder, sampled) if captures_sampling else None
-        # draft tokens have graphs of their own
-        captures_mixed = captures and config.num_workers == 1 and config.speculate is None
-        self._mixed_sizes = _mixed_sizes(decoder, config, device) if captures_mixed else []
+        # Draft tokens have graphs of their own. Packed experts, which limit the tokens, would look
+        # up the experts of tokens that pad.
+        captures_mixed = captures and config.speculate is None and most_captured == NO_LIMIT
+        self._mixed_sizes = list[tuple[int, int]]()
+        if captures_mixed and config.num_workers == 1:
+            self._mixed_sizes = _mixed_sizes(decoder, config, device)
         self._warm_up_seconds = 0.0
         self._step_memory = 0
         self.graph_bytes = 0
@@ -409,17 +419,22 @@ def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
     return peak - held
 
 
-def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
-    """Whether the model has decode steps, and nothing in them waits for the device. Trying would
-    not do: a recording that fails leaves torch's allocator in a state in which memory cannot be
-    given back."""
-    config = decoder.config
+def _most_captured_tokens(decoder: Decoder, device: torch.device) -> int:
+    """Tokens of the largest decode step in which nothing waits for the device, or NO_LIMIT; 0 if
+    all of them wait, or if the model has no decode steps. Trying would not do: a recording that
+    fails leaves torch's allocator in a state in which memory cannot be given back."""
+    config, most = decoder.config, NO_LIMIT
     if config.recurrent is not None:  # the host cuts its scans
-        return False
+        return 0
     if config.canvas is not None:  # its rows are longer than those of decode steps
-        return False
-    if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
-        return True
-    if any(isinstance(module, PackedExperts) for module in decoder.modules()):
-        return False
-    return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))
+        return 0
+    for module in decoder.modules():
+        if isinstance(module, PackedExperts):
+            moe = module.moe
+            captured = most_captured_tokens(decoder.dtype, moe.num_experts, moe.experts_per_token)
+            most = min(most, captured)
+        elif isinstance(module, MixtureOfExperts):
+            widths = (config.hidden_size, module.moe.intermediate_size)
+            if not never_waits(decoder.dtype, device, widths):
+                return 0
+    return most

@@ -50,6 +50,7 @@ from triton_ops import (
     scatter_blocks,
     selective_scan,
     sparse_experts,
+    sparse_packed_experts,
     state_space_dual,
 )
 
@@ -172,7 +173,7 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase("paged_attention, two long rows among 300 short ones", check)
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
-        if bench.dry_run and operator == "packed_linear" and dtype != torch.float32:
+        if bench.dry_run and operator in PACKED and dtype != torch.float32:
             continue  # a CPU rounds the input as well
         make, call, roundings = arguments
         check = partial(_check_operator, bench, operator, dtype, make, call, roundings)
@@ -380,6 +381,35 @@ def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
     return hidden, weights, picked, gate_up, down
 
 
+def _packed_experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """The tensors of `_experts_inputs`, with widths that groups divide, and biases."""
+    tokens, hidden_size, inner, experts, chosen = 96, 160, 96, 8, 2
+    gate_up, down = _ROUNDED
+    packed = []
+    for form, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
+        weights = torch.randn(experts, rows, columns, generator=generator) / columns**0.5
+        rounded = [pack(round_to_nearest(one, form.bits, form.group)) for one in weights]
+        packed.append(torch.stack(rounded))
+    shapes = ((tokens, hidden_size), (experts, 2 * inner), (experts, hidden_size))
+    numbers = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    weights, picked = torch.rand(tokens, experts, generator=generator).topk(chosen)
+    return [*numbers, weights, picked, *packed]
+
+
+def _packed_experts(*tensors: Tensor) -> Tensor:
+    """One token and two, whose experts multiply by themselves, then more, in tiles of 16 rows and
+    of 32."""
+    hidden, gate_up_bias, down_bias, weights, picked, gate_up, down = tensors
+    compute = partial(sparse_packed_experts, forms=_ROUNDED, inner=96)
+    biases = (gate_up_bias, down_bias)
+    found = []
+    for tokens in (1, 2, 40, 96):
+        routed = (hidden[:tokens], weights[:tokens], picked[:tokens], gate_up, down)
+        found.append(compute(*routed, biases=biases, style="gpt_oss"))
+        found.append(compute(*routed, style="swiglu"))
+    return torch.cat(found)
+
+
 def _convolution_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     tokens, channels, kernel_size = _SEGMENTS[-1][1], 72, 4
     inputs = torch.randn(tokens, channels, generator=generator)
@@ -496,12 +526,14 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "add_linear": (_sum_inputs, add_linear, 1),
     "packed_linear": (_packed_inputs, _packed_products, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
+    "sparse_packed_experts": (_packed_experts_inputs, _packed_experts, 2),
     "causal_convolution": (_convolution_inputs, _convolve, 1),
     "gated_delta_rule": (_delta_rule_inputs, _apply_delta_rule, 1),
     "state_space_dual": (_dual_inputs, _apply_dual, 1),
     "selective_scan": (_selective_inputs, _scan_selectively, 1),
 }
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""
+PACKED = ("packed_linear", "sparse_packed_experts")
 
 
 SAMPLED_VOCABULARY = 32003  # a prime number, as large as a small model's vocabulary
