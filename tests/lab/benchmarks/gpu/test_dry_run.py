@@ -78,6 +78,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(
         ),
         *(
             "packed_linear",
+            "sparse_packed_experts",
             "sampling",
             "sparse_experts",
             "causal_convolution",
