@@ -123,6 +123,12 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     (8, 4, 128): AttentionConfiguration(
         DecodeConfiguration(32, 16, 2), PrefillConfiguration(32, 32, 16, 2)
     ),
+    (9, 4, 64): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 1), PrefillConfiguration(16, 32, 16, 2)
+    ),
+    (9, 4, 128): AttentionConfiguration(
+        DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 16, 2)
+    ),
     (10, 4, 32): AttentionConfiguration(
         DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)
     ),
