@@ -224,8 +224,9 @@ def test_a_model_beyond_all_memory_is_one_clear_line(
     def fail(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("nanoserve.models.loading.empty_decoder", fail)
+    # dummy first: were it imported while the other is replaced, it would keep the replacement
     monkeypatch.setattr("nanoserve.models.dummy.empty_decoder", fail)
+    monkeypatch.setattr("nanoserve.models.loading.empty_decoder", fail)
     with pytest.raises(
         RuntimeFailure,
         match=f"^out of memory on cpu: {problem} into .* free; choose a smaller model",
