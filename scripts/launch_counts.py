@@ -4,7 +4,7 @@ torch's compiler makes code for tensors that are said to be on an H200 and have 
 is counted and never run: kernels of Triton, calls of torch's own products and other operators, and
 calls of nanoserve's operators. Such a call counts as one launch, which attention of single tokens
 is; what others launch in turn is not counted. Where a step of one token runs fused layers, the
-operators that they call are counted.
+operators that they call are counted. Of sampling, the programs are counted that would be launched.
 
 NAME is a family ("llama"), or "sampling"; without one, all are counted. The table is written as
 CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.
@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from torch._dynamo import device_interface
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.executor.compile.aot_build import (
@@ -68,9 +69,7 @@ TOKENS = (1, 256)
 ROWS = (1, 256)
 VOCABULARY = 151_936
 BLOCK_SIZE = 16
-SAMPLING_PROGRAMS = {"greedy": 1, "temperature": 2, "top_p": 7, "top_k": 1}
-"""Launches that are no code of torch's compiler, by the way to sample: the likeliest tokens, what
-is drawn without top_k, and for top_p four passes over histograms that are zero before."""
+SAMPLERS = ("greedy", "temperature", "top_p", "top_k")
 # Without it torch asks a device guard of CUDA for the device at every index of a tensor.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -269,20 +268,60 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def sampling_launches(way: str, rows: int) -> int:
+    """Launches that sample so many rows in one way: of programs, and of torch's operators, such as
+    the one that makes zeros."""
+    launches = 0
+    if way == "top_k":
+        launches = count_launches(top_k_code(rows))
+
+    def launch(program: object, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+
+    with (
+        FakeTensorMode(),
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(torch.cuda, "device_of", lambda tensor: nullcontext()),
+    ):
+        sampling.arrival_counters.cache_clear()
+        tensors = sampling_arguments(rows)
+        sampling.likeliest_tokens(tensors[0])  # once ahead, so that its counters are there
+        launches -= 1
+        with OperatorCounter() as counter:
+            sampling.likeliest_tokens(tensors[0])
+            if way in ("temperature", "top_p"):
+                uses = {"uses_top_p": way == "top_p", "uses_min_p": False}
+                sampling.draw_tokens(*tensors, largest_top_k=0, **uses)
+    sampling.arrival_counters.cache_clear()
+    found: int = launches + counter.launches
+    return found
+
+
+def sampling_arguments(rows: int) -> list[Tensor]:
+    """The tensors that `draw_tokens` takes for so many rows. They have no memory."""
+    double = torch.float64
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((rows, VOCABULARY), torch.float32),
+        ((rows,), torch.float32),
+        ((rows,), torch.int64),
+        ((rows, 2), torch.int32),
+        ((rows,), torch.float32),
+        ((rows,), torch.int64),
+        ((rows,), double),
+        ((rows,), double),
+    ]
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+
+
 def top_k_code(rows: int) -> str:
     """The code of the function that draws so many rows by top_k."""
 
     def arguments() -> list[Tensor]:
-        made = [torch.empty(rows, VOCABULARY, device="cuda"), torch.empty(rows, device="cuda")]
-        integer, double = torch.int64, torch.float64
-        columns = [torch.empty(rows, dtype=integer, device="cuda")]
-        columns.append(torch.empty(rows, 2, dtype=torch.int32, device="cuda"))
-        columns.append(torch.empty(rows, device="cuda"))
-        for dtype in (integer, double, double):
-            columns.append(torch.empty(rows, dtype=dtype, device="cuda"))
+        made = sampling_arguments(rows)
         if rows > 1:
-            sampling.mark_any_rows(made, columns)
-        return [*made, *columns]
+            sampling.mark_any_rows(made[:2], made[2:])
+        return made
 
     def draw(*tensors: Tensor) -> object:
         return sampling.draw_by_top_k(64, *tensors)
@@ -297,10 +336,9 @@ def count(names: Sequence[str]) -> Iterator[Launches]:
             for tokens in TOKENS:
                 yield Launches(name, tokens, layer_launches(name, tokens))
             continue
-        for way, launches in SAMPLING_PROGRAMS.items():
+        for way in SAMPLERS:
             for rows in ROWS:
-                compiled = count_launches(top_k_code(rows)) if way == "top_k" else 0
-                yield Launches(f"sampling, {way}", rows, launches + compiled)
+                yield Launches(f"sampling, {way}", rows, sampling_launches(way, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
