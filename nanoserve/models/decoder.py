@@ -591,7 +591,7 @@ class DecoderLayer(nn.Module):
             return residual + self._scaled(self.group.all_reduce(attended + fed))
         if between_sums is None:
             if adds_in_place(self, residual.device):
-                return self._add_feed_forward(residual + attended)
+                return self._add_feed_forward(residual, attended)
             between_sums = self.between_sums
         fed, residual = between_sums(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
@@ -608,13 +608,20 @@ class DecoderLayer(nn.Module):
             output = output * self.scale
         return output
 
-    def _add_feed_forward(self, residual: Tensor) -> Tensor:
-        """Add the feed-forward part to a residual [T, hidden_size] that nothing else reads, in its
-        place."""
+    def _add_feed_forward(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add the output of attention, [T, hidden_size], and then the feed-forward part, the latter
+        in the place of the first sum.
+
+        The first sum is written twice, so that what is added to is not what the norm reads: torch's
+        compiler makes both in one kernel with the norm. Both are in float32, as the sum at the end
+        of `post_attention` is, and in another order, so that it does not take them for one.
+        """
         feed_forward = cast(FeedForward, self.feed_forward)
-        inside = feed_forward.inside(self.feed_forward_norm(residual))
-        add_linear(residual, inside, feed_forward.down.weight)
-        return residual
+        normed = (attended.float() + residual.float()).to(residual.dtype)
+        inside = feed_forward.inside(self.feed_forward_norm(normed))
+        total = (residual.float() + attended.float()).to(residual.dtype)
+        add_linear(total, inside, feed_forward.down.weight)
+        return total
 
     def scale_output(self, hidden: Tensor, canvas: CanvasInputs | None) -> Tensor:
         """Multiply the layer's output, [T, hidden_size], by the layer's number for known tokens or

@@ -133,6 +133,37 @@ def test_a_step_of_more_tokens_is_compiled() -> None:
     assert compiler.runs == config.num_layers
 
 
+@torch.inference_mode()
+def test_a_layer_that_cannot_be_fused_after_all_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it has run, a failure is the step's own."""
+    config = config_of("llama", {})
+    decoder = random_decoder(config)
+    compiler, step = CountedCompiler(), decode_step(5)
+    plain = ForwardPass(decoder, caches_of(config))(step)
+    product = fused_layer.fused_linear
+
+    def fail(*arguments: object, **options: object) -> Tensor:
+        raise RuntimeError("no such instruction\nin line 7")
+
+    monkeypatch.setattr(fused_layer, "fused_linear", fail)
+    runner = LayerRunner.torch_compile(decoder, backend=compiler)
+    forward = ForwardPass(decoder, caches_of(config), runner)
+    torch.testing.assert_close(forward(step), plain)
+    assert compiler.runs == config.num_layers
+    notice = "nanoserve: steps of one token run compiled, which is slower: no such instruction"
+    told = [record.getMessage() for record in caplog.records if record.name == "nanoserve"]
+    assert told == [notice]
+    monkeypatch.setattr(fused_layer, "fused_linear", product)
+    runner = LayerRunner.torch_compile(decoder, backend=compiler)
+    forward = ForwardPass(decoder, caches_of(config), runner)
+    forward(step)
+    monkeypatch.setattr(fused_layer, "fused_linear", fail)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        forward(step)
+
+
 def test_kinds_of_layers_that_are_fused() -> None:
     for family, settings in FUSED.items():
         config = config_of(family, settings)

@@ -339,6 +339,7 @@ class _TorchCompiled:
             function, fullgraph=True, backend=backend
         )
         self._has_run = False
+        self._has_run_fused = False
         self._fused: FusedLayer | None = None
         if decoder.shard.degree == 1:
             from nanoserve.executor.compile.fused_layer import fuse  # CPUs have no such layers
@@ -347,7 +348,9 @@ class _TorchCompiled:
 
     def __call__(self, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, ...]:
         if self._fused is not None and self._fused.takes(tensors):
-            return self._fused(tensors, weights)
+            fused = self._run_fused(self._fused, tensors, weights)
+            if fused is not None:
+                return fused
         for tensor in tensors:
             mark_any_length(tensor)
         try:
@@ -363,6 +366,23 @@ class _TorchCompiled:
             cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
             raise CannotBuild(f"{type(cause).__name__}: {first_line(cause)}") from error
         self._has_run = True
+        return outputs
+
+    def _run_fused(
+        self, layer: "FusedLayer", tensors: tuple[Tensor, ...], weights: list[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """Run the fused layer. If it cannot even run once, a notice says so, nothing is returned,
+        and the compiled layer takes its place."""
+        try:
+            outputs = layer(tensors, weights)
+        except Exception as error:  # Triton may fail in any way
+            if self._has_run_fused or out_of_memory(error):
+                raise
+            notice = "nanoserve: steps of one token run compiled, which is slower: %s"
+            logging.getLogger("nanoserve").warning(notice, first_line(error))
+            self._fused = None
+            return None
+        self._has_run_fused = True
         return outputs
 
 
