@@ -24,8 +24,9 @@ class Tile(NamedTuple):
 
 ONE_ROW = Tile(1, 16, 256, 4, 3)
 TILES = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3))
-EXPERT_TILES = (Tile(16, 64, 128, 4, 3), TILES[-1])
-"""Tiles of rows of an expert: its matrix is found at run time, which takes registers as well."""
+EXPERT_TILES = (Tile(16, 64, 128, 4, 2), TILES[-1])
+"""Tiles of rows of an expert. Its matrix is found at run time, which takes registers as well: with
+the tile of 16 rows in TILES, some formats spill."""
 UNPACKING = Tile(0, 16, 128, 2, 1)
 """More rows are multiplied by the unpacked matrix."""
 
