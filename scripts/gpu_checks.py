@@ -2,12 +2,13 @@
 tokens|step|layers|sampling|preset|products [--device cpu]`.
 
 `tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's
-tokens in float32. `step`: when each stage of opening began, and the kernels of a decode step by
-name, from torch's trace. `sampling`: the sampler as engines run it against its operators in plain
-torch on the same device, their times and tokens, and the CPU's tokens. `preset`: the preset of 256
-requests greedily and at a temperature, in turns. `products`: products with packed matrices in CUDA
-graphs over copies of the matrix, so that no cache holds it; that part needs a GPU, the others can
-be tried on a CPU.
+tokens in float32. `step`: when each stage of opening began, how long a decode step takes, and its
+kernels by name, from torch's trace. `layers`: the layers of a decode step of few rows, fused and
+compiled. `sampling`: the sampler as engines run it against its operators in plain torch on the same
+device, their times and tokens, and the CPU's tokens. `preset`: the preset of 256 requests greedily
+and at a temperature, in turns. `products`: products with packed matrices, and of one row with what
+stands around it in a layer, in CUDA graphs over copies of the matrix, so that no cache holds it;
+that part needs a GPU, the others can be tried on a CPU.
 """
 
 import argparse
@@ -241,6 +242,10 @@ def show_step(device: str, model: str, batch: int, context: int) -> None:
         while waiting:
             waiting -= {update.request_id for update in engine.step()}
         steps = 16
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        whole = (time.perf_counter() - began) / steps * 1e6
         kind = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
         with profile(activities=[kind]) as profiler:
             for _ in range(steps):
@@ -252,7 +257,9 @@ def show_step(device: str, model: str, batch: int, context: int) -> None:
                     event.self_cpu_time_total if device == "cpu" else event.device_time_total
                 )
                 calls[event.name] += 1
-    print(f"{sum(times.values()) / steps:.0f} us in {sum(calls.values()) / steps:.0f} launches")
+    # A program that is launched before the one before it has ended counts its waiting too.
+    busy, launches = sum(times.values()) / steps, sum(calls.values()) / steps
+    print(f"{whole:.0f} us a step; in the trace {busy:.0f} us in {launches:.0f} launches")
     for name, us in times.most_common(24):
         print(
             f"{us / steps:9.1f} us {calls[name] / steps:6.1f} x {us / calls[name]:8.2f}  "

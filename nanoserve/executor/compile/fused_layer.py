@@ -26,8 +26,8 @@ def fuse(kind: CompiledKind, layer: DecoderLayer) -> "FusedLayer | None":
 
 
 def can_be_fused(kind: CompiledKind) -> bool:
-    """Whether layers of a kind have the parts that a FusedLayer has, and no others: those of Llama,
-    Qwen2, Qwen3 and Mistral do."""
+    """Whether layers of a kind have the parts that a FusedLayer has, and no others. Those of Llama,
+    Qwen2, Qwen3, Mistral and SmolLM3 do, among others."""
     config = kind.config
     attention, norms = config.attention, config.norms
     plain_attention = fits_rotation(config) and not (attention.output_gate or attention.sinks)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.compile.aot_build import step_arguments
+from nanoserve.executor.compile.fused_layer import MOST_TOKENS, FusedLayer
 from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
 from nanoserve.executor.step.staging import Staging
 from nanoserve.lab.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, make_batch
@@ -25,8 +27,8 @@ from nanoserve.lab.benchmarks.gpu.cases import GpuCase, Row
 from nanoserve.lab.benchmarks.gpu.device import GpuBench
 from nanoserve.lab.benchmarks.gpu.models import FAMILIES, VOCAB_SIZE, EngineShelf
 from nanoserve.lab.workloads import random_prompts
-from nanoserve.models.attention import AttentionBatch, PagedAttention
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.loading import empty_decoder
 from nanoserve.request import SamplingParams
@@ -623,9 +625,12 @@ different."""
 CHUNKS = (17, 17, 11, 1, 1, 1, 1)
 
 
+FUSED = ("llama", "qwen3")  # families whose steps of one token run fused layers
+
+
 def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
     """Each family in float32 and in the format that the device is used with; in a dry run two of
-    them."""
+    them. Some also with fused layers for single tokens."""
     families = list(FAMILIES)
     if bench.dry_run:
         families = [families[0], families[-1]]
@@ -633,9 +638,30 @@ def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase(
             f"family {family}, {format_name(dtype)}", partial(_check_family, bench, family, dtype)
         )
+    for family, dtype in product(FUSED, (torch.float32, torch.bfloat16)):
+        check = partial(_check_family, bench, family, dtype, run_fused)
+        yield GpuCase(f"fused layers of {family}, {format_name(dtype)}", check)
 
 
-def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
+def run_fused(
+    layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+) -> Tensor:
+    """Run a layer, fused if it has one token: a LayerFunction for models whose layers are all
+    alike."""
+    if len(hidden) > MOST_TOKENS:
+        plain: Tensor = layer(hidden, cos, sin, attention)
+        return plain
+    arguments = step_arguments(layer, hidden, cos, sin, attention)
+    (output,) = FusedLayer(layer)(arguments, list(layer.parameters()))
+    return output
+
+
+def _check_family(
+    bench: GpuBench,
+    family: str,
+    dtype: torch.dtype,
+    run_layer: LayerFunction = DecoderLayer.__call__,
+) -> Row:
     config = ModelConfig.from_hf(FAMILIES[family], source=family)
     reference = empty_decoder(config, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -651,7 +677,7 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
     )
     with reference_operators():
         expected = stepwise_logits(reference, tokens)
-    found = stepwise_logits(decoder, tokens.to(bench.device)).cpu()
+    found = stepwise_logits(decoder, tokens.to(bench.device), run_layer).cpu()
     difference = (found - expected).abs() / expected.std()
     name, measured, tolerance = "median_difference", float(difference.median()), BFLOAT16_TOLERANCE
     if dtype == torch.float32:
@@ -669,7 +695,9 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
 
 
 @torch.inference_mode()
-def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+def stepwise_logits(
+    decoder: Decoder, tokens: Tensor, run_layer: LayerFunction = DecoderLayer.__call__
+) -> Tensor:
     """Logits of one sequence whose tokens come in CHUNKS, on shuffled blocks of a poisoned cache:
     [T, vocab_size]."""
     config, device, block_size = decoder.config, tokens.device, 16
@@ -688,7 +716,7 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
             slot_mapping=blocks[positions // block_size] * block_size + positions % block_size,
         )
         attention = PagedAttention(config, keys.unbind(), values.unbind(), batch)
-        logits.append(decoder.compute_logits(decoder(chunk, positions, attention)))
+        logits.append(decoder.compute_logits(decoder(chunk, positions, attention, run_layer)))
     return torch.cat(logits)
 
 
