@@ -468,11 +468,11 @@ def _packed_experts_variant(
 
 
 _PRODUCTS = {
-    "1024 columns, norm, bias": (1024, "", {"norm", "bias"}),
-    "2560 columns, norm, GELU": (2560, "gelu", {"norm"}),
-    "4096 columns, norm, SiLU": (4096, "silu", {"norm"}),
-    "14336 columns, residual": (14336, "", {"residual"}),
-    "28672 columns, bias, residual": (28672, "", {"bias", "residual"}),
+    "1024 columns, norm, bias": (1024, "", ("norm", "bias")),
+    "2560 columns, norm, GELU": (2560, "gelu", ("norm",)),
+    "4096 columns, norm, SiLU": (4096, "silu", ("norm",)),
+    "14336 columns, residual": (14336, "", ("residual",)),
+    "28672 columns, bias, residual": (28672, "", ("bias", "residual")),
 }
 """Columns and surroundings of products, as small and large models have them."""
 _PRODUCT_SIZES = ("num_outputs", "row_stride")
@@ -483,8 +483,8 @@ def fused_linear_variants(generation: int) -> Iterator[Variant]:
     for dtype, (name, (columns, activation, around)) in product(
         ("bf16", "fp32"), _PRODUCTS.items()
     ):
-        tensors = {"out", "rows", "weight", *around}
-        absent = {"bias", "norm", "residual"} - around
+        tensors = ["out", "rows", "weight", *around]
+        absent = [name for name in ("bias", "norm", "residual") if name not in around]
         adds_one = activation == "gelu"
         variant = Variant(
             module="fused_linear",
