@@ -3,13 +3,11 @@ tested against a sort in float64."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from scripts.launch_counts import SAMPLING_PROGRAMS
 from tests.triton_ops.test_sampling import Draws, some_draws, some_logits
 from triton_ops import likeliest_tokens, reference_operators
 from triton_ops.gpu import sampling as gpu
@@ -141,30 +139,3 @@ def test_counters_are_zero_after_each_launch() -> None:
     gpu.likeliest_tokens(draws.logits)
     drawn(draws)
     assert not launch.arrivals.any()
-
-
-class CountingProgram:
-    """A program that counts its launches."""
-
-    def __init__(self, program: Any) -> None:
-        self.program, self.launches = program, 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches += 1
-        return self.program[grid]
-
-
-def test_sampling_is_as_many_launches_as_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With top_p there is one more: the histograms are filled with zeros."""
-    for way, name in (("greedy", "greedy"), ("temperature", "all"), ("top_p", "top_p")):
-        programs = []
-        for program in ("find_likeliest", "draw_likely", "narrow_top_p"):
-            programs.append(CountingProgram(getattr(gpu, program)))
-            monkeypatch.setattr(gpu, program, programs[-1])
-        draws = some_draws(2, 100, name, "float32", seed=1)
-        gpu.likeliest_tokens(draws.logits)
-        if way != "greedy":
-            drawn(draws)
-        launches = sum(each.launches for each in programs) + (way == "top_p")
-        assert launches == SAMPLING_PROGRAMS[way]
-        monkeypatch.undo()
