@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanoserve.errors import NanoserveError
-from nanoserve.executor.compile import fused_layer
+from nanoserve.executor.compile.fused_layer import FusedLayer
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
@@ -441,8 +441,8 @@ def time_layers(bench: GpuBench, model: str, row_counts: Sequence[int], context:
     for rows in row_counts:
         inputs = decode_inputs(rows, context, bench.device)
         found = {}
-        for name, fused_tokens in (("fused", rows), ("compiled", 0)):
-            with mock.patch.object(fused_layer, "MOST_TOKENS", fused_tokens):
+        for name in ("fused", "compiled"):
+            with mock.patch.object(FusedLayer, "takes", return_value=name == "fused"):
                 found[name] = forward(inputs).clone()
                 us = 0.0 if bench.dry_run else graph_us([partial(forward, inputs)])
             print(f"{rows} rows, {name}: {us:.1f} us", flush=True)

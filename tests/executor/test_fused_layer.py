@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.executor.compile import fused_layer
 from nanoserve.executor.compile.aot_build import layer_kind
-from nanoserve.executor.compile.fused_layer import can_be_fused
+from nanoserve.executor.compile.fused_layer import can_be_fused, most_fused_tokens
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.models.attention import AttentionBatch
@@ -112,25 +112,36 @@ def test_a_step_of_one_token_is_that_of_plain_layers(family: str) -> None:
     assert compiler.runs == 0
 
 
+@pytest.mark.parametrize(("most", "compiled"), [(2, 0), (1, 2)])
 @torch.inference_mode()
-def test_a_step_of_more_tokens_is_compiled() -> None:
-    config = config_of("llama", {})
+def test_a_step_of_few_tokens_is_fused_and_one_of_more_compiled(
+    most: int, compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_layer, "MOST_TOKENS", most)
+    config = config_of("qwen3", FUSED["qwen3"])
     decoder = random_decoder(config)
     compiler = CountedCompiler()
     runner = LayerRunner.torch_compile(decoder, backend=compiler)
-    one = decode_step(5)
-    batch = one.batch
     two = AttentionBatch(
         torch.tensor([[5, 2], [7, 0]], dtype=torch.int32),
         torch.tensor([0, 1, 2], dtype=torch.int32),
-        batch.context_lengths.repeat(2),
+        torch.tensor([6, 6], dtype=torch.int32),
         torch.tensor([9, 1]),
     )
     step = StepInputs(torch.tensor([1, 2]), torch.tensor([5, 5]), two, 1)
-    assert len(step.token_ids) > fused_layer.MOST_TOKENS
     found = ForwardPass(decoder, caches_of(config), runner)(step)
     torch.testing.assert_close(found, ForwardPass(decoder, caches_of(config))(step))
-    assert compiler.runs == config.num_layers
+    assert compiler.runs == compiled
+
+
+def test_the_more_weights_the_fewer_tokens_are_fused() -> None:
+    """Where all tokens but the first read from the cache, and that takes as long as is saved."""
+    tokens = [most_fused_tokens(size) for size in (1 << 10, 31_500_000, 122_000_000, 436_000_000)]
+    assert tokens == [8, 4, 2, 1], "of a tiny model, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B"
+    for size in (20_000_000, 31_500_000, 122_000_000):
+        several = most_fused_tokens(size)
+        reading = several * size / fused_layer.CACHE_BANDWIDTH
+        assert reading <= size / fused_layer.MEMORY_BANDWIDTH + fused_layer.SAVED_SECONDS
 
 
 @torch.inference_mode()

@@ -159,7 +159,7 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
 
     decoder = small_decoder().requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend=broken)
-    step = step_of(2, 3, torch.Generator().manual_seed(1))
+    step = step_of(2, 5, torch.Generator().manual_seed(1))  # more than are fused
     with torch.inference_mode():
         for _ in range(2):
             answer = ForwardPass(decoder, caches(decoder.config, 4), run_layer(layers))(step)
@@ -253,7 +253,7 @@ def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DecoderLayer, "forward", fail)
     with pytest.raises(torch.OutOfMemoryError):
         ForwardPass(decoder, caches(decoder.config, 4), layers)(
-            step_of(1, 3, torch.Generator().manual_seed(1))
+            step_of(1, 9, torch.Generator().manual_seed(1))  # more than are fused
         )
     assert layers.loaded
 
@@ -264,7 +264,7 @@ def test_what_has_run_once_and_fails_is_no_matter_of_the_compiler(
     decoder = small_decoder().requires_grad_(False)
     layers = LayerRunner.torch_compile(decoder, backend="eager")
     forward = ForwardPass(decoder, caches(decoder.config, 4), layers)
-    step = step_of(1, 3, torch.Generator().manual_seed(1))
+    step = step_of(1, 9, torch.Generator().manual_seed(1))  # more than are fused
     with torch.inference_mode():
         forward(step)
 

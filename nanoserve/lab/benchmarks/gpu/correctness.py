@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.executor.compile.aot_build import step_arguments
-from nanoserve.executor.compile.fused_layer import MOST_TOKENS, FusedLayer
+from nanoserve.executor.compile.fused_layer import FusedLayer
 from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
 from nanoserve.executor.step.staging import Staging
 from nanoserve.lab.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, make_batch
@@ -646,13 +646,13 @@ def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
 def run_fused(
     layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
 ) -> Tensor:
-    """Run a layer, fused if it has one token: a LayerFunction for models whose layers are all
+    """Run a layer, fused if it has few tokens: a LayerFunction for models whose layers are all
     alike."""
-    if len(hidden) > MOST_TOKENS:
+    fused, arguments = FusedLayer(layer), step_arguments(layer, hidden, cos, sin, attention)
+    if not fused.takes(arguments):
         plain: Tensor = layer(hidden, cos, sin, attention)
         return plain
-    arguments = step_arguments(layer, hidden, cos, sin, attention)
-    (output,) = FusedLayer(layer)(arguments, list(layer.parameters()))
+    (output,) = fused(arguments, list(layer.parameters()))
     return output
 
 
