@@ -232,7 +232,7 @@ def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: Fak
 def test_steps_with_packed_experts_are_captured_up_to_a_number_of_tokens(
     recorder: FakeRecorder, dtype: torch.dtype, speculate: str | None, graphs: int
 ) -> None:
-    """Of two experts both take every token: up to 32 rows each are multiplied without waiting."""
+    """Both of two experts take every token: up to 32 rows each are multiplied without waiting."""
     moe = MoeConfig(2, 2, 32, normalize_weights=True, sparse_layers=frozenset({0}))
     layers = LayerDifferences(sliding_windows=(0,))
     decoder = Decoder(replace(small_config(), num_layers=1, layers=layers, moe=moe)).to(dtype)

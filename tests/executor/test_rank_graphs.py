@@ -103,7 +103,7 @@ class FailingRecorder(FakeRecorder):
 
 
 def capture_on_two_ranks(failing: FailingRecorder) -> tuple[Sequence[str], FakeRecorder]:
-    """What each of two ranks says of its captures, of which the second one's fail, and what the
+    """Return what two ranks say of their captures, of which the second one's fail, and what the
     first one recorded."""
     shards = make_shards(small_config(), pipeline_parallel=1, tensor_parallel=2)
     recorders = [FakeRecorder(), failing]

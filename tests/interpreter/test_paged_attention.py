@@ -169,7 +169,7 @@ def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -
 
 
 def with_wider_tables(batch: AttentionCall, blocks: int) -> AttentionCall:
-    """The same rows, their tables wider by entries that name no block."""
+    """Return a copy of these rows whose tables are wider by entries that name no block."""
     more = torch.full((len(batch.block_tables), blocks), 10**6, dtype=torch.int32)
     return replace(batch, block_tables=torch.cat([batch.block_tables, more], dim=1))
 
@@ -231,7 +231,7 @@ def test_the_numbers_of_a_row_depend_on_nothing_but_the_row(
 
 
 def test_counters_are_ready_for_the_next_launch_and_the_same_numbers_come_again() -> None:
-    """As where a captured graph is replayed: nothing but the programs themselves resets them."""
+    """Nothing but the programs themselves resets them, as where a captured graph is replayed."""
     batch = build(
         [Row(1, 130), Row(1, 30)],
         num_heads=4,

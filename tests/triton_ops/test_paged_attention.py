@@ -125,7 +125,7 @@ def test_a_query_sees_to_the_end_of_its_span(
 def test_tokens_of_no_row_and_rows_of_no_token_are_left_alone(
     rows: list[Row], padding: tuple[int, int], window: int, seed: int
 ) -> None:
-    """As in a captured graph of mixed steps."""
+    """A captured graph of mixed steps pads in this way."""
     batch = build(rows, num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=seed)
     out = attend(padded(batch, *padding), 0.3, window)
     own = len(batch.query)

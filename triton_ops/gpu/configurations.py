@@ -24,7 +24,7 @@ LARGEST_GROUP = 16
 every group up to this fits into a tile of a single token. Larger tiles have values that do not fit
 into registers with the configurations below, so more heads are several groups."""
 MOST_SPLITS = 64
-"""Of one row: the last program to arrive adds up this many results at most."""
+"""The last program of a row to arrive adds up this many results at most."""
 
 
 KEYS_PER_PROGRAM = 4096
