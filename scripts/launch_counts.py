@@ -79,7 +79,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 
 class Launches(NamedTuple):
-    """Launches of one compiled function."""
+    """Launches of a layer, or of one way to sample."""
 
     name: str
     size: int
@@ -275,13 +275,13 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def sampling_launches(way: str, rows: int) -> int:
     """Launches that sample so many rows in one way: of programs, and of torch's operators, such as
     the one that makes zeros."""
-    launches = 0
+    compiled = 0
     if way == "top_k":
-        launches = count_launches(top_k_code(rows))
+        compiled = count_launches(top_k_code(rows))
+    programs: list[object] = []
 
     def launch(program: object, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
+        programs.append(program)
 
     with (
         FakeTensorMode(),
@@ -291,15 +291,15 @@ def sampling_launches(way: str, rows: int) -> int:
         sampling.arrival_counters.cache_clear()
         tensors = sampling_arguments(rows)
         sampling.likeliest_tokens(tensors[0])  # once ahead, so that its counters are there
-        launches -= 1
+        programs.clear()
         with OperatorCounter() as counter:
             sampling.likeliest_tokens(tensors[0])
             if way in ("temperature", "top_p"):
                 uses = {"uses_top_p": way == "top_p", "uses_min_p": False}
                 sampling.draw_tokens(*tensors, largest_top_k=0, **uses)
     sampling.arrival_counters.cache_clear()
-    found: int = launches + counter.launches
-    return found
+    operators: int = counter.launches
+    return compiled + len(programs) + operators
 
 
 def sampling_arguments(rows: int) -> list[Tensor]:
