@@ -204,26 +204,38 @@ def cache_variants() -> Iterator[Variant]:
             )
 
 
-_SAMPLED = {"logits": "*fp32", "arrivals": "*i32", "vocab_size": "i32", "blocks": "i32"}
+_SAMPLED = {"arrivals": "*i32", "vocab_size": "i32", "blocks": "i32"}
 _DRAWN = {"maxima": "*fp32", "rows": "*i64", "temperature": "*fp32"}
 _FOUND = {"maxima": "*fp32", "tokens": "*i64", "finite": "*u8", "bests": "*i64"}
 
 
 def sampling_variants() -> Iterator[Variant]:
     """Programs that sample, which are the same for every generation: for a vocabulary of a multiple
-    of 16, and for any."""
+    of 16, and for any. Logits have 16 bits where all rows are greedy or drawn by temperature
+    alone."""
     bits, least = sampling_constants.DIGIT_BITS, {"least": "*fp32"}
     drawing = {**_DRAWN, "tokens": "*i64", "bests": "*i64", "keys": "*i32", "min_p": "*fp64"}
     narrowing = {**_DRAWN, **least, "top_p": "*fp64"}
     narrowing |= dict.fromkeys(("prefixes", "needed", "histograms"), "*i64")
     for is_even in (True, False):
-        yield _sampling_variant("find_likeliest", "logits", _FOUND, {}, is_even=is_even)
-        yield _sampling_variant("draw_likely", "all", drawing, {"least": None}, is_even=is_even)
-        yield _sampling_variant("draw_likely", "top_p", drawing | least, {}, is_even=is_even)
+        for dtype in ("fp32", "bf16", "fp16"):
+            logits, label = {"logits": f"*{dtype}"}, "" if dtype == "fp32" else f", {dtype}"
+            yield _sampling_variant(
+                "find_likeliest", f"logits{label}", _FOUND | logits, {}, is_even=is_even
+            )
+            yield _sampling_variant(
+                "draw_likely", f"all{label}", drawing | logits, {"least": None}, is_even=is_even
+            )
+        exact = {"logits": "*fp32"}
+        yield _sampling_variant(
+            "draw_likely", "top_p", drawing | least | exact, {}, is_even=is_even
+        )
         for shift, low in sampling_constants.PASSES:
             digit = {"SHIFT": shift, "DIGIT_BITS": bits, "LOW": low}
             label = f"shift {shift}" + ", low" * low
-            yield _sampling_variant("narrow_top_p", label, narrowing, digit, is_even=is_even)
+            yield _sampling_variant(
+                "narrow_top_p", label, narrowing | exact, digit, is_even=is_even
+            )
 
 
 def _sampling_variant(

@@ -5,9 +5,11 @@ is counted and never run: kernels of Triton, calls of torch's own products and o
 calls of nanoserve's operators. Such a call counts as one launch, which attention of single tokens
 is; what others launch in turn is not counted. Where a step of one token runs fused layers, the
 operators that they call are counted. Of sampling, the programs are counted that would be launched.
+"step" is what a captured decode step of Qwen3 launches beside its layers: from the embeddings to
+the tokens.
 
-NAME is a family ("llama"), or "sampling"; without one, all are counted. The table is written as
-CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.
+NAME is a family ("llama"), "sampling" or "step"; without one, all are counted. The table is written
+as CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -43,7 +46,12 @@ from nanoserve.executor.compile.aot_build import (
 )
 from nanoserve.executor.compile.fused_layer import FusedLayer, can_be_fused
 from nanoserve.executor.compile.layer_runner import mark_any_length
-from nanoserve.models.decoder import DecoderLayer
+from nanoserve.executor.step.decode_graphs import DecodeGraphs, Recorded, StaticInputs
+from nanoserve.executor.step.forward_pass import StepInputs
+from nanoserve.executor.step.sampling_graphs import SamplingGraphs
+from nanoserve.models.attention import PagedAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.dtypes import default_dtype
 from triton_ops.gpu import sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -79,11 +87,11 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 
 class Launches(NamedTuple):
-    """Launches of a layer, or of one way to sample."""
+    """Launches of a layer, of one way to sample, or of a step beside its layers."""
 
     name: str
     size: int
-    """Tokens of a layer, or rows that are sampled."""
+    """Tokens of a layer, or rows of a step."""
     launches: int
 
 
@@ -267,9 +275,19 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_question = func.namespace == "prim"  # such as which device a tensor is on
         makes_memory = "empty" in func.__name__
-        if not func.is_view and not is_question and not makes_memory:
+        result = func(*args, **(kwargs or {}))
+        is_view = func.is_view and not _has_memory_of_its_own(result, args[0])
+        if not is_view and not is_question and not makes_memory:
             self.launches += 1
-        return func(*args, **(kwargs or {}))
+        return result
+
+
+def _has_memory_of_its_own(result: object, tensor: Tensor) -> bool:
+    """Whether the result of a view of this tensor is none: a conversion to another dtype and a
+    contiguous form may be either."""
+    if not isinstance(result, Tensor):
+        return False
+    return result.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
 
 def sampling_launches(way: str, rows: int) -> int:
@@ -333,16 +351,55 @@ def top_k_code(rows: int) -> str:
     return generated_code(draw, arguments, **sampling.COMPILER["options"])
 
 
+class _CountingRecorder:
+    """A GraphRecorder that counts what each graph launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
+
+    def record(self, step: Callable[[], Recorded]) -> tuple[Callable[[], None], Recorded]:
+        with OperatorCounter() as counter:
+            result = step()
+        self.launches.append(counter.launches)
+        return lambda: None, result
+
+
+def step_launches(rows: int) -> dict[str, int]:
+    """Launches of a captured decode step beside its layers, by its way to sample."""
+    config = ModelConfig.from_hf({"model_type": "qwen3", **SHAPE, **FAMILIES["qwen3"]})
+    recorder = _CountingRecorder()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with default_dtype(torch.bfloat16), torch.device("cuda"):
+            decoder = Decoder(config, initialize=False)
+
+        def skip_layer(layer: DecoderLayer, hidden: Tensor, *arguments: Any) -> Tensor:
+            return hidden
+
+        def forward(inputs: StepInputs) -> Tensor:
+            attention = PagedAttention(config, [], [], inputs.batch)
+            hidden: Tensor = decoder(inputs.token_ids, inputs.positions, attention, skip_layer)
+            return hidden
+
+        static = StaticInputs([(rows, 1)], most_blocks=1, device=decoder.device)
+        DecodeGraphs(forward, static).capture(recorder)
+        SamplingGraphs(decoder, [rows]).capture(recorder)
+    before_sampling, drawn, greedy = recorder.launches
+    return {"greedy": before_sampling + greedy, "temperature": before_sampling + drawn}
+
+
 def count(names: Sequence[str]) -> Iterator[Launches]:
-    """Count layers of families, and all ways of sampling."""
+    """Count layers of families, all ways of sampling, and steps beside their layers."""
     for name in names:
-        if name != "sampling":
+        if name == "sampling":
+            for way, rows in product(SAMPLERS, ROWS):
+                yield Launches(f"sampling, {way}", rows, sampling_launches(way, rows))
+        elif name == "step":
+            by_rows = {rows: step_launches(rows) for rows in ROWS}
+            for way, rows in product(("greedy", "temperature"), ROWS):
+                yield Launches(f"step, {way}", rows, by_rows[rows][way])
+        else:
             for tokens in TOKENS:
                 yield Launches(name, tokens, layer_launches(name, tokens))
-            continue
-        for way in SAMPLERS:
-            for rows in ROWS:
-                yield Launches(f"sampling, {way}", rows, sampling_launches(way, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -350,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = [*FAMILIES, "sampling"]
+    known = [*FAMILIES, "sampling", "step"]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     options = parser.parse_args(arguments)
     for name in options.names:

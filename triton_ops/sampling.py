@@ -54,10 +54,10 @@ def draw_tokens(
     over the tokens kept is distributed as their softmax. A row whose maximum is not finite gets any
     token.
 
-    logits: float32 [R, V], with `maxima` [R]; rows: int64 [G], places in the batch; keys: int32 [G,
-    2] for the noise; temperature: float32 [G], above 0; top_k: int64 [G]; top_p, min_p: float64
-    [G]; `largest_top_k` is 0 if no row has a top_k, and `uses_top_p` and `uses_min_p` tell whether
-    one has a top_p below 1 or a min_p above 0.
+    logits: of 16 or 32 bits [R, V], with `maxima`, float32 [R]; rows: int64 [G], places in the
+    batch; keys: int32 [G, 2] for the noise; temperature: float32 [G], above 0; top_k: int64 [G];
+    top_p, min_p: float64 [G]; `largest_top_k` is 0 if no row has a top_k, and `uses_top_p` and
+    `uses_min_p` tell whether one has a top_p below 1 or a min_p above 0.
     """
     tokens = list[Tensor]()
     for part in _pieces(len(rows), logits):
@@ -103,15 +103,16 @@ def perturb_likely(
 def _fake_likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = len(logits)
     tokens, finite = (logits.new_empty(rows, dtype=dtype) for dtype in (torch.int64, torch.bool))
-    return logits.new_empty(rows), tokens, finite
+    return logits.new_empty(rows, dtype=torch.float32), tokens, finite
 
 
 @OPERATORS.define(fake=_fake_likeliest_tokens)
 def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the largest logit of each row of logits, float32 [R, V] -> that logit, float32 [R]; the
-    lowest token that has it, int64 [R]; and whether it is finite, bool [R]. NaN is larger than all
-    numbers, so this tells of every row with a NaN."""
-    maxima, tokens = logits.max(dim=1)
+    """Find the largest logit of each row of logits, of 16 or 32 bits [R, V] -> that logit, float32
+    [R]; the lowest token that has it, int64 [R]; and whether it is finite, bool [R]. NaN is larger
+    than all numbers, so this tells of every row with a NaN."""
+    largest, tokens = logits.max(dim=1)
+    maxima = largest.float()
     return maxima, tokens, maxima.abs() < torch.inf  # fewer operators than isfinite
 
 

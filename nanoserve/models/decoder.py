@@ -120,26 +120,27 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = _attention_factor(rope)
         self.register_buffer("inverse_frequencies", _inverse_frequencies(rope), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over
-        heads). Where queries grow with their position, [T, 2, rotary_dim // 2]: those of keys, then
-        those of queries."""
-        by_pair = positions.float()[:, None] * self.inverse_frequencies
-        angles = by_pair[:, None, :]
-        cos = angles.cos()
-        sin = angles.sin()
-        if self.attention_factor != 1.0:
-            cos = cos * self.attention_factor
-            sin = sin * self.attention_factor
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions, int64 [T] -> cosines and sines of this dtype, computed in float32, [T, 1,
+        rotary_dim // 2] (the 1 spreads over heads). Where queries grow with their position, [T, 2,
+        rotary_dim // 2]: those of keys, then those of queries."""
+        # an integer times a float32 number is computed in float32
+        angles = positions[:, None, None] * self.inverse_frequencies
         rope = self.rope
-        if not rope.query_growth:
-            return cos, sin
-        turns = positions // rope.original_max_position_embeddings
-        logarithms = (1 + turns.float()).log()
-        growth = 1 + rope.query_growth * logarithms[:, None, None]
-        cos = torch.cat((cos, cos * growth), dim=1)
-        sin = torch.cat((sin, sin * growth), dim=1)
-        return cos, sin
+        if self.attention_factor == 1.0 and not rope.query_growth:
+            # Most models take this way. Each operator rounds its own results: three launches.
+            cos = torch.empty_like(angles, dtype=dtype)
+            sin = torch.empty_like(angles, dtype=dtype)
+            return torch.cos(angles, out=cos), torch.sin(angles, out=sin)
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
+        if rope.query_growth:
+            turns = positions // rope.original_max_position_embeddings
+            logarithms = (1 + turns.float()).log()
+            growth = 1 + rope.query_growth * logarithms[:, None, None]
+            cos = torch.cat((cos, cos * growth), dim=1)
+            sin = torch.cat((sin, sin * growth), dim=1)
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
@@ -177,6 +178,10 @@ class RMSNorm(nn.Module):
         self.kind = kind
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.kind == "rms" and hidden.is_cuda and not torch.compiler.is_compiling():
+            # One launch, for torch has a kernel of it; what follows is eight, unless a compiler
+            # joins them.
+            return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         exact = hidden.float()
         if self.kind == "layer":
             exact = exact - exact.mean(-1, keepdim=True)
@@ -902,11 +907,7 @@ class Decoder(nn.Module):
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
         """The cosines and sines of positions [T] for each kind of rope, as RotaryEmbedding has
         them."""
-        found = []
-        for rotary in self.rotary:
-            cos, sin = rotary(positions)
-            found.append((cos.to(dtype), sin.to(dtype)))
-        return found
+        return [rotary(positions, dtype) for rotary in self.rotary]
 
     def apply_final_norm(self, hidden: Tensor) -> Tensor:
         """Normalize the output of the last layer (last stage only); other stages return it
@@ -919,16 +920,21 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage. All ranks
         of the group must call this; only the first one gets logits, the others [0, vocab_size]."""
+        return self.compute_sampled_logits(hidden).float()
+
+    def compute_sampled_logits(self, hidden: Tensor) -> Tensor:
+        """Compute the numbers of `compute_logits`. They have the decoder's dtype if the last
+        product rounds them to it: sampling needs no more, and 16 bits take half the memory."""
         config = self.config
         gathered = self.group.gather(self.lm_head(hidden))
         if gathered is None:
             return hidden.new_empty(0, config.vocab_size, dtype=torch.float32)
-        logits = gathered[:, : config.vocab_size].float()
-        if config.logits.scale != 1.0:
-            logits = logits * config.logits.scale
-        cap = config.logits.soft_cap
+        logits = gathered[:, : config.vocab_size]
+        scale, cap = config.logits.scale, config.logits.soft_cap
+        if scale != 1.0:
+            logits = logits.float() * scale
         if cap:
-            logits = (logits / cap).tanh() * cap
+            logits = (logits.float() / cap).tanh() * cap
         return logits
 
     def greediest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

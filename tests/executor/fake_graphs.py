@@ -3,6 +3,7 @@ with. And engines on a GPU, with the CPU in its place."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from nanoserve.engine import assembly
 from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.sampling.sampler import Sampled
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.start import gpu_start
 from nanoserve.executor.start.gpu_start import GpuStart
-from nanoserve.executor.step.decode_graphs import CudaRecorder
+from nanoserve.executor.step.decode_graphs import CudaRecorder, Recorded
 
 CPU = torch.device("cpu")
 STEP_MEMORY = 6000
@@ -33,15 +35,21 @@ class FakeRecorder(CudaRecorder):
         self.recorded: list[int] = []
         self.sampled: list[int] = []
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, step: Callable[[], Recorded]) -> tuple[Callable[[], None], Recorded]:
         result = step()
-        is_decode_step = result.is_floating_point()
-        if is_decode_step:
+        if isinstance(result, Tensor):
             self.recorded.append(len(result))
 
         def replay() -> None:
-            result.copy_(step())
-            (self.replayed if is_decode_step else self.sampled).append(len(result))
+            again = step()
+            if isinstance(result, Tensor):
+                result.copy_(cast(Tensor, again))
+                self.replayed.append(len(result))
+            else:
+                sampled, again = cast(Sampled, result), cast(Sampled, again)
+                sampled.tokens.copy_(again.tokens)
+                sampled.valid.copy_(again.valid)
+                self.sampled.append(len(sampled.tokens))
 
         return replay, result
 

@@ -33,7 +33,7 @@ def drawn(draws: Draws, rows: Tensor | None = None) -> Tensor:
         rows = torch.arange(len(draws.logits))
     return gpu.draw_tokens(
         draws.logits,
-        draws.logits.amax(1),
+        draws.logits.amax(1).float(),
         rows,
         draws.keys,
         draws.temperature,
@@ -129,6 +129,21 @@ def test_the_likeliest_tokens_and_which_rows_are_finite(rows: int, vocab_size: i
         for found, other in zip(gpu.likeliest_tokens(logits), wanted, strict=True):
             assert found.dtype == other.dtype
             assert torch.equal(found.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_give_the_tokens_of_the_same_numbers_in_32(dtype: torch.dtype) -> None:
+    for rows, vocab_size in SHAPES:
+        draws = some_draws(rows, vocab_size, "all", "float32", seed=7)
+        halved = draws.logits.to(dtype)
+        exact = halved.float()
+        assert torch.equal(
+            drawn(replace(draws, logits=halved)), expected(replace(draws, logits=exact))
+        )
+        both = zip(gpu.likeliest_tokens(halved), gpu.likeliest_tokens(exact), strict=True)
+        for found, wanted in both:
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
 
 
 def test_counters_are_zero_after_each_launch() -> None:

@@ -151,7 +151,7 @@ def test_the_two_halves_of_a_layer_make_the_layer(family: str, index: int) -> No
     decoder, config = build(family)
     layer = decoder.layers[index]
     hidden = torch.randn(6, config.hidden_size)
-    cos, sin = decoder.rotary[0](torch.arange(6))
+    cos, sin = decoder.rotary[0](torch.arange(6), torch.float32)
     attention = DenseCausalAttention(config, batch=1, length=6)
     query, key, value = layer.pre_attention(hidden, cos, sin)
     assert query.shape == (6, config.num_heads, config.head_dim)

@@ -113,7 +113,7 @@ def check_pieces_of_parts_of_batches(decoder: Decoder, layers: LayerRunner) -> N
     config, batch = decoder.config, torch.Generator().manual_seed(1)
     hidden = torch.randn(12, config.hidden_size, generator=batch)
     attended = torch.randn(12, config.num_heads * config.value_dim, generator=batch)
-    cos, sin = decoder.rotary[0](torch.arange(12))
+    cos, sin = decoder.rotary[0](torch.arange(12), decoder.dtype)
     for rows in (slice(5, 6), slice(3, 11), slice(1, None, 3)):
         for layer in decoder.layers:
             found = layers.pre_attention(layer, hidden[rows], cos[rows], sin[rows])

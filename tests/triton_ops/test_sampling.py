@@ -232,6 +232,25 @@ def test_the_likeliest_token_is_the_lowest_of_equal_ones_and_unsound_rows_are_to
 
 
 @pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_give_the_tokens_of_the_same_numbers_in_32(dtype: torch.dtype) -> None:
+    draws = some_draws(5, 3000, "all", "float32", seed=7)
+    halved = draws.logits.to(dtype)
+    exact = replace(draws, logits=halved.float())
+    maxima, likeliest, finite = likeliest_tokens(halved)
+    for found, wanted in zip(
+        (maxima, likeliest, finite), likeliest_tokens(exact.logits), strict=True
+    ):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    settings = draws.keys, draws.temperature, draws.top_k, draws.top_p, draws.min_p
+    uses = {"largest_top_k": 0, "uses_top_p": False, "uses_min_p": True}
+    assert torch.equal(
+        draw_tokens(halved, maxima, torch.arange(5), *settings, **uses), exact.tokens()
+    )
+
+
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("vocab_size", [8, 13, 200])
 def test_forbidden_tokens_are_minus_infinity_in_their_rows_alone(vocab_size: int) -> None:
     logits, random = some_logits(5, vocab_size, "float32", seed=1), np.random.default_rng(1)

@@ -379,10 +379,16 @@ inline void check_rows(const at::Tensor& rows, const at::Tensor& logits) {
     TORCH_CHECK(places[i] >= 0 && places[i] < logits.size(0), "row ", places[i], " of ", logits.size(0), " rows");
 }
 
+// Logits of 16 bits as float32; others as they are.
+inline at::Tensor widened(const at::Tensor& logits) {
+  return logits.element_size() == 2 ? logits.to(at::kFloat) : logits;
+}
+
 inline at::Tensor draw_tokens(
-    const at::Tensor& logits, const at::Tensor& maxima, const at::Tensor& rows, const at::Tensor& keys,
+    const at::Tensor& given, const at::Tensor& maxima, const at::Tensor& rows, const at::Tensor& keys,
     const at::Tensor& temperature, const at::Tensor& top_k, const at::Tensor& top_p, const at::Tensor& min_p,
     int64_t, bool, bool) {
+  const at::Tensor logits = widened(given);
   check_logits(logits);
   const int64_t drawn = rows.size(0);
   for (const at::Tensor* tensor : {&maxima, &rows, &keys, &temperature, &top_k, &top_p, &min_p})
@@ -413,7 +419,8 @@ inline at::Tensor draw_tokens(
 // ---- the likeliest tokens ------------------------------------------------------------------------------------------
 
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> likeliest_tokens(const at::Tensor& logits) {
-  auto [maxima, tokens] = logits.max(1);
+  auto [largest, tokens] = logits.max(1);
+  const at::Tensor maxima = widened(largest);
   const at::Tensor finite = maxima.abs().lt(std::numeric_limits<float>::infinity());
   return {maxima, tokens, finite};
 }

@@ -41,7 +41,7 @@ is compiled."""
 def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `triton_ops.sampling.likeliest_tokens` in one launch."""
     logits, count = _in_rows(logits), len(logits)
-    maxima = logits.new_empty(count)
+    maxima = logits.new_empty(count, dtype=torch.float32)
     tokens, finite = (maxima.new_empty(count, dtype=each) for each in (torch.int64, torch.bool))
     if count:
         launch = _Launch(logits, count)
@@ -116,7 +116,7 @@ def _least_of_top_p(
     """Find the least scaled logit that top_p keeps in each row, float32 [G], in a launch for each
     digit, and one more."""
     count = len(rows)
-    least = logits.new_empty(count)
+    least = maxima.new_empty(count)
     prefixes, needed = rows.new_empty(count), rows.new_empty(count)
     zeros = rows.new_zeros(len(PASSES), count, 1 << DIGIT_BITS)
     for histograms, (shift, low) in zip(zeros, PASSES, strict=True):

@@ -14,7 +14,7 @@ pipeline, hidden states are sent and received outside the graphs.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ WIDTHS = (2, 4, 8)
 is padded."""
 LARGEST_DRAFT_BUCKET = 32
 STAGE = "capturing decode steps"
+
+Recorded = TypeVar("Recorded")
+"""The result of a step that is recorded: a tensor, or an object that has tensors."""
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -223,9 +226,9 @@ class DecodeGraphs:
 class GraphRecorder(Protocol):
     """Records graphs."""
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run a step whose tensors never move. Returns what replays it, and the tensor that then
-        holds its result. Raises RuntimeError if the step cannot be recorded."""
+    def record(self, step: Callable[[], Recorded]) -> tuple[Callable[[], None], Recorded]:
+        """Run a step whose tensors never move. Returns what replays it, and its result, whose
+        tensors each replay fills anew. Raises RuntimeError if the step cannot be recorded."""
 
 
 class CudaRecorder:
@@ -236,9 +239,8 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run a step whose tensors never move. Returns what replays it, and the tensor that then
-        holds its result."""
+    def record(self, step: Callable[[], Recorded]) -> tuple[Callable[[], None], Recorded]:
+        """Record as `GraphRecorder.record` says."""
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -255,7 +257,7 @@ class CudaRecorder:
                 stream=self._stream,
                 capture_error_mode="thread_local",
             ):
-                hidden = step()
+                result = step()
         finally:
             torch.cuda.set_stream(usual)  # a recording that fails leaves its own in place
-        return graph.replay, hidden
+        return graph.replay, result

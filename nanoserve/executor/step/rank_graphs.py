@@ -7,11 +7,10 @@ is would send tensors of another size, and the ranks would wait for each other f
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from nanoserve.errors import RuntimeFailure, first_line
 from nanoserve.executor.start.memory import out_of_memory
-from nanoserve.executor.step.decode_graphs import GraphRecorder
+from nanoserve.executor.step.decode_graphs import GraphRecorder, Recorded
 from nanoserve.models.decoder import Decoder
 
 
@@ -33,13 +32,13 @@ class RanksRecorder:
     def __init__(self, recorder: GraphRecorder, decoder: Decoder) -> None:
         self._recorder, self._decoder = recorder, decoder
 
-    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, step: Callable[[], Recorded]) -> tuple[Callable[[], None], Recorded]:
         """Record as `GraphRecorder.record` does. Raises RuntimeError on all ranks if one of them
         cannot record the step; RuntimeFailure if the step itself fails, in whose sums the others
         wait for this rank."""
         has_run = False
 
-        def followed() -> Tensor:
+        def followed() -> Recorded:
             nonlocal has_run
             result = step()
             has_run = True

@@ -43,7 +43,7 @@ class SamplingGraphs:
             self._no_top_p = torch.ones(most, dtype=torch.float64)
             self._no_min_p = torch.zeros(most, dtype=torch.float64)
         # By bucket, and whether tokens are drawn: what replays a graph, and what it writes.
-        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Sampled]] = {}
 
     def memory(self) -> int:
         """Bytes that the graphs will take; those of the largest one serve the others too."""
@@ -56,10 +56,9 @@ class SamplingGraphs:
         for rows, draws in product(sorted(self._buckets, reverse=True), (True, False)):
             self._graphs[rows, draws] = recorder.record(partial(self._sample, rows, draws=draws))
 
-    def _sample(self, rows: int, *, draws: bool) -> Tensor:
-        """Sample the first rows of the inputs: int64 [rows, 2], tokens and whether they are
-        valid."""
-        logits = self._decoder.compute_logits(self._hidden[:rows])
+    def _sample(self, rows: int, *, draws: bool) -> Sampled:
+        """Sample the first rows of the inputs."""
+        logits = self._decoder.compute_sampled_logits(self._hidden[:rows])
         maxima, tokens, valid = likeliest_tokens(logits)
         if draws:
             tokens = draw_tokens(
@@ -75,7 +74,7 @@ class SamplingGraphs:
                 uses_top_p=False,
                 uses_min_p=False,
             )
-        return torch.stack((tokens, valid.long()), dim=1)
+        return Sampled(tokens, valid)
 
     def fit(self, sampled: SampledRows) -> bool:
         """Tell whether there is a graph for the rows of a step."""
@@ -117,9 +116,8 @@ class SamplingGraphs:
         bucket = self._buckets[bisect_left(self._buckets, count)]
         replay, found = self._graphs[bucket, bool(draws)]
         replay()
-        # a copy: the next step's replay writes there before the host has read this one's
-        tokens, valid = found[:count].t().contiguous()
-        return Sampled(tokens, valid.bool())
+        # copies: the next step's replay writes there before the host has read this one's
+        return Sampled(found.tokens[:count].clone(), found.valid[:count].clone())
 
 
 @dataclass(slots=True)

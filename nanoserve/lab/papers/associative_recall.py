@@ -130,7 +130,7 @@ class AttentionLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [batch, length, width] -> same shape"""
         batch, length, _ = hidden.shape
-        cos, sin = self.rotary(torch.arange(length).repeat(batch))
+        cos, sin = self.rotary(torch.arange(length).repeat(batch), torch.float32)
         attention = DenseCausalAttention(self.config, batch, length)
         output: Tensor = self.layer(hidden.flatten(0, 1), cos, sin, attention)
         return output.view_as(hidden)

@@ -84,7 +84,7 @@ def _quotient(numerator, denominator, inverse):
 def _scaled(logits, place, vocab_size, maximum, degrees, inverse):
     """Return logits less the largest, over the temperature; NaN for those of minus infinity and
     behind the vocabulary."""
-    logit = tl.load(logits + place, mask=place < vocab_size, other=float("-inf"))
+    logit = tl.load(logits + place, mask=place < vocab_size, other=float("-inf")).to(tl.float32)
     return _quotient(logit - maximum, degrees, inverse)
 
 
@@ -148,7 +148,7 @@ def find_likeliest(
 ):
     """Write each row's largest logit [R], its lowest token that has it [R], and whether it is
     finite [R]. NaN is larger than all numbers. Grid: (R, pieces of so many blocks of logits).
-    logits: float32, with `stride` from row to row."""
+    logits: of 16 or 32 bits, with `stride` from row to row."""
     row, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     of_row = logits + row.to(tl.int64) * stride
     begin = tl.program_id(1) * blocks * BLOCK
@@ -157,6 +157,7 @@ def find_likeliest(
     for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, vocab_size), BLOCK):
         place = start + lanes
         value = tl.load(of_row + place, mask=place < vocab_size, other=float("-inf"))
+        value = value.to(tl.float32)
         is_better = (value > best) | ((value != value) & (best == best))
         best = tl.where(is_better, value, best)
         starts = tl.where(is_better, start, starts)
@@ -313,8 +314,8 @@ def draw_likely(
     BLOCK: tl.constexpr,
 ):
     """Draw a token of each row that has no top_k: tokens [G]. Grid: (G, pieces of so many blocks of
-    logits). logits: float32, with `stride` from row to row; `least`, float32 [G], is that of
-    `narrow_top_p`, or None; the others are tensors of `triton_ops.sampling.draw_tokens`."""
+    logits). logits: of 16 or 32 bits, with `stride` from row to row; `least`, float32 [G], is that
+    of `narrow_top_p`, or None; the others are tensors of `triton_ops.sampling.draw_tokens`."""
     drawn, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     row = tl.load(rows + drawn)
     maximum, degrees = tl.load(maxima + row), tl.load(temperature + drawn)

@@ -572,15 +572,21 @@ def sampling_cases(bench: GpuBench) -> Iterator[GpuCase]:
         yield GpuCase(f"sampling, {name}", partial(_check_sampling, bench, [params] * SAMPLED_ROWS))
     mixed = list(SETTINGS.values()) * SAMPLED_ROWS
     yield GpuCase("sampling, in one batch", partial(_check_sampling, bench, mixed))
+    # as captured steps sample
+    halved = [SETTINGS["greedy"], SETTINGS["temperature"]] * SAMPLED_ROWS
+    check = partial(_check_sampling, bench, halved, torch.bfloat16)
+    yield GpuCase("sampling from 16 bits", check)
 
 
 @torch.inference_mode()
-def _check_sampling(bench: GpuBench, batch: Sequence[SamplingParams]) -> Row:
+def _check_sampling(
+    bench: GpuBench, batch: Sequence[SamplingParams], dtype: torch.dtype = torch.float32
+) -> Row:
     """The last row's logits are no numbers, which is to be found out; its token may be any."""
     logits = random_logits(len(batch))
     logits[-1, SAMPLED_VOCABULARY // 2] = torch.nan
     expected = draw(logits, batch)
-    found = draw(logits.to(bench.device), batch)
+    found = draw(logits.to(bench.device, dtype), batch)
     tokens, valid = found.tokens.cpu(), found.valid.cpu()
     differs = (valid != expected.valid) | (expected.valid & (tokens != expected.tokens))
     different = differs.nonzero()[:, 0].tolist()
@@ -593,8 +599,7 @@ def _check_sampling(bench: GpuBench, batch: Sequence[SamplingParams]) -> Row:
 
 
 def random_logits(rows: int, vocab_size: int = SAMPLED_VOCABULARY) -> Tensor:
-    """float32 [rows, vocab_size], of numbers that a bfloat16 model could give: the likeliest often
-    tie."""
+    """float32 [rows, vocab_size], of numbers that bfloat16 has: the likeliest often tie."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, vocab_size, generator=generator).mul(3.0).bfloat16().float()
 
