@@ -97,3 +97,45 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     staging.transfer()
     array[3] = 99
     assert staged[3] == 99
+
+
+class Owner:
+    """Whoever has arrays that never change."""
+
+
+@pytest.mark.parametrize("buffers", [0, 2])
+def test_fixed_arrays_are_moved_once_and_stay(buffers: int) -> None:
+    staging, moved = Staging(CPU), list[np.ndarray]()
+    if buffers:  # as on a GPU
+        staging._buffers = cycle([HostBuffer(CPU) for _ in range(buffers)])
+    add = staging.add
+
+    def watched(array: np.ndarray) -> torch.Tensor:
+        moved.append(array)
+        return add(array)
+
+    staging.add = watched  # type: ignore[method-assign]
+    owners = {Owner(): arrays(seed, 9)[:4] for seed in range(3)}
+    for _ in range(5):  # they take turns, and other arrays come with each
+        for seed, (owner, fixed) in enumerate(owners.items()):
+            tensors = staging.add_fixed(owner, fixed)
+            others = arrays(seed + 7, 40)
+            staged = [add(array) for array in others]
+            staging.transfer()
+            assert_equal(tensors, fixed)
+            assert_equal(staged, others)
+    assert len(moved) == 3 * 4
+    for seed in range(20):  # of so many that none is remembered
+        tensors = staging.add_fixed(Owner(), arrays(seed, 5))
+        staging.transfer()
+        assert_equal(tensors, arrays(seed, 5))
+
+
+def test_fixed_arrays_of_a_step_that_failed_come_with_the_next_transfer() -> None:
+    staging, owner = Staging(CPU), Owner()
+    staging._buffers = cycle([HostBuffer(CPU) for _ in range(2)])
+    staging.add_fixed(owner, arrays(1, 9))  # and nothing is transferred
+    tensors = staging.add_fixed(owner, arrays(1, 9))
+    staging.transfer()
+    assert_equal(tensors, arrays(1, 9))
+    assert staging.add_fixed(owner, arrays(1, 9)) is tensors

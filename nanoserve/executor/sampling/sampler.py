@@ -136,7 +136,7 @@ class DrawnRows:
     keys: np.ndarray
     """uint64 [G], as of `sequence_keys`."""
     columns: dict[str, np.ndarray]
-    """The Draw's tensors that are settings: temperature, top_k, top_p, min_p."""
+    """The Draw's tensors that are settings, in this order: temperature, top_k, top_p, min_p."""
     largest_top_k: int
     uses_top_p: bool
     uses_min_p: bool
@@ -211,14 +211,18 @@ class Draw:
     @classmethod
     def stage(cls, drawn: DrawnRows, positions: np.ndarray, staging: Staging) -> "Draw":
         """Have what these rows are drawn with moved to the device."""
-        columns = {name: staging.add(column) for name, column in drawn.columns.items()}
+        fixed = staging.add_fixed(drawn, (drawn.rows, *drawn.columns.values()))
+        rows, temperature, top_k, top_p, min_p = fixed
         return cls(
-            rows=staging.add(drawn.rows),
+            rows=rows,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             keys=staging.add(position_keys(drawn.keys, positions[drawn.rows])),
             largest_top_k=drawn.largest_top_k,
             uses_top_p=drawn.uses_top_p,
             uses_min_p=drawn.uses_min_p,
-            **columns,
         )
 
 

@@ -1,6 +1,7 @@
 """The copies between host and device of one step, one each way: nobody waits for them before it
 must."""
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -11,6 +12,9 @@ _ALIGNMENT = 16
 """Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it
 reads them."""
 _FIRST_BYTES = 64 * 1024
+_MOST_OWNERS = 8
+"""Owners of fixed arrays that are remembered: the batches of a model and of a drafter take
+turns."""
 _TORCH_DTYPES = {
     np.dtype(name): getattr(torch, name)
     for name in ("bool", "uint8", "int32", "int64", "float32", "float64")
@@ -33,6 +37,9 @@ class Staging:
             None if device.type == "cpu" else cycle((HostBuffer(device), HostBuffer(device)))
         )
         self._filling: HostBuffer | None = None
+        # By the id of their owner, which is kept so that no other object gets that id.
+        self._fixed: dict[int, tuple[object, tuple[Tensor, ...]]] = {}
+        self._next_fixed: dict[int, tuple[object, tuple[Tensor, ...]]] = {}
 
     def add(self, array: np.ndarray) -> Tensor:
         """The tensor on the device that the next transfer fills with an array, in the array's shape
@@ -44,11 +51,25 @@ class Staging:
             self._filling.begin()
         return self._filling.add(array)
 
+    def add_fixed(self, owner: object, arrays: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+        """Add arrays of an owner, which never change, as `add` does. They stay on the device, and
+        are not moved again while few owners take turns."""
+        known = self._fixed.get(id(owner))
+        if known is None:
+            known = owner, tuple([self.add(array) for array in arrays])
+            self._next_fixed[id(owner)] = known
+        return known[1]
+
     def transfer(self) -> None:
         """Begin to move what was added since the last transfer."""
         if self._filling is not None:
             self._filling.transfer()
             self._filling = None
+        if self._next_fixed:
+            if len(self._fixed) >= _MOST_OWNERS:
+                self._fixed.clear()
+            self._fixed.update(self._next_fixed)
+            self._next_fixed.clear()
 
 
 class HostBuffer:
