@@ -310,7 +310,7 @@ def test_a_drafter_that_does_not_fit_beside_the_cache_is_refused(heads: dict[str
         settings = EngineConfig(
             dtype="float32", eager=True, speculate=f"{kind}:{heads.get(kind, 'storyteller-draft')}"
         )
-        start = load_drafter(settings, resolve_model(None), decoder)
+        start = load_drafter(settings, resolve_model(None), decoder, None)
         with pytest.raises(
             RuntimeFailure, match="lower --kv-cache-memory, or leave --speculate out"
         ) as caught:

@@ -17,10 +17,10 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.local import LocalExecutor
-from nanoserve.executor.start import gpu_start
+from nanoserve.executor.start import gpu_start, predictors
 from nanoserve.executor.start.gpu_start import GpuStart, run_largest_step
 from nanoserve.executor.step.decode_graphs import DecodeGraphs
-from nanoserve.executor.step.forward_pass import ForwardPass
+from nanoserve.executor.step.forward_pass import ForwardPass, make_caches
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.packed import PackedShape, Segment, pack_layers
@@ -172,6 +172,73 @@ def test_graphs_sample_what_is_all_greedy_or_all_by_temperature(
             if len(recorder.sampled) == 6:
                 sampled_by_graphs.add(name)
     assert sampled_by_graphs == {"greedy", "drawn"}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+def test_steps_of_a_draft_model_are_captured(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM, *, eager: bool
+) -> None:
+    """Those of one or two tokens a row are. Prompts are not, and answers stay the same."""
+    put_cpu_in_place_of_gpu(monkeypatch)
+    # without predictions, the number of draft tokens does not depend on this machine
+    monkeypatch.setattr(predictors, "measure_speeds", lambda device, dtype: None)
+    recorders = list[FakeRecorder]()
+
+    def make_recorder(device: torch.device) -> FakeRecorder:
+        recorders.append(FakeRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(gpu_start, "CudaRecorder", make_recorder)
+    prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24),
+        SamplingParams(temperature=0.8, max_tokens=19, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, max_tokens=22, seed=4),
+    ]
+    expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
+    settings = {
+        "dtype": "float32",
+        "kv_cache_memory": 2**24,
+        "max_num_seqs": 3,
+        "speculate": "draft:storyteller-draft",
+        "eager": eager,
+    }
+    with LLM(device="cuda", **settings) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        tokens_of_graphs = [1, 2, 3, 2, 4, 6]
+        if eager:
+            assert recorders == []
+        else:
+            drafts, own = recorders
+            assert sorted(drafts.recorded) == sorted(tokens_of_graphs)
+            assert len(drafts.replayed) > 20, "one for each draft token"
+            assert set(drafts.replayed) >= {1, 2, 3}
+            assert len(own.recorded) > len(drafts.recorded), "draft tokens are checked in fours too"
+
+
+def test_graphs_of_a_draft_model_have_memory_and_may_be_refused(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder, reserved = small_decoder().requires_grad_(False), dict[str, int]()
+    for speculate in ("ngram", "draft:storyteller-draft"):
+        config = EngineConfig(
+            max_num_seqs=3, max_num_batched_tokens=12, block_size=4, speculate=speculate
+        )
+        start = GpuStart(decoder, config, CPU)
+        reserved[speculate] = start.measure(128, None)
+    graphs = 6 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
+    assert reserved["draft:storyteller-draft"] == reserved["ngram"] + graphs
+
+    def refuse(step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorder, "record", refuse)
+    caches = make_caches(
+        decoder.config, num_blocks=4, block_size=4, dtype=decoder.dtype, device=CPU
+    )
+    forward = ForwardPass(decoder, caches, start.layers)
+    assert start.capture_drafts(decoder, forward, 4) is forward
+    assert "a draft model's steps run uncaptured, which is slower" in caplog.text
 
 
 def test_compiled_code_is_kept_in_the_cache_folder(tmp_path: Path) -> None:

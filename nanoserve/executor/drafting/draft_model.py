@@ -11,6 +11,7 @@ from nanoserve.executor.drafting.features import FeatureCache
 from nanoserve.executor.sampling.sampler import SamplingRows
 from nanoserve.executor.step.forward_pass import (
     BlockTable,
+    ForwardFunction,
     ForwardPass,
     InputBuilder,
     SmallSteps,
@@ -57,7 +58,8 @@ class DraftModel:
             dtype=decoder.dtype,
             device=device,
         )
-        self._decoder, self._forward = decoder.eval(), ForwardPass(decoder, caches, run_layer)
+        self._decoder = decoder.eval()
+        self.forward: ForwardFunction = ForwardPass(decoder, caches, run_layer)
         self._small_steps = SmallSteps(decoder)
         self._inputs, self._staging = InputBuilder(block_size), Staging(device)
         self.features = features
@@ -102,7 +104,7 @@ class DraftModel:
         settings = SamplingRows.stage([one.plain for one in sequences], positions, self._staging)
         if self.features is None:
             self._staging.transfer()
-            hidden = self._forward(inputs)[last_tokens]
+            hidden = self.forward(inputs)[last_tokens]
         else:
             drafted = self._staging.add(self._slots_behind(rows, tables))
             self._staging.transfer()
@@ -110,7 +112,7 @@ class DraftModel:
             inputs.intermediate_hidden_states = cast(EagleHead, self._decoder).pair(
                 inputs.token_ids, features
             )
-            hidden = self._forward(inputs)[last_tokens]
+            hidden = self.forward(inputs)[last_tokens]
             self.features.write(drafted, hidden)
         return sampled_tokens(self._decoder.compute_logits(hidden), settings)
 

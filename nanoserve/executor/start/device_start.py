@@ -54,7 +54,8 @@ class DeviceStart:
         if config.speculate is not None and decoders[0].shard.answers:
             from nanoserve.executor.start.drafters import load_drafter
 
-            self._drafting = load_drafter(config, resolved, decoders[0])
+            gpu = self.gpus[0] if self.gpus else None
+            self._drafting = load_drafter(config, resolved, decoders[0], gpu)
         self.drafter_bytes = 0
         """Bytes of a drafter's cache beside each block."""
         if self._drafting is not None:

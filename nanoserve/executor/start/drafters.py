@@ -1,6 +1,7 @@
 """Drafters that --speculate names: read and checked before the KV cache is made."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from nanoserve.models.shards import Shard
 from nanoserve.utils.files import unreadable_as_model_error
 from nanoserve.utils.sizes import format_size
 
+if TYPE_CHECKING:
+    from nanoserve.executor.start.gpu_start import GpuStart
+
 
 class DrafterStart:
     """A drafter between its weights and its KV cache."""
@@ -31,14 +35,17 @@ class DrafterStart:
         network: Decoder | MedusaHeads,
         feature_size: int,
         dtype: torch.dtype,
+        gpu: "GpuStart | None",
     ) -> None:
-        """`feature_size`: of what the model's steps keep for it; 0 for a draft model."""
+        """feature_size: of what the model's steps keep for it; 0 for a draft model. gpu: that of
+        the model."""
         self._config, self._network, self._feature_size, self._dtype = (
             config,
             network,
             feature_size,
             dtype,
         )
+        self._gpu = gpu
         self.block_bytes = feature_size * config.block_size * dtype.itemsize
         """Bytes of the drafter's caches for each KV block of the model."""
         self.layers: LayerRunner | None = None
@@ -46,10 +53,10 @@ class DrafterStart:
             self.block_bytes += kv_bytes_per_block(network.config, config.block_size, dtype)
         # its layer is of a kind of its own
         if isinstance(network, Decoder) and not isinstance(network, Eagle3Head):
-            if network.device.type == "cpu":
+            if gpu is None:
                 self.layers = compiled_layers(network, config)
-            else:
-                self.layers = None if config.eager else LayerRunner.torch_compile(network)
+            elif not config.eager:
+                self.layers = LayerRunner.torch_compile(network)
 
     def build(self, num_blocks: int) -> Drafter:
         """Make the drafter, with caches for this number of blocks. Raises RuntimeFailure if memory
@@ -74,24 +81,28 @@ class DrafterStart:
                 )
             if isinstance(network, Decoder):
                 run_layer = self.layers or DecoderLayer.__call__
-                return DraftModel(
+                model = DraftModel(
                     network,
                     features,
                     num_blocks=num_blocks,
                     block_size=block_size,
                     run_layer=run_layer,
                 )
+                # a head is one layer, which the host launches in time
+                if self._gpu is not None and features is None:
+                    model.forward = self._gpu.capture_drafts(network, model.forward, num_blocks)
+                return model
             assert features is not None
             return MedusaDrafter(network, features, block_size=block_size)
 
 
 @unreadable_as_model_error()
 def load_drafter(
-    config: EngineConfig, resolved: ResolvedModel, decoder: Decoder
+    config: EngineConfig, resolved: ResolvedModel, decoder: Decoder, gpu: "GpuStart | None"
 ) -> DrafterStart | None:
-    """Load the drafter that runs on this device, for a decoder that samples. None if nothing
-    drafts, or the scheduler does. Raises UsageError if the drafter was made for another model, and
-    what `load_decoder` and `load_eagle` raise."""
+    """Load the drafter that runs on this device, for a decoder that samples, and for its GPU if it
+    is on one. None if nothing drafts, or the scheduler does. Raises UsageError if the drafter was
+    made for another model, and what `load_decoder` and `load_eagle` raise."""
     kind, _, name = (config.speculate or "").partition(":")
     model, device, dtype = decoder.model_config, decoder.device, decoder.dtype
     if kind == "draft":
@@ -104,7 +115,7 @@ def load_drafter(
                 f"{model.vocab_size}; "
                 "choose a draft with the model's tokenizer"
             )
-        return DrafterStart(config, network, 0, network.dtype)
+        return DrafterStart(config, network, 0, network.dtype, gpu)
     if kind not in HEADS:
         return None
     # embedding and lm_head are elsewhere, or divided; a layer is needed for its sizes
@@ -112,6 +123,7 @@ def load_drafter(
         decoder, _ = load_decoder(resolved, config, device, None, shard=Shard(range(1)))
     directory = Path(name).expanduser()
     if kind == "medusa":
-        return DrafterStart(config, load_medusa(directory, decoder), model.hidden_size, dtype)
+        heads = load_medusa(directory, decoder)
+        return DrafterStart(config, heads, model.hidden_size, dtype, gpu)
     head = load_eagle(directory, decoder)
-    return DrafterStart(config, head, head.config.hidden_size, dtype)
+    return DrafterStart(config, head, head.config.hidden_size, dtype, gpu)

@@ -23,6 +23,7 @@ from nanoserve.executor.start.memory import memory_errors, out_of_memory
 from nanoserve.executor.start.model_loading import compiler_errors
 from nanoserve.executor.step.answers import rows_per_chunk
 from nanoserve.executor.step.decode_graphs import (
+    LARGEST_DRAFT_BUCKET,
     CudaRecorder,
     DecodeGraphs,
     GraphRecorder,
@@ -30,7 +31,12 @@ from nanoserve.executor.step.decode_graphs import (
     bucket_sizes,
     graph_sizes,
 )
-from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
+from nanoserve.executor.step.forward_pass import (
+    ForwardFunction,
+    ForwardPass,
+    StepInputs,
+    make_caches,
+)
 from nanoserve.executor.step.mixed_graphs import (
     MixedGraphs,
     MixedInputs,
@@ -62,6 +68,9 @@ COMPILING, WARMING_UP = "compiling layers", "warming up"
 GRAPH_BYTES = 16 * 2**20
 """Memory of a graph beside the tensors of its step: a driver keeps its kernels' arguments on the
 device."""
+DRAFT_WIDTHS = (1, 2)
+"""Tokens of a row in graphs of a draft model's steps. Its first step has one token that the model
+has found, and perhaps the last draft token, which was right."""
 MOST_SAMPLED = 256
 """Rows of the largest graph that samples: its logits take the memory of as many vocabularies."""
 CAPTURE_WORKSPACE = 64 * 2**20
@@ -181,6 +190,8 @@ class GpuStart:
         of_token = self._decoder.config.hidden_size * self._decoder.dtype.itemsize
         # each graph of a mixed step keeps its own hidden states
         graphs += sum(GRAPH_BYTES + tokens * of_token for tokens, _ in self._mixed_sizes)
+        if config.has_draft_model and self._decoder.shard.answers:
+            graphs += CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._draft_sizes())
         self.graph_bytes = activations + CAPTURE_WORKSPACE + graphs
         return self._step_memory + self.graph_bytes
 
@@ -205,6 +216,32 @@ class GpuStart:
             mixed_graphs=len(self._mixed_sizes) if captured else 0,
         )
 
+    def _draft_sizes(self) -> list[tuple[int, int]]:
+        """Rows and tokens per row of a draft model's captured steps, ascending in both."""
+        buckets = bucket_sizes(min(self._config.max_num_seqs, LARGEST_DRAFT_BUCKET))
+        return [(rows, width) for width in DRAFT_WIDTHS for rows in buckets]
+
+    def capture_drafts(
+        self, decoder: Decoder, forward: ForwardFunction, num_blocks: int
+    ) -> ForwardFunction:
+        """Return what replays the steps of a draft model with caches of so many blocks, and runs
+        those of many rows as `forward` does.
+
+        It is `forward` itself if the model's own steps are not captured, or if a step of the draft
+        model waits for the GPU. Raises RuntimeFailure if kernels cannot be built.
+        """
+        if not self._sizes or _most_captured_tokens(decoder, self._device) < NO_LIMIT:
+            return forward
+        longest = self._config.max_model_len or self._decoder.model_config.max_position_embeddings
+        most_blocks = min(num_blocks, -(-longest // self._config.block_size))
+        static = StaticInputs(self._draft_sizes(), most_blocks=most_blocks, device=self._device)
+        graphs = DecodeGraphs(forward, static)
+        with compiler_errors(self._device):
+            captured = _recorded(
+                lambda: graphs.capture(CudaRecorder(self._device)), "a draft model's steps"
+            )
+        return graphs if captured else forward
+
     def _captured(
         self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
     ) -> bool:
@@ -228,20 +265,14 @@ class GpuStart:
             if shard.degree > 1:
                 recorder = RanksRecorder(recorder, self._decoder)
             mixed = self._mixed_graphs(runner, graphs, most_blocks)
-            try:
+
+            def capture_all() -> None:
                 for steps in self._largest_first(graphs, mixed):
                     steps.capture(recorder, progress)
                 if self._sampling is not None:
                     self._sampling.capture(recorder)
-            except RuntimeError as error:  # whatever cannot be captured can still be run
-                # Ending a recording that failed fails as well, and that error comes in the place of
-                # the first.
-                first = error.__context__ or error
-                for each in (first, error):
-                    if out_of_memory(each):
-                        raise each from None
-                notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
-                logging.getLogger("nanoserve").warning(notice, first_line(first))
+
+            if not _recorded(capture_all, "decode steps"):
                 return False
         runner.forward = mixed or graphs
         if self._sampling is not None:
@@ -272,6 +303,24 @@ class GpuStart:
         decode_tokens = max(rows * width for rows, width in self._sizes)
         mixed_tokens, _ = self._mixed_sizes[-1]
         return [mixed, graphs] if mixed_tokens >= decode_tokens else [graphs, mixed]
+
+
+def _recorded(capture: Callable[[], None], computed: str) -> bool:
+    """Capture graphs, and tell whether that worked. If not, a notice says why, and what they would
+    have `computed` is computed without them."""
+    try:
+        capture()
+    except RuntimeError as error:  # whatever cannot be captured can still be run
+        # Ending a recording that failed fails as well, and that error comes in the place of the
+        # first.
+        first = error.__context__ or error
+        for each in (first, error):
+            if out_of_memory(each):
+                raise each from None
+        notice = "nanoserve: %s run uncaptured, which is slower: %s"
+        logging.getLogger("nanoserve").warning(notice, computed, first_line(first))
+        return False
+    return True
 
 
 def _mixed_sizes(
