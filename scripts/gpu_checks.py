@@ -126,6 +126,7 @@ VARIANTS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     ),
     "JSON": (SamplingParams(temperature=0.8, seed=1, max_tokens=60, json_schema=SCHEMA), {}),
     "n-grams": (GREEDY, {"speculate": "ngram"}),
+    "draft model": (GREEDY, {"speculate": "draft:storyteller-draft"}),
     "int4": (GREEDY, {"quantization": "int4:64"}),
     "hybrid": (
         GREEDY,
