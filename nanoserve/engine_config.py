@@ -260,11 +260,6 @@ class EngineConfig:
             or self.attends_on_host
         )
 
-    @property
-    def has_draft_model(self) -> bool:
-        """Whether a smaller model drafts tokens."""
-        return self.speculate is not None and self.speculate.startswith("draft:")
-
     def __post_init__(self) -> None:
         if self.quantization is not None:
             Rounding.parse(self.quantization)

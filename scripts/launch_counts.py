@@ -5,8 +5,7 @@ is counted and never run: kernels of Triton, calls of torch's own products and o
 calls of nanoserve's operators. Such a call counts as one launch, which attention of single tokens
 is; what others launch in turn is not counted. Where a step of one token runs fused layers, the
 operators that they call are counted. Of sampling, the programs are counted that would be launched.
-"step" is what a captured decode step of Qwen3 launches beside its layers: from the embeddings to
-the tokens.
+"step" is what the graphs of a decode step of Qwen3 launch beside its layers.
 
 NAME is a family ("llama"), "sampling" or "step"; without one, all are counted. The table is written
 as CSV. tests/gpu/launch_counts.csv has the committed one, in which counts may only fall.

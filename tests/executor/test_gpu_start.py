@@ -16,11 +16,12 @@ from nanoserve.config.model_parts import CanvasConfig, LayerDifferences, MoeConf
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.drafting.draft_model import DraftModel
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.start import gpu_start, predictors
 from nanoserve.executor.start.gpu_start import GpuStart, run_largest_step
 from nanoserve.executor.step.decode_graphs import DecodeGraphs
-from nanoserve.executor.step.forward_pass import ForwardPass, make_caches
+from nanoserve.executor.step.forward_pass import ForwardPass
 from nanoserve.models.attention import AttentionFunction, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.packed import PackedShape, Segment, pack_layers
@@ -92,8 +93,8 @@ def test_a_gpu_is_warmed_measured_and_captured(
     start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
     reserved = start.measure(128, lambda *now: told.append(now))
     graphs = 3 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
-    # of three rows; two graphs for each bucket: the tokens are drawn or not
-    sampling = 8 * 3 * decoder.config.vocab_size + 2 * 3 * 2**20
+    # of three rows in float32; two graphs for each bucket: the tokens are drawn or not
+    sampling = 4 * 3 * decoder.config.vocab_size + 2 * 3 * 2**20
     assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs + sampling
     assert len(compiled) == 1
     executor = executor_of(decoder, start)
@@ -209,7 +210,7 @@ def test_steps_of_a_draft_model_are_captured(
         if eager:
             assert recorders == []
         else:
-            drafts, own = recorders
+            own, drafts = recorders
             assert sorted(drafts.recorded) == sorted(tokens_of_graphs)
             assert len(drafts.replayed) > 20, "one for each draft token"
             assert set(drafts.replayed) >= {1, 2, 3}
@@ -219,26 +220,34 @@ def test_steps_of_a_draft_model_are_captured(
 def test_graphs_of_a_draft_model_have_memory_and_may_be_refused(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder, reserved = small_decoder().requires_grad_(False), dict[str, int]()
-    for speculate in ("ngram", "draft:storyteller-draft"):
-        config = EngineConfig(
-            max_num_seqs=3, max_num_batched_tokens=12, block_size=4, speculate=speculate
-        )
-        start = GpuStart(decoder, config, CPU)
-        reserved[speculate] = start.measure(128, None)
-    graphs = 6 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
-    assert reserved["draft:storyteller-draft"] == reserved["ngram"] + graphs
-
-    def refuse(step: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(recorder, "record", refuse)
-    caches = make_caches(
-        decoder.config, num_blocks=4, block_size=4, dtype=decoder.dtype, device=CPU
+    """Then the model's own graphs are there all the same."""
+    decoder = small_decoder().requires_grad_(False)
+    config = EngineConfig(
+        max_num_seqs=3,
+        max_num_batched_tokens=12,
+        block_size=4,
+        speculate="draft:storyteller-draft",
     )
-    forward = ForwardPass(decoder, caches, start.layers)
-    assert start.capture_drafts(decoder, forward, 4) is forward
+    without, start = GpuStart(decoder, config, CPU), GpuStart(decoder, config, CPU)
+    start.expect_draft_model(decoder)
+    graphs = 6 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
+    assert start.measure(128, None) == without.measure(128, None) + graphs
+    start.draft_model = DraftModel(decoder, num_blocks=4, block_size=4, run_layer=start.layers)
+    forward, recorders = start.draft_model.forward, iter([recorder, RefusingRecorder()])
+    monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: next(recorders))
+    executor = executor_of(decoder, start)
+    assert start.capture(executor.runner, 20, None).graphs == len(recorder.recorded) > 0
+    assert start.draft_model.forward is forward
     assert "a draft model's steps run uncaptured, which is slower" in caplog.text
+    assert greedy(executor, 3) == dense_greedy(decoder, PROMPT, 3)
+    assert recorder.replayed[-2:] == [1, 1]
+
+
+class RefusingRecorder:
+    """Records nothing."""
+
+    def record(self, step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_compiled_code_is_kept_in_the_cache_folder(tmp_path: Path) -> None:

@@ -438,7 +438,7 @@ def test_a_start_captures_mixed_steps_and_counts_their_memory(
     assert (line in str(facts)) == ("capturing mixed steps" in told) == bool(mixed)
     graphs = len(decodes + mixed) * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
     graphs += sum(mixed) * 32 * 4  # hidden states in float32
-    sampling = 8 * max_num_seqs * VOCAB_SIZE + 2 * len(decodes) * 2**20
+    sampling = 4 * max_num_seqs * VOCAB_SIZE + 2 * len(decodes) * 2**20  # in float32
     share = min(1.0, max(decodes + mixed) / tokens)
     activations = math.ceil(STEP_MEMORY * share)
     assert reserved == STEP_MEMORY + activations + graphs + sampling

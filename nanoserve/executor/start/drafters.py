@@ -57,6 +57,9 @@ class DrafterStart:
                 self.layers = compiled_layers(network, config)
             elif not config.eager:
                 self.layers = LayerRunner.torch_compile(network)
+        # a head is one layer, which the host launches in time
+        if gpu is not None and isinstance(network, Decoder) and not isinstance(network, EagleHead):
+            gpu.expect_draft_model(network)
 
     def build(self, num_blocks: int) -> Drafter:
         """Make the drafter, with caches for this number of blocks. Raises RuntimeFailure if memory
@@ -88,9 +91,8 @@ class DrafterStart:
                     block_size=block_size,
                     run_layer=run_layer,
                 )
-                # a head is one layer, which the host launches in time
-                if self._gpu is not None and features is None:
-                    model.forward = self._gpu.capture_drafts(network, model.forward, num_blocks)
+                if self._gpu is not None:
+                    self._gpu.draft_model = model
                 return model
             assert features is not None
             return MedusaDrafter(network, features, block_size=block_size)

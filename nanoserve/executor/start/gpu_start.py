@@ -31,12 +31,7 @@ from nanoserve.executor.step.decode_graphs import (
     bucket_sizes,
     graph_sizes,
 )
-from nanoserve.executor.step.forward_pass import (
-    ForwardFunction,
-    ForwardPass,
-    StepInputs,
-    make_caches,
-)
+from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.executor.step.mixed_graphs import (
     MixedGraphs,
     MixedInputs,
@@ -61,7 +56,8 @@ from triton_ops.gpu.devices import gpu_of
 from triton_ops.gpu.experts import most_captured_tokens, never_waits
 from triton_ops.recurrent import SEGMENT_FIELDS
 
-if TYPE_CHECKING:  # for models with such layers
+if TYPE_CHECKING:  # for models with such layers, and for drafts
+    from nanoserve.executor.drafting.draft_model import DraftModel
     from nanoserve.models.mixer import RecurrentStates
 
 COMPILING, WARMING_UP = "compiling layers", "warming up"
@@ -142,6 +138,9 @@ class GpuStart:
         self._mixed_sizes = list[tuple[int, int]]()
         if captures_mixed and config.num_workers == 1:
             self._mixed_sizes = _mixed_sizes(decoder, config, device)
+        self._draft_sizes = list[tuple[int, int]]()
+        self.draft_model: DraftModel | None = None
+        """Drafts tokens on this GPU."""
         self._warm_up_seconds = 0.0
         self._step_memory = 0
         self.graph_bytes = 0
@@ -190,8 +189,8 @@ class GpuStart:
         of_token = self._decoder.config.hidden_size * self._decoder.dtype.itemsize
         # each graph of a mixed step keeps its own hidden states
         graphs += sum(GRAPH_BYTES + tokens * of_token for tokens, _ in self._mixed_sizes)
-        if config.has_draft_model and self._decoder.shard.answers:
-            graphs += CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._draft_sizes())
+        if self._draft_sizes:
+            graphs += CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._draft_sizes)
         self.graph_bytes = activations + CAPTURE_WORKSPACE + graphs
         return self._step_memory + self.graph_bytes
 
@@ -216,31 +215,21 @@ class GpuStart:
             mixed_graphs=len(self._mixed_sizes) if captured else 0,
         )
 
-    def _draft_sizes(self) -> list[tuple[int, int]]:
-        """Rows and tokens per row of a draft model's captured steps, ascending in both."""
-        buckets = bucket_sizes(min(self._config.max_num_seqs, LARGEST_DRAFT_BUCKET))
-        return [(rows, width) for width in DRAFT_WIDTHS for rows in buckets]
+    def expect_draft_model(self, decoder: Decoder) -> None:
+        """Keep memory for graphs of a draft model, unless the model's own steps are not captured or
+        those of the draft model wait for the GPU."""
+        if self._sizes and _most_captured_tokens(decoder, self._device) == NO_LIMIT:
+            buckets = bucket_sizes(min(self._config.max_num_seqs, LARGEST_DRAFT_BUCKET))
+            self._draft_sizes = [(rows, width) for width in DRAFT_WIDTHS for rows in buckets]
 
-    def capture_drafts(
-        self, decoder: Decoder, forward: ForwardFunction, num_blocks: int
-    ) -> ForwardFunction:
-        """Return what replays the steps of a draft model with caches of so many blocks, and runs
-        those of many rows as `forward` does.
-
-        It is `forward` itself if the model's own steps are not captured, or if a step of the draft
-        model waits for the GPU. Raises RuntimeFailure if kernels cannot be built.
-        """
-        if not self._sizes or _most_captured_tokens(decoder, self._device) < NO_LIMIT:
-            return forward
-        longest = self._config.max_model_len or self._decoder.model_config.max_position_embeddings
-        most_blocks = min(num_blocks, -(-longest // self._config.block_size))
-        static = StaticInputs(self._draft_sizes(), most_blocks=most_blocks, device=self._device)
-        graphs = DecodeGraphs(forward, static)
+    def _capture_drafts(self, draft_model: "DraftModel", most_blocks: int) -> None:
+        """Have a draft model replay its steps of few rows from now on."""
+        static = StaticInputs(self._draft_sizes, most_blocks=most_blocks, device=self._device)
+        graphs = DecodeGraphs(draft_model.forward, static)
+        recorder = CudaRecorder(self._device)
         with compiler_errors(self._device):
-            captured = _recorded(
-                lambda: graphs.capture(CudaRecorder(self._device)), "a draft model's steps"
-            )
-        return graphs if captured else forward
+            if _recorded(lambda: graphs.capture(recorder), "a draft model's steps"):
+                draft_model.forward = graphs
 
     def _captured(
         self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None
@@ -277,6 +266,9 @@ class GpuStart:
         runner.forward = mixed or graphs
         if self._sampling is not None:
             runner.stage_sampled = self._sampling.stage
+        # Last, for torch records nothing more after a recording that failed.
+        if self.draft_model is not None and self._draft_sizes:
+            self._capture_drafts(self.draft_model, most_blocks)
         return True
 
     def _mixed_graphs(

@@ -22,9 +22,8 @@ from triton_ops import draw_tokens, likeliest_tokens
 
 _GRAPH_BYTES = 2**20
 """Memory of a graph beside its tensors: it has a fiftieth of a decode step's kernels."""
-_LOGIT_BYTES = 8
-"""Memory of a logit while its row is sampled: 16 bits of the product, then 32, and room to
-spare."""
+_CHANGED_LOGIT_BYTES = 12
+"""Memory of a logit while it is scaled and capped: three numbers of 32 bits, beside the product."""
 
 
 class SamplingGraphs:
@@ -47,8 +46,11 @@ class SamplingGraphs:
 
     def memory(self) -> int:
         """Bytes that the graphs will take; those of the largest one serve the others too."""
-        logits = self._buckets[-1] * self._decoder.config.vocab_size
-        return _LOGIT_BYTES * logits + 2 * _GRAPH_BYTES * len(self._buckets)
+        config, each = self._decoder.config, self._decoder.dtype.itemsize
+        if config.logits.scale != 1.0 or config.logits.soft_cap:
+            each += _CHANGED_LOGIT_BYTES
+        logits = self._buckets[-1] * config.vocab_size
+        return each * logits + 2 * _GRAPH_BYTES * len(self._buckets)
 
     @torch.inference_mode()
     def capture(self, recorder: GraphRecorder) -> None:

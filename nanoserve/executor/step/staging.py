@@ -68,7 +68,10 @@ class Staging:
         if self._next_fixed:
             if len(self._fixed) >= _MOST_OWNERS:
                 self._fixed.clear()
-            self._fixed.update(self._next_fixed)
+            for place, (owner, tensors) in self._next_fixed.items():
+                if self._buffers is not None:  # a view would keep all memory of this step
+                    tensors = tuple([tensor.clone() for tensor in tensors])
+                self._fixed[place] = owner, tensors
             self._next_fixed.clear()
 
 
