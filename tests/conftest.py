@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from nanoserve import LLM
+from triton_ops.cpu import cpu_operators
 
 # How long an example takes says more of the machine than of us. Fifty are enough, for many tests
 # share each property.
@@ -35,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_STATE_HOME"] = state.name
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where several processes run the tests, build the CPU operators beside the first of them.
+    Otherwise each process would come to a test that waits for the compiler, and have nothing to
+    do."""
+    option = session.config.option
+    if getattr(option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
+        cpu_operators().start(waited=True)
 
 
 def _keep_all_objects() -> None:
