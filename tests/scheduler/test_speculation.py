@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 Plain = Callable[[str], list[RequestOutput]]
-"""What plain decoding answers to the prompts with the settings of a name, computed once."""
+"""Gives the answers of plain decoding to the prompts, with the settings of a name."""
 
 
 class Scripted(DraftProposer):
