@@ -10,11 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from nanoserve import LLM
+if TYPE_CHECKING:  # it imports torch, and the processes that test are started before that
+    from nanoserve import LLM
 
 # How long an example takes says more of the machine than of us. Fifty are enough, for many tests
 # share each property.
@@ -35,6 +37,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_STATE_HOME"] = state.name
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Where several processes run the tests, build the CPU operators beside the first of them, once
+    these processes have begun. Otherwise each would come to a test that waits for the compiler, and
+    have nothing to do."""
+    yield
+    option = session.config.option
+    if getattr(option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
+        from triton_ops.cpu import cpu_operators
+
+        cpu_operators().start(waited=True)
 
 
 def _keep_all_objects() -> None:
@@ -65,7 +80,9 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def storyteller() -> Iterator[LLM]:
+def storyteller() -> "Iterator[LLM]":
     """The bundled model, loaded once, in float32 and with a small cache."""
+    from nanoserve import LLM
+
     with LLM(dtype="float32", kv_cache_memory=64 << 20, seed=7) as llm:
         yield llm

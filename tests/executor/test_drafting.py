@@ -45,6 +45,12 @@ def plain() -> Iterator[nanoserve.LLM]:
 
 
 @pytest.fixture(scope="module")
+def answers(plain: nanoserve.LLM) -> dict[str, list[nanoserve.RequestOutput]]:
+    """Plain decoding's, by the names of the settings."""
+    return {name: plain.generate(PROMPTS, SETTINGS[name]) for name in ("random", "cut")}
+
+
+@pytest.fixture(scope="module")
 def heads(plain: nanoserve.LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random ones for the bundled model."""
     target = plain.engine.executor.runner.decoder
@@ -159,7 +165,7 @@ def _sequences(outputs: list[nanoserve.RequestOutput]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_drafts_what_it_does_over_dense_passes(
-    kind: str, plain: nanoserve.LLM, heads: dict[str, Path]
+    kind: str, answers: dict[str, list[nanoserve.RequestOutput]], heads: dict[str, Path]
 ) -> None:
     memory = 2**20 if kind != "medusa" else 3 * 2**18  # so that sequences are preempted
     small = {"kv_cache_memory": memory, "max_model_len": 96, "max_num_batched_tokens": 24}
@@ -171,7 +177,7 @@ def test_a_head_drafts_what_it_does_over_dense_passes(
         inner = drafting.drafter
         head = inner._heads if kind == "medusa" else inner._decoder
         for name in ("random", "cut", "random"):  # the last finds cached prefixes
-            outputs = plain.generate(PROMPTS, SETTINGS[name])
+            outputs = answers[name]
             watched = drafting.drafter = Watched(inner, _sequences(outputs))
             assert _facts(speculating.generate(PROMPTS, SETTINGS[name])) == _facts(outputs), name
             with torch.inference_mode():
@@ -186,24 +192,29 @@ def test_a_head_drafts_what_it_does_over_dense_passes(
         assert table.preemptions > 0
 
 
+LONG_PROMPTS = [prompt + " one two three" for prompt in PROMPTS]
+TO_THE_END = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cut_off() -> list[nanoserve.RequestOutput]:
+    """Answers of plain decoding that end at the context."""
+    with nanoserve.LLM(max_model_len=32, **SETTING) as short:
+        return short.generate(LONG_PROMPTS, TO_THE_END)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_end_at_the_context_and_are_those_without_a_head(
-    kind: str, plain: nanoserve.LLM, heads: dict[str, Path]
+    kind: str, cut_off: list[nanoserve.RequestOutput], heads: dict[str, Path]
 ) -> None:
-    params = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
-    prompts = [prompt + " one two three" for prompt in PROMPTS]
-    with (
-        nanoserve.LLM(max_model_len=32, **SETTING) as short,
-        nanoserve.LLM(
-            speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING
-        ) as speculating,
-    ):
+    with nanoserve.LLM(
+        speculate=spelled(kind, heads[kind]), max_model_len=32, **SETTING
+    ) as speculating:
         speculating.engine.scheduler.predictors = ()
-        outputs = short.generate(prompts, params)
         drafting = mechanism_of(speculating.engine.executor, Drafting)
-        drafting.drafter = Watched(drafting.drafter, _sequences(outputs))
-        assert _facts(speculating.generate(prompts, params)) == _facts(outputs)
-    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+        drafting.drafter = Watched(drafting.drafter, _sequences(cut_off))
+        assert _facts(speculating.generate(LONG_PROMPTS, TO_THE_END)) == _facts(cut_off)
+    assert {output.outputs[0].finish_reason for output in cut_off} == {"length"}
 
 
 def test_features_are_read_where_they_were_written_and_padding_writes_none() -> None:
@@ -234,7 +245,10 @@ def test_features_are_read_where_they_were_written_and_padding_writes_none() -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_whose_logits_are_not_numbers_is_asked_once(
-    kind: str, plain: nanoserve.LLM, heads: dict[str, Path], caplog: pytest.LogCaptureFixture
+    kind: str,
+    answers: dict[str, list[nanoserve.RequestOutput]],
+    heads: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **SETTING) as speculating:
         drafter = mechanism_of(speculating.engine.executor, Drafting).drafter
@@ -243,9 +257,7 @@ def test_a_head_whose_logits_are_not_numbers_is_asked_once(
         ).parameters():
             parameter.fill_(torch.nan)
         params = SETTINGS["random"]
-        assert _facts(speculating.generate(PROMPTS[:1], params)) == _facts(
-            plain.generate(PROMPTS[:1], params)
-        )
+        assert _facts(speculating.generate(PROMPTS[:1], params)) == _facts(answers["random"][:1])
     (told,) = [record.message for record in caplog.records if "drafted" in record.message]
     assert told == "nanoserve: nothing is drafted any more: the drafter's logits are not numbers"
 

@@ -4,6 +4,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import islice
 
 import pytest
@@ -27,19 +28,24 @@ from tests.lab.simulator.linear_times import LinearTimes
 Trial = Callable[[float, int], RateTrial]
 
 
+arrivals_of_one_a_second = cache(partial(poisson_arrivals, 1.0))
+
+
 def queue_trial(
     service: Callable[[random.Random], float], servers: int, seed: int, limit: float | None
 ) -> Trial:
     """A first-come-first-served queue; `limit` is the longest latency that keeps to the limits, in
-    seconds."""
+    seconds. Each trial has the same services, drawn once."""
+    generator, services = random.Random(f"services of {seed}"), list[float]()
 
     def trial(rate: float, requests: int) -> RateTrial:
-        generator = random.Random(f"services of {seed}")
+        services.extend(service(generator) for _ in range(requests - len(services)))
         free = [0.0] * servers
         answers = []
-        for arrival in stretched_arrivals(poisson_arrivals(1.0, requests, seed), rate):
+        arrivals = stretched_arrivals(arrivals_of_one_a_second(requests, seed), rate)
+        for arrival, duration in zip(arrivals, services, strict=False):
             begin = max(heapq.heappop(free), arrival)
-            end = begin + service(generator)
+            end = begin + duration
             heapq.heappush(free, end)
             answers.append(TimedAnswer(arrival, end - arrival, None, 1))
         attainment = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -40,13 +41,11 @@ def rounded(
 def words(numbers: Tensor, bits: int) -> Tensor:
     """int [N, K] -> int32 words along the second dimension: one long stream of bits, the lowest
     first."""
-    rows = []
-    for row in numbers.tolist():
-        stream = sum(int(number) << bits * place for place, number in enumerate(row))
-        count = -(-len(row) * bits // 32)
-        rows.append([stream >> 32 * place & 0xFFFFFFFF for place in range(count)])
-    unsigned = torch.tensor(rows, dtype=torch.int64)
-    return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
+    codes = numbers.numpy().astype(np.uint32)
+    stream = (codes[:, :, None] >> np.arange(bits, dtype=np.uint32) & 1).reshape(len(codes), -1)
+    whole_words = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    packed = np.packbits(whole_words.astype(np.uint8), axis=1, bitorder="little")
+    return torch.from_numpy(packed.view("<i4"))
 
 
 def write_packed(

@@ -15,7 +15,7 @@ from nanoserve.models.shards import make_shards
 from nanoserve.request import Request, SamplingParams
 from tests.models.test_decoder import layer_caches
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
-from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
+from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_choices
 from triton_ops import reference_operators
 from triton_ops.cpu import cpu_operators
 
@@ -70,11 +70,12 @@ def test_compiled_layers_give_the_tokens_of_transformers(
     requests = [
         Request(str(number), prompt, params, seed=0) for number, prompt in enumerate(prompts())
     ]
-    expected = [transformers_greedy(model, prompt) for prompt in prompts()]
     for setting in [setting for setting in SETTINGS if setting.block_size == BLOCK_SIZE]:
-        assert run(decoder, config, setting, requests, layers)[0] == expected, setting
+        outputs, _ = run(decoder, config, setting, requests, layers)
+        assert outputs == transformers_choices(model, prompts(), outputs), setting
     with reference_operators():
-        assert run(decoder, config, SETTINGS[0], requests, layers)[0] == expected
+        outputs, _ = run(decoder, config, SETTINGS[0], requests, layers)
+    assert outputs == transformers_choices(model, prompts(), outputs)
     for rows, tokens in COUNTS:
         torch.testing.assert_close(
             *hidden_states(decoder, layers, rows, tokens), rtol=1e-4, atol=1e-4

@@ -2,6 +2,7 @@
 of SDAR's own generate.py."""
 
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,7 @@ def test_greedy_answers_are_those_of_sdars_own_loop(
     assert ran.denoising_steps == loop.passes
 
 
+@cache
 def expected_answers(model: PreTrainedModel, most: int = 14) -> Outputs:
     loop = Generation(model, LENGTH, 0.1)
     return {(str(n), 0): loop.answer(prompt, most) for n, prompt in enumerate(prompts())}

@@ -2,7 +2,8 @@
 whatever is drafted."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -54,6 +55,10 @@ SETTINGS = {
 }
 
 
+Plain = Callable[[str], list[RequestOutput]]
+"""Gives the answers of plain decoding to the prompts, with the settings of a name."""
+
+
 class Scripted(DraftProposer):
     """Draft tokens what plain decoding answers, with an error in each place that ``errs`` has,
     counted round and round."""
@@ -74,9 +79,9 @@ class Scripted(DraftProposer):
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[nanoserve.LLM]:
+def plain() -> Iterator[Plain]:
     with nanoserve.LLM(dtype="float32", eager=True, seed=0) as llm:
-        yield llm
+        yield cache(lambda name: llm.generate(PROMPTS, SETTINGS[name]))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +114,7 @@ DRAFTS = {"itself": "draft:storyteller", "a smaller one": "draft:storyteller-dra
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_model(
-    draft: str, plain: nanoserve.LLM
+    draft: str, plain: Plain
 ) -> None:
     settings = {
         "dtype": "float32",
@@ -128,10 +133,9 @@ def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_
         speculating.engine.scheduler.predictors = ()  # so that all that may be is drafted
         for name in ("greedy", "random", "cut", "penalties", "grammar"):
             before = sum(drafts.proposer.counts.accepted), drafts.proposer.counts.draft_tokens
-            params = SETTINGS[name]
-            assert _facts(speculating.generate(PROMPTS, params)) == _facts(
-                plain.generate(PROMPTS, params)
-            ), name
+            assert _facts(speculating.generate(PROMPTS, SETTINGS[name])) == _facts(plain(name)), (
+                name
+            )
             accepted, draft_tokens = (
                 sum(drafts.proposer.counts.accepted) - before[0],
                 drafts.proposer.counts.draft_tokens - before[1],
@@ -142,17 +146,12 @@ def test_a_draft_model_changes_no_answer_and_draft_tokens_right_where_it_is_the_
         assert table.preemptions > 0
 
 
-def test_a_drafter_that_raises_ends_nothing(
-    plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_that_raises_ends_nothing(plain: Plain, caplog: pytest.LogCaptureFixture) -> None:
     with nanoserve.LLM(
         dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft"
     ) as speculating:
         mechanism_of(speculating.engine.executor, Drafting).drafter._decoder = None
-        params = SETTINGS["greedy"]
-        assert _facts(speculating.generate(PROMPTS, params)) == _facts(
-            plain.generate(PROMPTS, params)
-        )
+        assert _facts(speculating.generate(PROMPTS, SETTINGS["greedy"])) == _facts(plain("greedy"))
     (told,) = [record.message for record in caplog.records if "drafted" in record.message]  # once
     assert "nothing is drafted any more: 'NoneType'" in told
 
@@ -201,10 +200,10 @@ def test_a_draft_with_more_tokens_is_refused_in_one_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_whatever_is_drafted_the_answers_are_those_of_plain_decoding(
-    name: str, plain: nanoserve.LLM, speculating: nanoserve.LLM
+    name: str, plain: Plain, speculating: nanoserve.LLM
 ) -> None:
     params, drafts = SETTINGS[name], speculating.engine.scheduler.extensions.drafts
-    outputs = plain.generate(PROMPTS, params)
+    outputs = plain(name)
     answers = [completion.token_ids for output in outputs for completion in output.outputs]
     by_ngrams, predictors = drafts.proposer, speculating.engine.scheduler.predictors
     assert _facts(speculating.generate(PROMPTS, params)) == _facts(outputs)
