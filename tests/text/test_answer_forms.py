@@ -253,6 +253,14 @@ def test_no_cutting_of_the_tokens_changes_what_is_read(
     assert joined(pieces_of(tokenizer, answer, cuts)) == joined(pieces_of(tokenizer, answer))
 
 
+def test_a_call_may_be_closed_twice(loaded: Callable[[str], Tokenizer]) -> None:
+    tokenizer, calls = loaded("granite-4"), [("get_time", {}), ("get_weather", PARIS)]
+    answer = rendered(tokenizer, assistant(calls, "Well, then."))
+    answer.tokens.extend(spelled(tokenizer, "\n</tool_call>\n</tool_call>"))
+    for cuts in ((), range(len(answer.tokens))):
+        assert parsed(pieces_of(tokenizer, answer, cuts)) == ("", "Well, then.", calls)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_cut_off_anywhere_are_taken_as_history(
     loaded: Callable[[str], Tokenizer], name: str

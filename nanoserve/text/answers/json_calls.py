@@ -136,10 +136,12 @@ class ObjectCalls:
             yield
 
     def _between(self, answer: AnswerReader) -> Steps[None]:
-        """Drop the closing tag and separators after a call."""
+        """Drop closing tags and separators after a call. A model may close a call twice."""
         end = answer.tag(self.end)
         while True:
-            answer.held = answer.held.lstrip(_BETWEEN).removeprefix(end).lstrip(_BETWEEN)
+            answer.held = answer.held.lstrip(_BETWEEN)
+            while answer.held.startswith(end):
+                answer.held = answer.held.removeprefix(end).lstrip(_BETWEEN)
             if answer.ended or not end.startswith(answer.held):
                 return
             yield
