@@ -179,7 +179,7 @@ def test_graphs_sample_what_is_all_greedy_or_all_by_temperature(
 def test_steps_of_a_draft_model_are_captured(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM, *, eager: bool
 ) -> None:
-    """Those of one or two tokens a row are. Prompts are not, and answers stay the same."""
+    """Steps of one or two tokens a row are, prompts are not, and answers stay the same."""
     put_cpu_in_place_of_gpu(monkeypatch)
     # without predictions, the number of draft tokens does not depend on this machine
     monkeypatch.setattr(predictors, "measure_speeds", lambda device, dtype: None)
