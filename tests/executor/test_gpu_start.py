@@ -233,7 +233,11 @@ def test_graphs_of_a_draft_model_have_memory_and_may_be_refused(
     graphs = 6 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
     assert start.measure(128, None) == without.measure(128, None) + graphs
     start.draft_model = DraftModel(decoder, num_blocks=4, block_size=4, run_layer=start.layers)
-    forward, recorders = start.draft_model.forward, iter([recorder, RefusingRecorder()])
+    refusal = RuntimeError("operation not permitted when stream is capturing")
+    forward = start.draft_model.forward
+    recorders = iter(
+        [recorder, RefusingRecorder(refusal), FakeRecorder(), RefusingRecorder(MEMORY)]
+    )
     monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: next(recorders))
     executor = executor_of(decoder, start)
     assert start.capture(executor.runner, 20, None).graphs == len(recorder.recorded) > 0
@@ -241,13 +245,20 @@ def test_graphs_of_a_draft_model_have_memory_and_may_be_refused(
     assert "a draft model's steps run uncaptured, which is slower" in caplog.text
     assert greedy(executor, 3) == dense_greedy(decoder, PROMPT, 3)
     assert recorder.replayed[-2:] == [1, 1]
+    with pytest.raises(
+        RuntimeFailure, match=r"capturing 6 steps of the draft model .* leave --speculate out$"
+    ):
+        start.capture(executor_of(decoder, start).runner, 20, None)
 
 
 class RefusingRecorder:
     """Records nothing."""
 
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     def record(self, step: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise self._error
 
 
 def test_compiled_code_is_kept_in_the_cache_folder(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class DrawnRows:
     keys: np.ndarray
     """uint64 [G], as of `sequence_keys`."""
     columns: dict[str, np.ndarray]
-    """The Draw's tensors that are settings, in this order: temperature, top_k, top_p, min_p."""
+    """The Draw's tensors that are settings: temperature, top_k, top_p, min_p."""
     largest_top_k: int
     uses_top_p: bool
     uses_min_p: bool
@@ -211,8 +211,17 @@ class Draw:
     @classmethod
     def stage(cls, drawn: DrawnRows, positions: np.ndarray, staging: Staging) -> "Draw":
         """Have what these rows are drawn with moved to the device."""
-        fixed = staging.add_fixed(drawn, (drawn.rows, *drawn.columns.values()))
-        rows, temperature, top_k, top_p, min_p = fixed
+        settings = drawn.columns
+        rows, temperature, top_k, top_p, min_p = staging.add_fixed(
+            drawn,
+            (
+                drawn.rows,
+                settings["temperature"],
+                settings["top_k"],
+                settings["top_p"],
+                settings["min_p"],
+            ),
+        )
         return cls(
             rows=rows,
             temperature=temperature,

@@ -223,11 +223,14 @@ class GpuStart:
             self._draft_sizes = [(rows, width) for width in DRAFT_WIDTHS for rows in buckets]
 
     def _capture_drafts(self, draft_model: "DraftModel", most_blocks: int) -> None:
-        """Have a draft model replay its steps of few rows from now on."""
-        static = StaticInputs(self._draft_sizes, most_blocks=most_blocks, device=self._device)
-        graphs = DecodeGraphs(draft_model.forward, static)
-        recorder = CudaRecorder(self._device)
-        with compiler_errors(self._device):
+        """Have a draft model replay its steps of few rows from now on; RuntimeFailure without
+        room."""
+        problem = f"capturing {len(self._draft_sizes)} steps of the draft model does not fit"
+        advice = "lower --kv-cache-memory, or leave --speculate out"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
+            static = StaticInputs(self._draft_sizes, most_blocks=most_blocks, device=self._device)
+            graphs = DecodeGraphs(draft_model.forward, static)
+            recorder = CudaRecorder(self._device)
             if _recorded(lambda: graphs.capture(recorder), "a draft model's steps"):
                 draft_model.forward = graphs
 
